@@ -1,0 +1,123 @@
+# `make train` and `make test` set up all they need, on a fresh machine too; `make` alone lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help setup build train test test-cpp test-python lint types format bench lab sanitize fuzz clean
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+JOBS ?= $(shell nproc)
+# make train
+RANKS ?= 2
+EPOCHS ?= 5
+DENSITY ?= 0.02
+BATCH ?=
+SEED ?= 1
+# make fuzz, for each target
+FUZZ_SECONDS ?= 60
+# arguments handed on to: pytest, the benchmarks, the lab
+ARGS ?=
+
+VENV := .venv
+export VIRTUAL_ENV := $(CURDIR)/$(VENV)
+export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
+export MAX_JOBS := $(JOBS)
+# The core is built under build/ and again for the Python module: let the second build find the first's objects.
+export CCACHE_NOHASHDIR := 1
+
+SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cmake' -o -name CMakeLists.txt)
+CPP := $(shell find csrc tests/cpp tests/fuzz -name '*.cc' -o -name '*.h')
+TIDIED := $(shell find csrc -name '*.cc' -not -path 'csrc/torch/*')
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+# ---- set-up: each step runs once, and again when what it depends on changes
+
+$(VENV)/.system: scripts/system_packages.sh
+	@scripts/system_packages.sh $(PYTHON)
+	@[ -x $(VENV)/bin/python ] || $(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.torch: $(VENV)/.system Makefile
+	python -m pip install --quiet "setuptools>=77" "cmake>=3.20" ninja "$(TORCH)"
+	@touch $@
+
+$(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
+	python -m pip install --quiet --no-build-isolation --editable '.[examples,test,lint]'
+	@touch $@
+
+setup: $(VENV)/.torch ## install the system's packages, the virtual environment and torch
+build: $(VENV)/.extension ## compile and install sparsecomm in the virtual environment
+
+# ---- use
+
+TRAIN = OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node $(RANKS) examples/train_vgg16.py \
+  --epochs $(EPOCHS) --seed $(SEED) $(if $(BATCH),--batch $(BATCH))
+
+train: build ## train VGG-16 with dense and with sparse exchange, and compare (RANKS EPOCHS DENSITY BATCH SEED)
+	$(TRAIN) --hook dense --output runs/vgg16-dense
+	$(TRAIN) --hook oktopk --density $(DENSITY) --output runs/vgg16-oktopk
+	python examples/report_vgg16.py runs/vgg16-dense runs/vgg16-oktopk
+
+bench: build ## measure the collectives on this machine
+	python benchmarks/bench.py $(ARGS)
+
+lab: build ## measure over rate-limited links between network namespaces; as root
+	@[ "$$(id -u)" = 0 ] || { echo "make lab needs root: it makes network namespaces" >&2; exit 1; }
+	python benchmarks/lab.py $(ARGS)
+
+# ---- checks
+
+test: test-cpp test-python lint types ## run every test and check
+
+test-cpp: setup ## run the C++ tests
+	cmake -S csrc -B build -G Ninja
+	cmake --build build --parallel $(JOBS)
+	ctest --test-dir build --output-on-failure --parallel $(JOBS)
+
+test-python: build ## run the Python tests (ARGS are pytest's)
+	OMP_NUM_THREADS=1 python -m pytest $(ARGS)
+
+lint: build ## check the format and the usual mistakes
+	cmake -S csrc -B build -G Ninja > build/configure.log
+	clang-format --dry-run -Werror $(CPP)
+	printf '%s\n' $(TIDIED) | xargs -P $(JOBS) -n 1 clang-tidy -p build --quiet 2>&1 \
+	  | { grep -v 'warnings generated' || true; }
+	ruff check .
+	ruff format --check .
+
+types: build ## check the types
+	mypy
+
+format: build ## rewrite the sources in the project's format
+	clang-format -i $(CPP)
+	ruff check --fix-only .
+	ruff format .
+
+sanitize: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined
+	cmake --build build/asan --parallel $(JOBS)
+	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
+	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
+	cmake --build build/tsan --parallel $(JOBS)
+	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
+
+CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
+
+fuzz: setup ## fuzz each parser for FUZZ_SECONDS; needs clang++
+	@[ -n "$(CLANG)" ] || { echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-dev" >&2; exit 1; }
+	cmake -S csrc -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=$(CLANG) \
+	  -DSPARSECOMM_BUILD_TESTS=OFF -DSPARSECOMM_BUILD_FUZZERS=ON
+	cmake --build build/fuzz --parallel $(JOBS)
+	for fuzzer in build/fuzz/*_fuzz; do \
+	  corpus=build/fuzz/corpus/$$(basename $$fuzzer); seeds=tests/fuzz/corpus/$$(basename $$fuzzer); \
+	  mkdir -p $$corpus; [ -d $$seeds ] || seeds=; \
+	  $$fuzzer -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/ $$corpus $$seeds; \
+	done
+
+clean: ## remove what was built; the virtual environment and runs/ stay
+	rm -rf build dist *.egg-info sparsecomm/*.so $(VENV)/.extension
+	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,99 @@
+// Error types of the core. Every message prints its operands and says what to do.
+#pragma once
+
+#include <cstddef>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace sparsecomm {
+
+class Error : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+// A caller's mistake: an argument outside its documented range.
+class InvalidArgument : public Error {
+ public:
+  using Error::Error;
+};
+
+// The ranks of a communicator asked for different operations. The communicator stays usable.
+class Mismatch : public Error {
+ public:
+  using Error::Error;
+};
+
+// Bytes that arrived are not a valid frame; the message names the field.
+class MalformedFrame : public Error {
+ public:
+  using Error::Error;
+};
+
+// Work that was queued on a communicator when it was closed or had already failed.
+class Aborted : public Error {
+ public:
+  using Error::Error;
+};
+
+// An error that accuses ranks. `ranks()` is sorted and never empty.
+class PeerError : public Error {
+ public:
+  PeerError(std::string const& message, std::vector<int> ranks)
+      : Error(message), ranks_(std::move(ranks)) {}
+  std::vector<int> const& ranks() const { return ranks_; }
+
+ private:
+  std::vector<int> ranks_;
+};
+
+// The connection to a peer is gone.
+class PeerLost : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// What a peer sent is not what the operation expects: first-hand evidence against that peer.
+class PeerInvalid : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// The operation's deadline passed while waiting for these ranks.
+class Timeout : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
+// Concatenates operands into a message: concat("k = ", k, " exceeds ", n).
+template <class... Parts>
+std::string concat(Parts const&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return std::move(out).str();
+}
+
+// "rank 3", "ranks 0, 2".
+template <class Ranks>
+std::string join_ranks(Ranks const& ranks) {
+  std::string text = ranks.size() == 1 ? "rank" : "ranks";
+  char const* separator = " ";
+  for (int const rank : ranks) {
+    text += concat(separator, rank);
+    separator = ", ";
+  }
+  return text;
+}
+
+// Throws E with the concatenated operands unless `holds`.
+template <class E = InvalidArgument, class... Parts>
+void require(bool holds, Parts const&... parts) {
+  if (!holds) [[unlikely]] {
+    throw E(concat(parts...));
+  }
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,65 @@
+# Highway and, for the tests, GoogleTest. Each is taken from the first of: a CMake package of the system, pkg-config,
+# a download whose hash is pinned here. Afterwards the targets hwy::hwy and GTest::gtest_main exist.
+include(FetchContent)
+find_package(PkgConfig QUIET)
+
+# Makes an imported target of what pkg-config knows as `module`; leaves it undefined where that is nothing.
+# The target is one file, so that $<TARGET_FILE> works on it as on a CMake package's.
+function(sparsecomm_import_pkg_config target module)
+  if(NOT PKG_CONFIG_FOUND)
+    return()
+  endif()
+  string(MAKE_C_IDENTIFIER "SPARSECOMM_${module}" prefix)
+  pkg_check_modules(${prefix} QUIET ${module})
+  if(NOT ${prefix}_FOUND)
+    return()
+  endif()
+  list(GET ${prefix}_LINK_LIBRARIES 0 file)
+  list(REMOVE_AT ${prefix}_LINK_LIBRARIES 0)
+  add_library(${target} UNKNOWN IMPORTED GLOBAL)
+  set_target_properties(${target} PROPERTIES
+    IMPORTED_LOCATION "${file}"
+    INTERFACE_INCLUDE_DIRECTORIES "${${prefix}_INCLUDE_DIRS}"
+    INTERFACE_COMPILE_OPTIONS "${${prefix}_CFLAGS_OTHER}"
+    INTERFACE_LINK_LIBRARIES "${${prefix}_LINK_LIBRARIES}")
+endfunction()
+
+# Declares a download and adds it to the build.
+macro(sparsecomm_fetch name url sha256)
+  message(STATUS "${name}: not installed; fetching ${url}")
+  if(POLICY CMP0135)
+    cmake_policy(SET CMP0135 NEW)
+  endif()
+  FetchContent_Declare(${name} URL ${url} URL_HASH SHA256=${sha256})
+  FetchContent_MakeAvailable(${name})
+endmacro()
+
+find_package(hwy CONFIG QUIET)
+if(NOT TARGET hwy::hwy)
+  sparsecomm_import_pkg_config(hwy::hwy libhwy)
+endif()
+if(NOT TARGET hwy::hwy)
+  set(HWY_ENABLE_CONTRIB OFF CACHE INTERNAL "")
+  set(HWY_ENABLE_EXAMPLES OFF CACHE INTERNAL "")
+  set(HWY_ENABLE_INSTALL OFF CACHE INTERNAL "")
+  set(HWY_ENABLE_TESTS OFF CACHE INTERNAL "")
+  set(HWY_FORCE_STATIC_LIBS ON CACHE INTERNAL "")
+  sparsecomm_fetch(highway https://github.com/google/highway/archive/refs/tags/1.2.0.tar.gz
+    7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
+  get_target_property(include_dirs hwy INTERFACE_INCLUDE_DIRECTORIES)
+  set_target_properties(hwy PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${include_dirs}")
+  add_library(hwy::hwy ALIAS hwy)
+endif()
+
+if(SPARSECOMM_BUILD_TESTS)
+  find_package(GTest QUIET)
+  if(NOT TARGET GTest::gtest_main)
+    sparsecomm_import_pkg_config(GTest::gtest_main gtest_main)
+  endif()
+  if(NOT TARGET GTest::gtest_main)
+    set(BUILD_GMOCK OFF CACHE INTERNAL "")
+    set(INSTALL_GTEST OFF CACHE INTERNAL "")
+    sparsecomm_fetch(googletest https://github.com/google/googletest/archive/refs/tags/v1.14.0.tar.gz
+      8ad598c73ad796e0d8280b082cebd82a630d73e73cd3c70057938a6501bba5d7)
+  endif()
+endif()

@@ -1,0 +1,75 @@
+// One operation's view of a transport: its number, its deadline, and frames instead of bytes.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/buffer.h"
+#include "transport/transport.h"
+#include "wire/frame.h"
+
+namespace sparsecomm {
+
+// The steps of an operation; part of the tag, so that a message can only meet the receive it is meant for.
+enum class Phase : std::uint8_t { agree, explain, reduce, partition, threshold, balance, gather };
+
+class Channel {
+ public:
+  Channel(Transport& transport, std::uint32_t operation, Deadline const& deadline)
+      : transport_(transport), operation_(operation), deadline_(deadline) {}
+
+  int rank() const { return transport_.rank(); }
+  int size() const { return transport_.size(); }
+  std::uint32_t operation() const { return operation_; }
+
+  Request isend(int peer, Phase phase, std::span<const std::byte> frames) {
+    return transport_.isend(peer, tag(phase), frames);
+  }
+  Request irecv(int peer, Phase phase, std::span<std::byte> buffer) {
+    return transport_.irecv(peer, tag(phase), buffer);
+  }
+  std::size_t wait(Request& request) { return transport_.wait(request, deadline_); }
+  void wait_all(std::span<Request> requests);
+
+  // Waits for a message of exactly frames.size() frames and validates each. Throws PeerInvalid, naming the
+  // peer and the field, where one is malformed.
+  void wait_frames(Request& request, int peer, std::span<const std::byte> buffer,
+                   std::span<FrameView> frames);
+  FrameView wait_frame(Request& request, int peer, std::span<const std::byte> buffer);
+
+  // Runs decode() and turns a MalformedFrame into PeerInvalid against the rank the frame came from.
+  template <class F>
+  void decode_from(int peer, F&& decode) {
+    try {
+      decode();
+    } catch (MalformedFrame const& error) {
+      blame(peer, error);
+    }
+  }
+  [[noreturn]] void blame(int peer, std::exception const& error) const;
+
+ private:
+  Tag tag(Phase phase) const {
+    return ((operation_ & 0x0fffffffu) << 3) | static_cast<Tag>(phase);
+  }
+  Transport& transport_;
+  std::uint32_t operation_;
+  Deadline deadline_;
+};
+
+// Bruck allgather of one frame per rank: ceil(log2 P) messages, and every frame crosses P - 1 links in all.
+class FrameAllgather {
+ public:
+  // `max_frame_bytes` bounds each rank's frame. Element r of the result is rank r's frame, own included; it
+  // and the result are valid until the next run().
+  std::span<const FrameView> run(Channel& channel, Phase phase, std::span<const std::byte> own,
+                                 std::size_t max_frame_bytes);
+
+ private:
+  ByteBuffer buffer_;
+  std::vector<std::size_t> ends_;
+  std::vector<FrameView> blocks_, frames_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,292 @@
+#include "collectives/oktopk.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+
+#include "collectives/global_cut.h"
+#include "collectives/patterns.h"
+#include "kernels/magnitude.h"
+
+namespace sparsecomm {
+namespace {
+
+template <class V>
+struct Stream {
+  std::vector<std::uint32_t> indices;
+  std::vector<V> values;
+
+  void clear() {
+    indices.clear();
+    values.clear();
+  }
+  void append(SparseView<V> view) {
+    indices.insert(indices.end(), view.indices.begin(), view.indices.end());
+    values.insert(values.end(), view.values.begin(), view.values.end());
+  }
+  SparseView<V> view() const { return {indices, values}; }
+};
+
+template <class V>
+class OkTopk final : public SparseAllreduce<V> {
+ public:
+  explicit OkTopk(AlgorithmOptions const& options) : options_(options) {}
+
+  SparseView<V> run(Channel& channel, SparseView<V> selection, SparseProblem const& problem) override {
+    partition(channel, selection.indices, problem);
+    SparseView<V> const region = split_and_reduce(channel, selection, problem);
+    keep_top_k(channel, region, problem);
+    if (needs_balance(cut_.kept(), options_.balance_factor)) balance(channel, problem);
+    gather(channel, problem);
+    state_.global_threshold = cut_.threshold();
+    return result_.view();
+  }
+
+  AlgorithmState const& state() const override { return state_; }
+  void load_state(AlgorithmState state) override {
+    state_ = std::move(state);
+    cut_.load_threshold(state_.global_threshold);
+  }
+
+ private:
+  void partition(Channel& channel, std::span<const std::uint32_t> indices, SparseProblem const& problem);
+  SparseView<V> split_and_reduce(Channel& channel, SparseView<V> selection,
+                                 SparseProblem const& problem);
+  void keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem);
+  void balance(Channel& channel, SparseProblem const& problem);
+  void gather(Channel& channel, SparseProblem const& problem);
+
+  // Region `part` is [first, last); the last one ends with the extent.
+  std::uint32_t region_first(int part) const { return part == 0 ? 0 : state_.boundaries[part - 1]; }
+  std::uint32_t region_last(int part, SparseProblem const& problem) const {
+    return part < static_cast<int>(state_.boundaries.size()) ? state_.boundaries[part]
+                                                             : static_cast<std::uint32_t>(problem.extent);
+  }
+  std::span<const std::byte> encode(Channel const& channel, std::uint32_t first, std::uint32_t last,
+                                    SparseView<V> part, std::span<std::byte> out) const {
+    return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices, part.values,
+                                      options_.frame, out));
+  }
+  void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first, std::uint32_t last,
+              Stream<V>& out) const {
+    channel.decode_from(
+        peer, [&] { decode_sparse<V>(frame, first, last - first, out.indices, out.values); });
+  }
+
+  AlgorithmOptions options_;
+  AlgorithmState state_;
+  GlobalCut<V> cut_;
+  SparseStream<V> sum_;
+  Stream<V> incoming_, share_, balanced_, result_;
+  ByteBuffer send_, receive_;
+  FrameAllgather gather_;
+  std::vector<std::uint32_t> proposal_;
+  std::vector<Request> sends_, receives_;
+};
+
+template <class V>
+void OkTopk<V>::partition(Channel& channel, std::span<const std::uint32_t> indices,
+                          SparseProblem const& problem) {
+  std::size_t const parts = channel.size() - 1;
+  if (state_.boundaries.size() == parts && problem.step % options_.partition_period != 0) return;
+  proposal_.resize(parts);
+  local_boundaries(indices, problem.extent, channel.size(), proposal_);
+  auto const payload = std::as_bytes(std::span(proposal_));
+  auto const frame = send_.take(header_bytes + payload.size());
+  encode_bytes(channel.operation(), payload, frame);
+  auto const frames = gather_.run(channel, Phase::partition, frame, frame.size());
+
+  std::vector<std::uint64_t> sums(parts, 0);
+  for (int rank = 0; rank < channel.size(); ++rank) {
+    channel.decode_from(rank, [&] {
+      require<MalformedFrame>(frames[rank].values.size() == payload.size(), "boundaries of ",
+                              frames[rank].values.size(), " bytes are not ", payload.size());
+    });
+    std::memcpy(proposal_.data(), frames[rank].values.data(), payload.size());
+    channel.decode_from(rank, [&] {
+      require<MalformedFrame>(
+          std::ranges::is_sorted(proposal_) && (parts == 0 || proposal_.back() <= problem.extent),
+          "boundaries are not an ascending split of ", problem.extent);
+    });
+    for (std::size_t part = 0; part < parts; ++part) sums[part] += proposal_[part];
+  }
+  state_.boundaries.resize(parts);
+  std::ranges::transform(sums, state_.boundaries.begin(), [&](std::uint64_t sum) {
+    return static_cast<std::uint32_t>(sum / channel.size());
+  });
+}
+
+template <class V>
+SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> selection,
+                                          SparseProblem const& problem) {
+  int const rank = channel.rank();
+  int const size = channel.size();
+  std::uint32_t const first = region_first(rank);
+  std::uint32_t const last = region_last(rank, problem);
+  std::size_t const max_receive =
+      max_sparse_frame_bytes<V>(std::min<std::uint64_t>(problem.limit, last - first), last - first);
+  int const window = std::min(options_.window, size - 1);
+  auto const incoming = receive_.take(2 * window * max_receive);
+  auto const receive_buffer = [&](int step) {
+    return incoming.subspan((step - 1) % (2 * window) * max_receive, max_receive);
+  };
+  std::size_t send_bytes = 0;
+  for (int part = 0; part < size; ++part) {
+    auto const nnz = selection.range(region_first(part), region_last(part, problem)).nnz();
+    send_bytes += max_sparse_frame_bytes<V>(nnz, problem.extent);
+  }
+  auto outgoing = send_.take(send_bytes);
+  sends_.clear();
+  receives_.assign(size, {});
+  auto const post = [&](int begin, int end) {
+    for (int step = begin; step < std::min(end, size); ++step) {
+      receives_[step] =
+          channel.irecv(rotated_source(rank, step, size), Phase::reduce, receive_buffer(step));
+    }
+    for (int step = begin; step < std::min(end, size); ++step) {
+      int const destination = rotated_destination(rank, step, size);
+      std::uint32_t const begins = region_first(destination);
+      std::uint32_t const ends = region_last(destination, problem);
+      auto const frame =
+          encode(channel, begins, ends, selection.range(begins, ends), outgoing);
+      outgoing = outgoing.subspan(frame.size());
+      sends_.push_back(channel.isend(destination, Phase::reduce, frame));
+    }
+  };
+
+  sum_.reset(first, last - first);
+  sum_.add(selection.range(first, last));
+  if (size > 1) post(1, 1 + window);
+  for (int begin = 1; begin < size; begin += window) {
+    post(begin + window, begin + 2 * window);
+    for (int step = begin; step < std::min(begin + window, size); ++step) {
+      int const source = rotated_source(rank, step, size);
+      FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
+      incoming_.clear();
+      decode(channel, source, frame, first, last, incoming_);
+      sum_.add(incoming_.view());
+    }
+  }
+  channel.wait_all(sends_);
+  return sum_.sparse();
+}
+
+template <class V>
+void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
+  ThresholdSource const source = options_.schedule.at(problem.step, cut_.threshold() > 0);
+  Cut const cut = cut_.run(channel, region.values, problem.k, source);
+  std::uint64_t quota = cut.quota;
+  share_.clear();
+  for (std::size_t i = 0; i < region.nnz(); ++i) {
+    std::uint64_t const pattern = magnitude_bits(region.values[i]);
+    if (pattern < cut.low) continue;
+    if (pattern < cut.high) {
+      if (quota == 0) continue;
+      --quota;
+    }
+    share_.indices.push_back(region.indices[i]);
+    share_.values.push_back(region.values[i]);
+  }
+}
+
+template <class V>
+void OkTopk<V>::balance(Channel& channel, SparseProblem const& problem) {
+  int const rank = channel.rank();
+  auto const extent = static_cast<std::uint32_t>(problem.extent);
+  auto const plan = plan_balance(cut_.kept());
+  auto const frame_bytes = [&](Transfer const& transfer) {
+    return max_sparse_frame_bytes<V>(transfer.count, extent);
+  };
+  std::size_t send_bytes = 0;
+  std::size_t receive_bytes = 0;
+  for (Transfer const& transfer : plan) {
+    if (transfer.source == transfer.destination) continue;
+    if (transfer.source == rank) send_bytes += frame_bytes(transfer);
+    if (transfer.destination == rank) receive_bytes += frame_bytes(transfer);
+  }
+  auto outgoing = send_.take(send_bytes);
+  auto incoming = receive_.take(receive_bytes);
+  sends_.clear();
+  receives_.clear();
+  for (Transfer const& transfer : plan) {
+    if (transfer.source == transfer.destination) continue;
+    if (transfer.destination == rank) {
+      auto const buffer = incoming.first(frame_bytes(transfer));
+      incoming = incoming.subspan(buffer.size());
+      receives_.push_back(channel.irecv(transfer.source, Phase::balance, buffer));
+    } else if (transfer.source == rank) {
+      auto const part = share_.view().slice(transfer.offset, transfer.offset + transfer.count);
+      auto const frame = encode(channel, part.indices.front(), part.indices.back() + 1, part, outgoing);
+      outgoing = outgoing.subspan(frame.size());
+      sends_.push_back(channel.isend(transfer.destination, Phase::balance, frame));
+    }
+  }
+  balanced_.clear();
+  incoming = receive_.take(receive_bytes);
+  auto receive = receives_.begin();
+  for (Transfer const& transfer : plan) {
+    if (transfer.destination != rank) continue;
+    if (transfer.source == rank) {
+      balanced_.append(share_.view().slice(transfer.offset, transfer.offset + transfer.count));
+    } else {
+      auto const buffer = incoming.first(frame_bytes(transfer));
+      incoming = incoming.subspan(buffer.size());
+      FrameView const frame = channel.wait_frame(*receive++, transfer.source, buffer);
+      decode(channel, transfer.source, frame, 0, extent, balanced_);
+    }
+  }
+  channel.wait_all(sends_);
+  std::swap(share_, balanced_);
+}
+
+template <class V>
+void OkTopk<V>::gather(Channel& channel, SparseProblem const& problem) {
+  auto const extent = static_cast<std::uint32_t>(problem.extent);
+  std::uint64_t largest = *std::ranges::max_element(cut_.kept());
+  std::size_t const max_frame = max_sparse_frame_bytes<V>(largest, extent);
+  auto const frame = encode(channel, share_.indices.empty() ? 0 : share_.indices.front(),
+                            share_.indices.empty() ? 0 : share_.indices.back() + 1, share_.view(),
+                            send_.take(max_frame));
+  auto const frames = gather_.run(channel, Phase::gather, frame, max_frame);
+  result_.clear();
+  for (int rank = 0; rank < channel.size(); ++rank) {
+    std::size_t const before = result_.indices.size();
+    decode(channel, rank, frames[rank], 0, extent, result_);
+    channel.decode_from(rank, [&] {
+      require<MalformedFrame>(before == 0 || before == result_.indices.size() ||
+                                  result_.indices[before - 1] < result_.indices[before],
+                              "its share overlaps that of a lower rank");
+    });
+  }
+}
+
+}  // namespace
+
+template <class V>
+std::unique_ptr<SparseAllreduce<V>> make_oktopk(AlgorithmOptions const& options) {
+  return std::make_unique<OkTopk<V>>(options);
+}
+template std::unique_ptr<SparseAllreduce<float>> make_oktopk(AlgorithmOptions const&);
+template std::unique_ptr<SparseAllreduce<double>> make_oktopk(AlgorithmOptions const&);
+
+// With even regions and shares, reduce, balance and allgather receive k(P-1)/P pairs each. An allgather of shares
+// that needed no balancing may receive all k, but then balance receives nothing, and k <= 2k(P-1)/P.
+Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const&) {
+  if (shape.ranks == 1) return {};
+  double const peers = shape.ranks - 1;
+  double const share = std::ceil(static_cast<double>(shape.k) / shape.ranks) *
+                       (4.0 + static_cast<double>(shape.value_bytes));
+  Cost const boundaries = allgather_cost(shape.ranks, header_bytes + 4 * peers);
+  int const histograms =
+      1 + (shape.value_bytes == 8 ? GlobalCut<double>::exact_rounds(shape.k)
+                                  : GlobalCut<float>::exact_rounds(shape.k));
+  Cost const histogram = allgather_cost(
+      shape.ranks, header_bytes + 4.0 * static_cast<double>(GlobalCut<float>::bins(shape.k) + 2));
+  Cost const gather = allgather_cost(shape.ranks, header_bytes + share);
+  double const transfers = 2 * peers + 1;
+  return {boundaries.messages + peers + histograms * histogram.messages + transfers + gather.messages,
+          boundaries.bytes + peers * (header_bytes + share) + histograms * histogram.bytes +
+              transfers * header_bytes + peers * share + gather.bytes};
+}
+
+}  // namespace sparsecomm

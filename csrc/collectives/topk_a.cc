@@ -1,0 +1,56 @@
+#include "collectives/topk_a.h"
+
+namespace sparsecomm {
+namespace {
+
+template <class V>
+class TopkA final : public SparseAllreduce<V> {
+ public:
+  explicit TopkA(AlgorithmOptions const& options) : options_(options) {}
+
+  SparseView<V> run(Channel& channel, SparseView<V> selection, SparseProblem const& problem) override {
+    auto const extent = static_cast<std::uint32_t>(problem.extent);
+    std::size_t const capacity = max_sparse_frame_bytes<V>(problem.limit, extent);
+    auto const own = send_.take(capacity);
+    std::size_t const length = encode_sparse<V>(channel.operation(), 0, extent, selection.indices,
+                                                selection.values, options_.frame, own);
+    auto const frames = gather_.run(channel, Phase::gather, own.first(length), capacity);
+    sum_.reset(0, extent);
+    for (int rank = 0; rank < channel.size(); ++rank) {
+      indices_.clear();
+      values_.clear();
+      channel.decode_from(rank,
+                          [&] { decode_sparse<V>(frames[rank], 0, extent, indices_, values_); });
+      sum_.add({indices_, values_});
+    }
+    return sum_.sparse();
+  }
+
+  AlgorithmState const& state() const override { return state_; }
+  void load_state(AlgorithmState state) override { state_ = std::move(state); }
+
+ private:
+  AlgorithmOptions options_;
+  AlgorithmState state_;  // stays empty: nothing is carried from step to step
+  ByteBuffer send_;
+  FrameAllgather gather_;
+  std::vector<std::uint32_t> indices_;
+  std::vector<V> values_;
+  SparseStream<V> sum_;
+};
+
+}  // namespace
+
+template <class V>
+std::unique_ptr<SparseAllreduce<V>> make_topk_a(AlgorithmOptions const& options) {
+  return std::make_unique<TopkA<V>>(options);
+}
+template std::unique_ptr<SparseAllreduce<float>> make_topk_a(AlgorithmOptions const&);
+template std::unique_ptr<SparseAllreduce<double>> make_topk_a(AlgorithmOptions const&);
+
+Cost topk_a_cost(CostShape const& shape, AlgorithmOptions const&) {
+  double const pair_bytes = 4.0 + static_cast<double>(shape.value_bytes);
+  return allgather_cost(shape.ranks, header_bytes + static_cast<double>(shape.k) * pair_bytes);
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,31 @@
+#include "compress/schedule.h"
+
+namespace sparsecomm {
+namespace {
+
+constexpr ThresholdSourceEntry sources[] = {
+    {ThresholdSource::exact, "exact"},
+    {ThresholdSource::reused, "reused"},
+    {ThresholdSource::sampled, "sampled"},
+};
+
+}  // namespace
+
+std::span<const ThresholdSourceEntry> threshold_sources() { return sources; }
+
+std::string_view name(ThresholdSource source) {
+  for (auto const& entry : sources) {
+    if (entry.id == source) return entry.name;
+  }
+  throw InvalidArgument(concat("threshold source code ", int(source), " is unknown"));
+}
+
+ThresholdSource find_threshold_source(std::string_view name) {
+  for (auto const& entry : sources) {
+    if (entry.name == name) return entry.id;
+  }
+  throw InvalidArgument(
+      concat("threshold source '", name, "' is unknown; choose one of exact, reused, sampled"));
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,90 @@
+// One group of parameters of a data-parallel model: its options, its schedule state and its exchange.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/algorithm.h"
+#include "collectives/dense.h"
+#include "compress/error_feedback.h"
+#include "engine/communicator.h"
+
+namespace sparsecomm {
+
+struct ExchangeOptions {
+  std::string algorithm = "oktopk";
+  double density = 0.01;       // k = density * N, at least 1
+  ThresholdSchedule schedule;  // of the local and the global threshold
+  AlgorithmOptions collective;  // its schedule is replaced by the one above
+  bool average = true;         // the result is the mean over ranks, as DDP expects; false: the sum
+};
+
+// Throws InvalidArgument, naming the option, its value and its range.
+void validate(ExchangeOptions const& options);
+
+// What must be kept, beside the residuals, for a resumed run to be bit-identical.
+struct ExchangeState {
+  std::uint64_t step = 0;
+  double local_threshold = 0;  // 0: none yet
+  AlgorithmState collective;
+};
+
+// Sums over all calls so far.
+struct ExchangeStats {
+  std::uint64_t steps = 0;
+  std::uint64_t selected = 0;         // entries this rank packed
+  std::uint64_t result_nnz = 0;       // entries of the results
+  std::uint64_t numel = 0;            // entries of the gradients
+  Duration select{}, exchange{}, apply{};
+};
+
+// Exchanges a gradient that lies in segments: afterwards every rank's gradient holds the same bits, the average
+// of what was exchanged, and the residuals hold what was not. Contracts 1, 2, 4, 5, 6 and 7 of
+// docs/architecture.md are kept here. T is the gradient's type, accumulate_t<T> the residual's.
+template <class T>
+class GradientExchange final : public Operation {
+ public:
+  using V = accumulate_t<T>;
+
+  // `name` identifies the group; ranks must agree on it.
+  GradientExchange(std::string name, std::uint64_t extent, ExchangeOptions const& options,
+                   Communicator& communicator);
+
+  // What the next submission works on: the sizes of the segments add up to the extent. The memory must stay
+  // until the operation has ended.
+  void bind(std::vector<Segment<T>> segments);
+  void set_density(double density);
+
+  ExchangeState const& state() const { return state_; }
+  void load_state(ExchangeState state);
+  ExchangeStats const& stats() const { return stats_; }
+  std::uint64_t extent() const { return extent_; }
+
+  Proposal prepare() override;
+  void run(Channel& channel, bool all_finite) override;
+  void roll_back() noexcept override;
+
+ private:
+  void run_dense(Channel& channel);
+  void run_sparse(Channel& channel);
+  std::uint64_t k() const;
+  V divisor() const;
+
+  std::string name_;
+  std::uint64_t extent_;
+  ExchangeOptions options_;
+  Communicator& communicator_;
+  AlgorithmEntry const& algorithm_;
+  std::vector<Segment<T>> segments_;
+  ErrorFeedback<T> feedback_;
+  std::unique_ptr<SparseAllreduce<V>> sparse_;
+  DenseAllreduce<T> dense_;
+  Buffer<T> flat_;  // where a dense exchange gathers a gradient of several segments
+  ExchangeState state_;
+  ExchangeStats stats_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,130 @@
+// The loops over N. Each kernel has a scalar oracle and a SIMD version (Highway, dispatched at run
+// time) with the same bits as a result, but for the payload of a NaN; one table (kernel_tables)
+// holds both, and one differential test covers all.
+//
+// T is the element type of a gradient (float, double, Half, BFloat16), V = accumulate_t<T> the type
+// of residuals and packed values.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "base/dtype.h"
+
+namespace sparsecomm {
+
+// What is selected: every entry with |a| > magnitude and, lowest index first, `ties` of those with
+// |a| == magnitude. Zeros are never selected; a NaN or Inf always is.
+template <class V>
+struct Threshold {
+  V magnitude = 0;
+  std::uint64_t ties = 0;
+};
+
+// Part of a gradient with the residual of the same entries. A gradient is a list of segments, in
+// index order; segment s starts at the sum of the sizes before it. Both spans have the same size
+// and do not overlap.
+template <class T>
+struct Segment {
+  std::span<T> gradient;
+  std::span<accumulate_t<T>> residual;
+};
+
+// Where a selection goes. The capacity is indices.size() == values.size().
+template <class V>
+struct PackedSpan {
+  std::span<std::uint32_t> indices;
+  std::span<V> values;
+};
+
+// The SIMD kernels store whole vectors, so a PackedSpan needs this many entries beyond the most it
+// may return.
+inline constexpr std::size_t packed_slack = 64;
+
+template <class V>
+struct SelectionStats {
+  std::size_t count = 0;  // entries packed
+  V max_magnitude = 0;    // largest finite |a| seen
+  bool finite = true;     // false when any a was NaN or Inf
+  bool complete = true;   // false when `limit` was reached and passing entries stayed behind
+};
+
+// The most bins of one magnitude_histogram.
+inline constexpr std::size_t histogram_bins = 2048;
+
+// One instruction set's kernels for one element type.
+template <class T>
+struct KernelTable {
+  using V = accumulate_t<T>;
+  std::string_view target;
+
+  // True when no entry is NaN or Inf. Reads N.
+  bool (*all_finite)(std::span<const T> x);
+
+  // Fused error feedback, one pass: a = residual + gradient; entries that pass the threshold are
+  // packed as (first_index + position, a) in index order and their residual becomes +0; every other
+  // residual becomes a; the gradient becomes +0. At most `limit` entries are packed (out holds
+  // limit + packed_slack): what no longer fits stays in the residual. threshold.ties is decremented
+  // by the ties taken, so that segments chain. Reads 2N, writes 2N. Source: 003 Algorithm 2 lines
+  // 4-6.
+  SelectionStats<V> (*fused_error_feedback)(std::span<T> gradient, std::span<V> residual,
+                                            Threshold<V>& threshold, std::uint32_t first_index,
+                                            std::size_t limit, PackedSpan<V> out);
+
+  // The same selection of x itself, which stays as it is. Reads N.
+  SelectionStats<V> (*select)(std::span<const T> x, Threshold<V>& threshold,
+                              std::uint32_t first_index, std::size_t limit, PackedSpan<V> out);
+
+  // Adds to counts[b] the number of entries of |gradient + residual| whose bit pattern (of float or
+  // double, sign cleared), shifted right by `shift` and less `base`, is b < counts.size(); others
+  // go uncounted. At most histogram_bins counts. The radix passes of exact_threshold.
+  void (*magnitude_histogram)(std::span<const T> gradient, std::span<const V> residual,
+                              unsigned shift, std::uint64_t base, std::span<std::uint64_t> counts);
+
+  // Appends to `out`, in index order, every |gradient + residual| whose bit pattern lies in [low,
+  // high), and returns how many bit patterns are `high` or above.
+  std::uint64_t (*collect_magnitudes)(std::span<const T> gradient, std::span<const V> residual,
+                                      std::uint64_t low, std::uint64_t high, std::vector<V>& out);
+};
+
+// The fastest table this machine can run, and all that it can run (scalar first).
+template <class T>
+KernelTable<T> const& kernels();
+template <class T>
+std::span<KernelTable<T> const> kernel_tables();
+
+// The threshold that selects exactly min(k, non-zeros) entries of gradient + residual: the k-th
+// largest magnitude, with as many ties as make up k. Entries that are not finite count, and are
+// selected even where they are more than k. Throws InvalidArgument unless 1 <= k. Reads 2N once, as
+// a rule: a sample brackets the threshold and one pass collects what lies in the bracket; where
+// ties or the sample defeat that, up to 3 passes more (6 for double). `scratch` is reused between
+// calls.
+template <class T>
+Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
+                                           std::vector<accumulate_t<T>>& scratch);
+
+// The smallest sample that sampled_threshold takes.
+inline constexpr std::size_t minimum_sample = 4096;
+
+// An estimate of exact_threshold from every `stride`-th entry of gradient + residual (the sample
+// starts at `phase` % stride): the magnitude of rank k / stride of the sample, and ties by the same
+// proportion. The stride is reduced so that 700 entries of the sample lie above the threshold: the
+// count it leads to is then within 10% of k in 99 of 100 cases. Where that takes a stride under 32,
+// or the sample holds fewer than minimum_sample entries, exact_threshold answers instead, so that
+// small inputs are exact. Reads N / stride.
+template <class T>
+Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
+                                             std::size_t stride, std::size_t phase,
+                                             std::vector<accumulate_t<T>>& scratch);
+
+// destination[indices[i] - first_index] = T(values[i] / divisor). Every index must lie in the
+// destination.
+template <class T>
+void scatter(std::span<T> destination, std::span<const std::uint32_t> indices,
+             std::span<const accumulate_t<T>> values, accumulate_t<T> divisor,
+             std::uint32_t first_index);
+
+}  // namespace sparsecomm

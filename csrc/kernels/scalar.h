@@ -1,0 +1,11 @@
+// The scalar kernels: the oracle of the SIMD ones, and what runs where there is no SIMD.
+#pragma once
+
+#include "kernels/kernels.h"
+
+namespace sparsecomm {
+
+template <class T>
+KernelTable<T> scalar_kernels();
+
+}  // namespace sparsecomm

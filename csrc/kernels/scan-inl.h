@@ -1,0 +1,167 @@
+// The kernels over vectors that read and do not write. Included once per instruction set.
+#if defined(SPARSECOMM_KERNELS_SCAN_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SPARSECOMM_KERNELS_SCAN_INL_H_
+#undef SPARSECOMM_KERNELS_SCAN_INL_H_
+#else
+#define SPARSECOMM_KERNELS_SCAN_INL_H_
+#endif
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <span>
+#include <type_traits>
+#include <vector>
+
+#include "kernels/scan.h"
+#include "kernels/vector-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace sparsecomm {
+namespace HWY_NAMESPACE {
+
+// An element's own bits, which for the 16-bit types order as the widened ones do.
+template <class T>
+using Word = std::conditional_t<sizeof(T) == 2, std::int16_t,
+                                std::make_signed_t<magnitude_bits_t<accumulate_t<T>>>>;
+
+template <class D, class T>
+HWY_INLINE hn::Vec<D> load_magnitudes(D d, T const* p) {
+  hn::RebindToUnsigned<D> const du;
+  auto const mask = hn::Set(d, hwy::LimitsMax<hn::TFromD<D>>());
+  if constexpr (sizeof(T) == 2) {
+    return hn::And(hn::BitCast(d, hn::LoadU(du, words(p))), mask);
+  } else {
+    hn::ScalableTag<T> const dt;
+    return hn::And(hn::BitCast(d, hn::LoadU(dt, p)), mask);
+  }
+}
+
+template <class T>
+bool all_finite(std::span<const T> x) {
+  hn::ScalableTag<Word<T>> const d;
+  std::size_t const lanes = hn::Lanes(d);
+  auto const infinity =
+      hn::Set(d, std::bit_cast<Word<T>>(T(std::numeric_limits<accumulate_t<T>>::infinity())));
+  auto most = hn::Zero(d);
+  T const* p = x.data();
+  std::size_t i = 0;
+  for (; x.size() - i >= 4 * lanes; i += 4 * lanes) {
+    most = hn::Max(
+        most, max4(d, load_magnitudes(d, p + i), load_magnitudes(d, p + i + lanes),
+                   load_magnitudes(d, p + i + 2 * lanes), load_magnitudes(d, p + i + 3 * lanes)));
+  }
+  return hn::AllTrue(d, hn::Lt(most, infinity)) && all_finite_range(x.subspan(i));
+}
+
+template <class T>
+void magnitude_histogram(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                         unsigned shift, std::uint64_t base, std::span<std::uint64_t> counts) {
+  using V = accumulate_t<T>;
+  require_same_size(gradient.size(), residual.size());
+  require_bins(counts.size());
+  if (base > std::uint64_t{magnitude_mask<V>} >> shift) return;
+  hn::ScalableTag<V> const d;
+  hn::RebindToUnsigned<decltype(d)> const du;
+  using Bits = hn::TFromD<decltype(du)>;
+  std::size_t const lanes = hn::Lanes(d);
+  auto const lowest = hn::Set(du, static_cast<Bits>(base));
+  auto const outside = hn::Set(du, static_cast<Bits>(counts.size()));
+  // Neighbours often share a bin, and in one table each increment would wait for the one before it.
+  // The last bin of each table takes what lies outside.
+  constexpr std::size_t ways = 4;
+  std::array<std::array<std::uint32_t, histogram_bins + 1>, ways> tables;
+  HWY_ALIGN std::array<Bits, hn::MaxLanes(d)> bins;
+  std::size_t i = 0;
+  while (gradient.size() - i >= lanes) {
+    // In blocks that 32 bits can count.
+    std::size_t const left = std::min<std::size_t>(gradient.size() - i, std::size_t{1} << 31);
+    std::size_t const end = i + left - left % lanes;
+    for (auto& table : tables) std::fill_n(table.begin(), counts.size() + 1, 0);
+    for (; i < end; i += lanes) {
+      auto const bits = magnitudes(d, load_sum(d, residual.data() + i, gradient.data() + i));
+      auto const bin =
+          hn::Sub(hn::ShiftRightSame(hn::BitCast(du, bits), static_cast<int>(shift)), lowest);
+      hn::Store(hn::Min(bin, outside), du, bins.data());
+      for (std::size_t lane = 0; lane < lanes; ++lane) ++tables[lane % ways][bins[lane]];
+    }
+    for (std::size_t bin = 0; bin < counts.size(); ++bin) {
+      for (auto const& table : tables) counts[bin] += table[bin];
+    }
+  }
+  count_range(gradient, residual, i, shift, base, counts);
+}
+
+// The largest signed bit pattern less than `bound`, as far as magnitudes go.
+template <class V>
+std::make_signed_t<magnitude_bits_t<V>> last_below(std::uint64_t bound) {
+  using Bits = std::make_signed_t<magnitude_bits_t<V>>;
+  if (bound > magnitude_mask<V>) return std::numeric_limits<Bits>::max();
+  return static_cast<Bits>(static_cast<Bits>(bound) - 1);
+}
+
+// Stores the magnitudes that are more than `below` and no more than `last`, returns how many they
+// are, and takes one from those lanes of `above` that are more than `last`.
+template <class D>
+HWY_INLINE std::size_t collect_vector(D d, hn::Vec<Signed<D>> bits, hn::Vec<Signed<D>> below,
+                                      hn::Vec<Signed<D>> last, hn::Vec<Signed<D>>& above,
+                                      hn::TFromD<D>* out) {
+  Signed<D> const di;
+  auto const over = hn::Gt(bits, last);
+  auto const within = hn::AndNot(over, hn::Gt(bits, below));
+  above = hn::Add(above, hn::VecFromMask(di, over));
+  hn::StoreU(compress(d, hn::BitCast(d, bits), hn::RebindMask(d, within)), d, out);
+  return hn::CountTrue(di, within);
+}
+
+template <class T>
+std::uint64_t collect_magnitudes(std::span<const T> gradient,
+                                 std::span<const accumulate_t<T>> residual, std::uint64_t low,
+                                 std::uint64_t high, std::vector<accumulate_t<T>>& out) {
+  using V = accumulate_t<T>;
+  require_same_size(gradient.size(), residual.size());
+  hn::ScalableTag<V> const d;
+  Signed<decltype(d)> const di;
+  std::size_t const lanes = hn::Lanes(d);
+  auto const below = hn::Set(di, last_below<V>(std::min(low, high)));
+  auto const last = hn::Set(di, last_below<V>(high));
+  std::uint64_t count_above = 0;
+  std::size_t used = out.size();
+  std::size_t i = 0;
+  while (gradient.size() - i >= 4 * lanes) {
+    // In blocks: there is room for all of a block before it starts.
+    std::size_t const left = std::min<std::size_t>(gradient.size() - i, 16384);
+    std::size_t const end = i + left - left % (4 * lanes);
+    if (out.size() < used + left + packed_slack) {
+      out.resize(std::max(2 * out.size(), used + left + packed_slack));
+    }
+    auto above = hn::Zero(di);
+    for (; i < end; i += 4 * lanes) {
+      V const* r = residual.data() + i;
+      T const* g = gradient.data() + i;
+      prefetch_group(r);
+      prefetch_group(g);
+      auto const b0 = magnitudes(d, load_sum(d, r, g));
+      auto const b1 = magnitudes(d, load_sum(d, r + lanes, g + lanes));
+      auto const b2 = magnitudes(d, load_sum(d, r + 2 * lanes, g + 2 * lanes));
+      auto const b3 = magnitudes(d, load_sum(d, r + 3 * lanes, g + 3 * lanes));
+      if (hn::AllFalse(di, hn::Gt(max4(di, b0, b1, b2, b3), below))) continue;
+      used += collect_vector(d, b0, below, last, above, out.data() + used);
+      used += collect_vector(d, b1, below, last, above, out.data() + used);
+      used += collect_vector(d, b2, below, last, above, out.data() + used);
+      used += collect_vector(d, b3, below, last, above, out.data() + used);
+    }
+    count_above +=
+        static_cast<std::uint64_t>(-std::int64_t{hn::GetLane(hn::SumOfLanes(di, above))});
+  }
+  out.resize(used);
+  return count_above + collect_range(gradient, residual, i, low, high, out);
+}
+
+}  // namespace HWY_NAMESPACE
+}  // namespace sparsecomm
+HWY_AFTER_NAMESPACE();
+#endif

@@ -1,0 +1,60 @@
+// What the scalar and the SIMD kernels share in reading magnitudes: the entry at a time rules.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/error.h"
+#include "kernels/kernels.h"
+#include "kernels/magnitude.h"
+
+namespace sparsecomm {
+
+inline void require_same_size(std::size_t gradient, std::size_t residual) {
+  require(gradient == residual, "a gradient of ", gradient,
+          " entries needs a residual of as many, not of ", residual);
+}
+
+inline void require_bins(std::size_t bins) {
+  require(bins <= histogram_bins, "a histogram has at most ", histogram_bins, " bins, not ", bins);
+}
+
+template <class T>
+bool all_finite_range(std::span<const T> x) {
+  for (T const value : x) {
+    if (magnitude_bits(widen(value)) > largest_finite_bits<accumulate_t<T>>) return false;
+  }
+  return true;
+}
+
+template <class T>
+void count_range(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                 std::size_t begin, unsigned shift, std::uint64_t base,
+                 std::span<std::uint64_t> counts) {
+  for (std::size_t i = begin; i < gradient.size(); ++i) {
+    std::uint64_t const bin =
+        std::uint64_t{magnitude_bits(residual[i] + widen(gradient[i]))} >> shift;
+    if (bin >= base && bin - base < counts.size()) ++counts[bin - base];
+  }
+}
+
+template <class T>
+std::uint64_t collect_range(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                            std::size_t begin, std::uint64_t low, std::uint64_t high,
+                            std::vector<accumulate_t<T>>& out) {
+  using V = accumulate_t<T>;
+  std::uint64_t above = 0;
+  for (std::size_t i = begin; i < gradient.size(); ++i) {
+    magnitude_bits_t<V> const bits = magnitude_bits(residual[i] + widen(gradient[i]));
+    if (bits >= high) {
+      ++above;
+    } else if (bits >= low) {
+      out.push_back(from_magnitude_bits<V>(bits));
+    }
+  }
+  return above;
+}
+
+}  // namespace sparsecomm

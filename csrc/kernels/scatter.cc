@@ -1,0 +1,34 @@
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "base/error.h"
+#include "kernels/kernels.h"
+
+namespace sparsecomm {
+
+template <class T>
+void scatter(std::span<T> destination, std::span<const std::uint32_t> indices,
+             std::span<const accumulate_t<T>> values, accumulate_t<T> divisor,
+             std::uint32_t first_index) {
+  require(indices.size() == values.size(), "scatter of ", values.size(), " values to ",
+          indices.size(), " indices: give one index per value");
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    // An index before first_index wraps to a position that is too large as well.
+    std::uint32_t const position = indices[i] - first_index;
+    require(position < destination.size(), "index ", indices[i], " is outside of the ",
+            destination.size(), " entries from ", first_index, " on");
+    destination[position] = T(values[i] / divisor);
+  }
+}
+
+template void scatter(std::span<float>, std::span<const std::uint32_t>, std::span<const float>,
+                      float, std::uint32_t);
+template void scatter(std::span<double>, std::span<const std::uint32_t>, std::span<const double>,
+                      double, std::uint32_t);
+template void scatter(std::span<Half>, std::span<const std::uint32_t>, std::span<const float>,
+                      float, std::uint32_t);
+template void scatter(std::span<BFloat16>, std::span<const std::uint32_t>, std::span<const float>,
+                      float, std::uint32_t);
+
+}  // namespace sparsecomm

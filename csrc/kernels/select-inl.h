@@ -1,0 +1,194 @@
+// The selection kernels over vectors. Included once per instruction set.
+#if defined(SPARSECOMM_KERNELS_SELECT_INL_H_) == defined(HWY_TARGET_TOGGLE)
+#ifdef SPARSECOMM_KERNELS_SELECT_INL_H_
+#undef SPARSECOMM_KERNELS_SELECT_INL_H_
+#else
+#define SPARSECOMM_KERNELS_SELECT_INL_H_
+#endif
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels/selection.h"
+#include "kernels/vector-inl.h"
+
+HWY_BEFORE_NAMESPACE();
+namespace sparsecomm {
+namespace HWY_NAMESPACE {
+
+template <class D, class T>
+HWY_INLINE hn::Vec<D> load_values(D d, ErrorFeedback<T> const& source, std::size_t i) {
+  return load_sum(d, source.residual + i, source.gradient + i);
+}
+template <class D, class T>
+HWY_INLINE hn::Vec<D> load_values(D d, ReadOnly<T> const& source, std::size_t i) {
+  return load(d, source.x + i);
+}
+
+// `left`: the values, zero where they were taken.
+template <class D, class T>
+HWY_INLINE void settle_vector(D d, ErrorFeedback<T> const& source, std::size_t i, hn::Vec<D> left) {
+  hn::StoreU(left, d, source.residual + i);
+  store_zeros(d, source.gradient + i);
+}
+template <class D, class T>
+HWY_INLINE void settle_vector(D, ReadOnly<T> const&, std::size_t, hn::Vec<D>) {}
+
+template <class T>
+HWY_INLINE void prefetch(ErrorFeedback<T> const& source, std::size_t i) {
+  prefetch_group(source.residual + i);
+  prefetch_group(source.gradient + i);
+}
+template <class T>
+HWY_INLINE void prefetch(ReadOnly<T> const& source, std::size_t i) {
+  prefetch_group(source.x + i);
+}
+
+// Per block two phases, neither with a branch that depends on the data at usual densities. Vectors
+// find the entries that pass and pack their indices; then those entries, few and in the cache, are
+// taken one by one, which settles whatever is special about them: ties, and values that are not
+// finite.
+template <class Source>
+class VectorSelection {
+  using V = typename Source::V;
+  using D = hn::ScalableTag<V>;
+  using BitsVec = hn::Vec<Signed<D>>;
+  static constexpr std::size_t block_entries = 2048;
+
+ public:
+  VectorSelection(Source const& source, Selection<V>& selection, std::uint32_t first_index)
+      : source_(source),
+        selection_(selection),
+        indices_(selection.indices),
+        values_(selection.values),
+        first_index_(first_index) {}
+
+  void run(std::size_t size) {
+    D const d;
+    Signed<D> const di;
+    std::size_t const lanes = hn::Lanes(d);
+    std::size_t const group = 4 * lanes;
+    std::size_t const limit = selection_.limit;
+    BitsVec largest = hn::Zero(di);
+    std::size_t i = 0;
+    while (size - i >= group) {
+      std::size_t const left = std::min(size - i, block_entries);
+      std::size_t const end = i + left - left % group;
+      BitsVec ignored = broadcast(selection_.ignored());
+      std::size_t found = selection_.count;
+      for (; i < end; i += group) {
+        if (HWY_UNLIKELY(limit - found < group)) {
+          take(found);
+          offer_group(i, group);
+          ignored = broadcast(selection_.ignored());
+          found = selection_.count;
+          continue;
+        }
+        prefetch(source_, i);
+        find(i, ignored, largest, found);
+        find(i + lanes, ignored, largest, found);
+        find(i + 2 * lanes, ignored, largest, found);
+        find(i + 3 * lanes, ignored, largest, found);
+      }
+      take(found);
+    }
+    selection_.see(static_cast<Bits>(hn::GetLane(hn::MaxOfLanes(di, largest))));
+    offer_range(source_, selection_, i, size, first_index_);
+  }
+
+ private:
+  using Bits = magnitude_bits_t<V>;
+
+  static HWY_INLINE BitsVec broadcast(Bits bits) {
+    return hn::Set(Signed<D>(), static_cast<hn::TFromD<Signed<D>>>(bits));
+  }
+
+  // Settles a vector as if nothing passed and packs the indices of what does.
+  HWY_INLINE void find(std::size_t i, BitsVec ignored, BitsVec& largest, std::size_t& found) const {
+    D const d;
+    Signed<D> const di;
+    auto const value = load_values(d, source_, i);
+    BitsVec const bits = magnitudes(d, value);
+    auto const pass = hn::Gt(bits, ignored);
+    largest = hn::Max(largest, hn::IfThenZeroElse(pass, bits));
+    settle_vector(d, source_, i, value);
+    store_set_lanes(d, hn::RebindMask(d, pass), first_index_ + static_cast<std::uint32_t>(i),
+                    indices_ + found);
+    found += hn::CountTrue(di, pass);
+  }
+
+  // Takes the entries found since the last time, or of the ties among them as many as are wanted.
+  HWY_INLINE void take(std::size_t found) {
+    std::size_t const begin = selection_.count;
+    std::size_t count = begin;
+    Bits most = 0;
+    if (selection_.ties > 0) {
+      for (std::size_t i = begin; i < found; ++i) {
+        std::uint32_t const index = indices_[i];
+        V const value = source_.settled(index - first_index_);
+        Bits const bits = magnitude_bits(value);
+        most = std::max(most, bits);
+        if (bits == selection_.magnitude) {
+          if (selection_.ties == 0) continue;
+          --selection_.ties;
+        }
+        indices_[count] = index;
+        values_[count++] = value;
+        source_.take(index - first_index_);
+      }
+    } else {
+      for (; count < found; ++count) {
+        std::size_t const position = indices_[count] - first_index_;
+        V const value = source_.settled(position);
+        most = std::max(most, magnitude_bits(value));
+        values_[count] = value;
+        source_.take(position);
+      }
+    }
+    selection_.count = count;
+    if (HWY_LIKELY(most <= largest_finite_bits<V>)) {
+      selection_.see(most);
+    } else {
+      for (std::size_t i = begin; i < count; ++i) selection_.see(magnitude_bits(values_[i]));
+    }
+  }
+
+  // A group for which there may not be room.
+  void offer_group(std::size_t begin, std::size_t size) {
+    D const d;
+    Signed<D> const di;
+    BitsVec most = hn::Zero(di);
+    for (std::size_t i = begin; i < begin + size; i += hn::Lanes(d)) {
+      most = hn::Max(most, magnitudes(d, load_values(d, source_, i)));
+    }
+    auto const bits = static_cast<Bits>(hn::GetLane(hn::MaxOfLanes(di, most)));
+    if (bits > selection_.ignored()) {
+      offer_range(source_, selection_, begin, begin + size, first_index_);
+      return;
+    }
+    selection_.see(bits);
+    for (std::size_t i = begin; i < begin + size; i += hn::Lanes(d)) {
+      settle_vector(d, source_, i, load_values(d, source_, i));
+    }
+  }
+
+  Source const source_;
+  Selection<V>& selection_;
+  std::uint32_t* const indices_;
+  V* const values_;
+  std::uint32_t const first_index_;
+};
+
+struct VectorLoop {
+  template <class Source, class V>
+  static void run(Source const& source, std::size_t size, Selection<V>& selection,
+                  std::uint32_t first_index) {
+    VectorSelection<Source>(source, selection, first_index).run(size);
+  }
+};
+
+}  // namespace HWY_NAMESPACE
+}  // namespace sparsecomm
+HWY_AFTER_NAMESPACE();
+#endif

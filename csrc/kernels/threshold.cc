@@ -1,0 +1,244 @@
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/error.h"
+#include "kernels/kernels.h"
+#include "kernels/magnitude.h"
+
+namespace sparsecomm {
+namespace {
+
+// The relative deviation of a sampled threshold's count is about 1 / sqrt(rank): within 10% in 99%
+// of cases.
+constexpr std::uint64_t minimum_rank = 700;
+// Below this a sample touches every cache line, and the exact search costs no more.
+constexpr std::size_t minimum_stride = 32;
+
+template <class T>
+std::size_t total_size(std::span<const Segment<T>> segments) {
+  std::size_t total = 0;
+  for (Segment<T> const& segment : segments) {
+    require(segment.gradient.size() == segment.residual.size(), "a gradient of ",
+            segment.gradient.size(), " entries needs a residual of as many, not of ",
+            segment.residual.size());
+    total += segment.gradient.size();
+  }
+  return total;
+}
+
+// Fills `out` with the magnitudes at position(0), position(1), ... position(count - 1), which
+// increase.
+template <class T, class Position>
+void sample_magnitudes(std::span<const Segment<T>> segments, std::size_t count, Position&& position,
+                       std::vector<accumulate_t<T>>& out) {
+  out.resize(count);
+  auto segment = segments.begin();
+  std::size_t first = 0;
+  for (std::size_t i = 0; i < count; ++i) {
+    std::size_t const at = position(i);
+    while (at - first >= segment->gradient.size()) first += (segment++)->gradient.size();
+    accumulate_t<T> const sum =
+        segment->residual[at - first] + widen(segment->gradient[at - first]);
+    out[i] = from_magnitude_bits<accumulate_t<T>>(magnitude_bits(sum));
+  }
+}
+
+// The bit pattern of rank `rank` >= 1, largest first, and what ranks before it moved to the front.
+template <class V>
+magnitude_bits_t<V> at_rank(std::span<V> magnitudes, std::size_t rank) {
+  std::nth_element(magnitudes.begin(), magnitudes.begin() + (rank - 1), magnitudes.end(),
+                   [](V a, V b) { return magnitude_bits(a) > magnitude_bits(b); });
+  return magnitude_bits(magnitudes[rank - 1]);
+}
+
+template <class V>
+Threshold<V> make_threshold(magnitude_bits_t<V> bits, std::uint64_t ties) {
+  if (bits == 0) return {};
+  // Whatever is not finite passes every threshold.
+  if (bits > largest_finite_bits<V>) return {std::numeric_limits<V>::max(), 0};
+  return {from_magnitude_bits<V>(bits), ties};
+}
+
+template <class V>
+std::uint64_t count_equal(std::span<const V> magnitudes, magnitude_bits_t<V> bits) {
+  return std::count_if(magnitudes.begin(), magnitudes.end(),
+                       [bits](V value) { return magnitude_bits(value) == bits; });
+}
+
+template <class V>
+Threshold<V> threshold_at_rank(std::span<V> magnitudes, std::size_t rank) {
+  magnitude_bits_t<V> const bits = at_rank(magnitudes, rank);
+  return make_threshold<V>(bits, count_equal<V>(magnitudes.first(rank), bits));
+}
+
+template <class T>
+class ExactSearch {
+  using V = accumulate_t<T>;
+  using Bits = magnitude_bits_t<V>;
+
+ public:
+  ExactSearch(std::span<const Segment<T>> segments, std::size_t size, std::uint64_t k,
+              std::vector<V>& scratch)
+      : segments_(segments), size_(size), k_(k), scratch_(scratch) {}
+
+  Threshold<V> run() {
+    if (Bracket const bracket = sampled_bracket(); bracket.narrow) {
+      std::uint64_t const above = collect(bracket.low, bracket.high);
+      std::uint64_t const found = scratch_.size();
+      if (above < k_ && k_ <= above + found) {
+        return threshold_at_rank<V>(scratch_, k_ - above);
+      }
+      if (above < k_ && bracket.low <= 1) return {};  // fewer than k non-zeros
+    }
+    return by_radix();
+  }
+
+ private:
+  struct Bracket {
+    std::uint64_t low, high;
+    bool narrow;
+  };
+
+  // A range of bit patterns that almost surely holds the k-th and holds little else. Not narrow:
+  // the values at rank k have too many equals for that.
+  Bracket sampled_bracket() {
+    constexpr std::uint64_t end = std::uint64_t{magnitude_mask<V>} + 1;
+    if (size_ < 4096) return {1, end, true};
+    std::size_t const stride = std::max<std::size_t>(16, size_ / 32768);
+    std::size_t const count = size_ / stride;
+    // One entry at a place of its own of each stride: a pattern that repeats in the gradient cannot
+    // mislead.
+    sample_magnitudes(
+        segments_, count,
+        [stride](std::size_t i) {
+          std::uint64_t const mixed = (i + 1) * 0x9e3779b97f4a7c15u;
+          return i * stride + ((mixed >> 32) * stride >> 32);
+        },
+        scratch_);
+    double const fraction = static_cast<double>(k_) / static_cast<double>(size_);
+    double const rank = fraction * static_cast<double>(count);
+    double const margin = 4 * std::sqrt(rank * (1 - fraction)) + 2;
+    std::span<V> rest = scratch_;
+    std::size_t before = 0;
+    Bracket bracket{1, end, true};
+    if (rank - margin >= 1) {
+      before = static_cast<std::size_t>(rank - margin);
+      bracket.high = std::uint64_t{at_rank(rest, before)} + 1;
+      rest = rest.subspan(before);
+    }
+    if (double const last = std::ceil(rank + margin); last < static_cast<double>(count)) {
+      bracket.low =
+          std::max<std::uint64_t>(1, at_rank(rest, static_cast<std::size_t>(last) - before));
+    }
+    std::size_t const inside = std::count_if(scratch_.begin(), scratch_.end(), [&](V value) {
+      return magnitude_bits(value) >= bracket.low && magnitude_bits(value) < bracket.high;
+    });
+    bracket.narrow = static_cast<double>(inside) <= 4 * margin + static_cast<double>(count) / 16;
+    return bracket;
+  }
+
+  std::uint64_t collect(std::uint64_t low, std::uint64_t high) {
+    std::uint64_t above = 0;
+    scratch_.clear();
+    for (Segment<T> const& segment : segments_) {
+      above +=
+          kernels<T>().collect_magnitudes(segment.gradient, segment.residual, low, high, scratch_);
+    }
+    return above;
+  }
+
+  // Narrows the range by the highest bits that are not settled, until few enough are left to
+  // collect.
+  Threshold<V> by_radix() {
+    constexpr unsigned bits_per_pass = std::bit_width(histogram_bins) - 1;
+    std::array<std::uint64_t, histogram_bins> counts;
+    std::uint64_t low = 0;
+    std::uint64_t above = 0;
+    unsigned unsettled = std::bit_width(magnitude_mask<V>);
+    while (unsettled > 0) {
+      unsigned const shift = unsettled - std::min(unsettled, bits_per_pass);
+      std::span<std::uint64_t> const bins =
+          std::span(counts).first(std::size_t{1} << (unsettled - shift));
+      std::fill(bins.begin(), bins.end(), 0);
+      for (Segment<T> const& segment : segments_) {
+        kernels<T>().magnitude_histogram(segment.gradient, segment.residual, shift, low >> shift,
+                                         bins);
+      }
+      std::size_t bin = bins.size() - 1;
+      while (above + bins[bin] < k_) above += bins[bin--];
+      low += std::uint64_t{bin} << shift;
+      unsettled = shift;
+      if (unsettled > 0 && bins[bin] <= size_ / 16) {
+        collect(low, low + (std::uint64_t{1} << shift));
+        return threshold_at_rank<V>(scratch_, k_ - above);
+      }
+    }
+    return make_threshold<V>(static_cast<Bits>(low), k_ - above);
+  }
+
+  std::span<const Segment<T>> segments_;
+  std::size_t size_;
+  std::uint64_t k_;
+  std::vector<V>& scratch_;
+};
+
+}  // namespace
+
+template <class T>
+Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
+                                           std::vector<accumulate_t<T>>& scratch) {
+  require(k >= 1, "a selection of k = ", k, " entries: k must be at least 1");
+  std::size_t const size = total_size(segments);
+  if (k >= size) return {};
+  return ExactSearch<T>(segments, size, k, scratch).run();
+}
+
+template <class T>
+Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
+                                             std::size_t stride, std::size_t phase,
+                                             std::vector<accumulate_t<T>>& scratch) {
+  using V = accumulate_t<T>;
+  require(k >= 1, "a selection of k = ", k, " entries: k must be at least 1");
+  require(stride >= 1, "a sample of every stride = ", stride,
+          "-th entry: stride must be at least 1");
+  std::size_t const size = total_size(segments);
+  if (k >= size) return {};
+  if (std::size_t const widest = k / minimum_rank; widest < stride) {
+    if (widest < minimum_stride) return exact_threshold(segments, k, scratch);
+    stride = (widest - 1) | 1;  // odd: rows of a matrix often have even lengths
+  }
+  phase %= stride;
+  std::size_t const count = size / stride;
+  if (count < minimum_sample) return exact_threshold(segments, k, scratch);
+
+  sample_magnitudes(
+      segments, count, [=](std::size_t i) { return phase + i * stride; }, scratch);
+  double const each = static_cast<double>(size) / static_cast<double>(count);
+  auto const rank = static_cast<std::size_t>(std::llround(static_cast<double>(k) / each));
+  std::size_t const place = std::clamp<std::size_t>(rank, 1, count);
+  magnitude_bits_t<V> const bits = at_rank<V>(scratch, place);
+  std::uint64_t const above =
+      place - count_equal<V>(std::span<const V>(scratch).first(place), bits);
+  double const ties = static_cast<double>(k) - each * static_cast<double>(above);
+  return make_threshold<V>(bits, static_cast<std::uint64_t>(std::max(0.0, ties)));
+}
+
+#define SPARSECOMM_INSTANTIATE(T)                                                                 \
+  template Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>>, std::uint64_t, \
+                                                      std::vector<accumulate_t<T>>&);             \
+  template Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>>,              \
+                                                        std::uint64_t, std::size_t, std::size_t,  \
+                                                        std::vector<accumulate_t<T>>&)
+SPARSECOMM_INSTANTIATE(float);
+SPARSECOMM_INSTANTIATE(double);
+SPARSECOMM_INSTANTIATE(Half);
+SPARSECOMM_INSTANTIATE(BFloat16);
+#undef SPARSECOMM_INSTANTIATE
+
+}  // namespace sparsecomm

@@ -1,0 +1,86 @@
+// Sparse streams: sorted distinct indices with their values, or, past delta, dense (001
+// section 5.1).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/error.h"
+
+namespace sparsecomm {
+
+// A borrowed sparse vector: strictly increasing indices, one value each. V is float or double.
+template <class V>
+struct SparseView {
+  std::span<const std::uint32_t> indices;
+  std::span<const V> values;
+
+  std::size_t nnz() const { return indices.size(); }
+  SparseView slice(std::size_t begin, std::size_t end) const {
+    return {indices.subspan(begin, end - begin), values.subspan(begin, end - begin)};
+  }
+  // The entries with first <= index < last. O(log nnz). `last` is 64-bit: a range may end at 2^32.
+  SparseView range(std::uint64_t first, std::uint64_t last) const;
+};
+
+// SparCML's switch point: the most non-zeros of [0, extent) that are not larger as index-value
+// pairs than the dense vector is, extent * sizeof(V) / (4 + sizeof(V)) (001 section 5.1).
+template <class V>
+std::uint64_t default_delta(std::uint64_t extent);
+
+// A running sum over [first_index, first_index + extent). Its storage is kept between uses: after
+// the first sum of a size nothing is allocated.
+template <class V>
+class SparseStream {
+ public:
+  // Empties the stream and gives it a range. delta: the non-zeros above which it turns dense.
+  void reset(std::uint32_t first_index, std::uint64_t extent, std::uint64_t delta);
+  void reset(std::uint32_t first_index, std::uint64_t extent) {
+    reset(first_index, extent, default_delta<V>(extent));
+  }
+
+  // Adds a sparse vector whose indices lie in the range. O(nnz of both). Turns dense when the upper
+  // bound on the sum's non-zeros, nnz() + view.nnz(), exceeds delta. Entries that cancel to zero
+  // stay entries of a sparse stream. Throws InvalidArgument when the first or last index lies
+  // outside the range. The view must not be of this stream.
+  void add(SparseView<V> view);
+
+  bool is_dense() const { return dense_; }
+  std::size_t nnz() const;  // of a dense stream: its extent
+  // The sum as sorted pairs; a dense stream is compacted first (zeros dropped) and becomes sparse.
+  // Valid until the stream changes.
+  SparseView<V> sparse();
+  // The sum as all `extent` values; a sparse stream is expanded first. Valid until the stream
+  // changes.
+  std::span<const V> dense();
+
+ private:
+  void densify();
+  void grow(std::size_t nnz);
+  SparseView<V> pairs() const;
+
+  std::uint32_t first_index_ = 0;
+  std::uint64_t extent_ = 0;
+  std::uint64_t delta_ = 0;
+  bool dense_ = false;
+  std::size_t nnz_ = 0;  // of the sparse form; the vectors below are storage and may be longer
+  std::vector<std::uint32_t> indices_, merged_indices_;
+  std::vector<V> values_, merged_values_;
+  std::vector<V> dense_values_;
+};
+
+// Calls missing(i) for every position i of `of` whose index is not in `in`. Both sorted. O(nnz of
+// both).
+template <class F>
+void for_each_missing(std::span<const std::uint32_t> of, std::span<const std::uint32_t> in,
+                      F&& missing) {
+  std::size_t j = 0;
+  for (std::size_t i = 0; i < of.size(); ++i) {
+    while (j < in.size() && in[j] < of[i]) ++j;
+    if (j == in.size() || in[j] != of[i]) missing(i);
+  }
+}
+
+}  // namespace sparsecomm

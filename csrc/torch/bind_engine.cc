@@ -1,0 +1,190 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include "bindings.h"
+#include "c10d_transport.h"
+#include "distributed_error.h"
+#include "parameter_group.h"
+
+namespace py = pybind11;
+
+namespace sparsecomm {
+namespace {
+
+double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// A communicator of its own and an exchange of one tensor at a time: what benchmarks and tests drive.
+class Exchange {
+ public:
+  Exchange(std::shared_ptr<Communicator> communicator, std::int64_t numel, at::ScalarType dtype,
+           ExchangeOptions const& options)
+      : communicator_(std::move(communicator)),
+        group_(ParameterGroup::make("exchange", dtype, {{"tensor", 0, checked(numel)}}, options,
+                                    *communicator_)) {}
+
+  // Replaces the gradient by the average over ranks. Blocks.
+  void run(at::Tensor const& gradient) {
+    require(gradient.is_contiguous() && gradient.device().is_cpu() &&
+                gradient.scalar_type() == group_->dtype() &&
+                gradient.numel() == group_->residual().numel(),
+            "the gradient must be a contiguous CPU tensor of ", group_->residual().numel(), " elements of ",
+            at::toString(group_->dtype()), ", not ", gradient.numel(), " of ",
+            at::toString(gradient.scalar_type()), " on ", gradient.device().str());
+    group_->arrive(group_->members().front(), gradient.data_ptr());
+    std::exception_ptr failure;
+    std::mutex mutex;
+    std::condition_variable changed;
+    bool done = false;
+    group_->submit([&](std::exception_ptr const& error) {
+      std::lock_guard const lock(mutex);
+      failure = error;
+      done = true;
+      changed.notify_all();
+    });
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return done; });
+    if (failure) std::rethrow_exception(as_distributed_error(failure));
+  }
+
+  at::Tensor residual() const { return group_->residual(); }
+  ExchangeStats const& stats() const { return group_->stats(); }
+  ExchangeState const& state() const { return group_->state(); }
+
+ private:
+  static std::size_t checked(std::int64_t numel) {
+    require(numel >= 0, "numel = ", numel, " is negative");
+    return static_cast<std::size_t>(numel);
+  }
+
+  std::shared_ptr<Communicator> communicator_;
+  std::unique_ptr<ParameterGroup> group_;
+};
+
+py::dict stats_of(ExchangeStats const& stats) {
+  py::dict result;
+  result["steps"] = stats.steps;
+  result["selected"] = stats.selected;
+  result["result_nnz"] = stats.result_nnz;
+  result["numel"] = stats.numel;
+  result["select_seconds"] = seconds(stats.select);
+  result["exchange_seconds"] = seconds(stats.exchange);
+  result["apply_seconds"] = seconds(stats.apply);
+  return result;
+}
+
+py::dict counters_of(Counters const& counters) {
+  py::dict result;
+  result["sent_bytes"] = Counters::total(counters.sent_bytes);
+  result["received_bytes"] = Counters::total(counters.received_bytes);
+  result["messages"] = Counters::total(counters.sent_messages);
+  return result;
+}
+
+IndexCodecChoice find_index_codec(std::string const& name) {
+  if (name == "smallest") return IndexCodecChoice::smallest;
+  if (name == "raw32") return IndexCodecChoice::raw32;
+  if (name == "delta") return IndexCodecChoice::delta;
+  throw InvalidArgument(concat("index codec '", name, "' is unknown; choose one of smallest, raw32, delta"));
+}
+
+ExchangeOptions make_options(std::string algorithm, double density, std::string const& between,
+                             std::uint64_t threshold_period, std::uint64_t partition_period,
+                             double balance_factor, std::string const& index_codec, bool average) {
+  ExchangeOptions options;
+  options.algorithm = std::move(algorithm);
+  options.density = density;
+  options.schedule = {find_threshold_source(between), threshold_period};
+  options.collective.partition_period = partition_period;
+  options.collective.balance_factor = balance_factor;
+  options.collective.frame.index_codec = find_index_codec(index_codec);
+  options.average = average;
+  validate(options);
+  return options;
+}
+
+py::list describe_algorithms() {
+  py::list rows;
+  for (AlgorithmEntry const& entry : algorithms()) {
+    py::dict row;
+    row["name"] = entry.name;
+    row["description"] = entry.description;
+    row["words"] = entry.words;
+    row["source"] = entry.source;
+    row["sparse"] = entry.sparse;
+    row["top_k_result"] = entry.top_k_result;
+    rows.append(row);
+  }
+  return rows;
+}
+
+// Upper bounds for one rank and one exchange, agreement included: messages sent, bytes received.
+std::pair<double, double> cost_of(std::string const& algorithm, int ranks, std::uint64_t extent,
+                                  std::uint64_t k, std::size_t value_bytes) {
+  Cost const cost = find_algorithm(algorithm).cost({ranks, extent, k, value_bytes}, {});
+  Cost const agreement = agreement_cost(ranks);
+  return {cost.messages + agreement.messages, cost.bytes + agreement.bytes};
+}
+
+py::dict build_info() {
+  py::dict info;
+  py::list codecs;
+  for (IndexCodecEntry const& entry : index_codecs()) codecs.append(entry.name);
+  py::list targets;
+  for (auto const& table : kernel_tables<float>()) targets.append(table.target);
+  py::list names;
+  for (AlgorithmEntry const& entry : algorithms()) names.append(entry.name);
+  info["compiler"] = __VERSION__;
+  info["simd_targets"] = targets;
+  info["simd_target"] = kernels<float>().target;
+  info["index_codecs"] = codecs;
+  info["algorithms"] = names;
+  info["transports"] = std::vector<std::string>{"inproc", "c10d"};
+  info["cuda"] = false;
+  return info;
+}
+
+}  // namespace
+
+void bind_engine(py::module_& module) {
+  py::class_<ExchangeOptions>(module, "ExchangeOptions")
+      .def(py::init(&make_options), py::kw_only(), py::arg("algorithm"), py::arg("density"),
+           py::arg("between"), py::arg("threshold_period"), py::arg("partition_period"),
+           py::arg("balance_factor"), py::arg("index_codec"), py::arg("average"));
+
+  py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
+                       std::chrono::duration<double> timeout) {
+             CommunicatorOptions options;
+             options.timeout = std::chrono::duration_cast<Duration>(timeout);
+             return std::make_shared<Communicator>(
+                 make_c10d_transport(std::move(group), std::move(store)), options);
+           }),
+           py::arg("group"), py::arg("store"), py::arg("timeout"))
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("size", &Communicator::size)
+      .def_property_readonly("transport", &Communicator::transport_name)
+      .def("counters", [](Communicator const& self) { return counters_of(self.counters()); });
+
+  py::class_<Exchange>(module, "Exchange")
+      .def(py::init([](std::shared_ptr<Communicator> communicator, std::int64_t numel,
+                       py::object const& dtype, ExchangeOptions const& options) {
+             return std::make_unique<Exchange>(
+                 std::move(communicator), numel,
+                 reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type, options);
+           }),
+           py::arg("communicator"), py::arg("numel"), py::arg("dtype"), py::arg("options"))
+      .def("run", &Exchange::run, py::arg("gradient"), py::call_guard<py::gil_scoped_release>())
+      .def_property_readonly("residual", &Exchange::residual)
+      .def("stats", [](Exchange const& self) { return stats_of(self.stats()); })
+      .def("threshold", [](Exchange const& self) { return self.state().local_threshold; });
+
+  module.def("algorithms", &describe_algorithms);
+  module.def("cost", &cost_of, py::arg("algorithm"), py::arg("ranks"), py::arg("extent"), py::arg("k"),
+             py::arg("value_bytes"));
+  module.def("build_info", &build_info);
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,126 @@
+#include <pybind11/chrono.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
+
+#include "bindings.h"
+#include "c10d_transport.h"
+#include "hook_state.h"
+
+namespace py = pybind11;
+
+namespace sparsecomm {
+namespace {
+
+// The hook that DDP's reducer calls without touching Python.
+class DdpHook final : public c10d::CommHookInterface {
+ public:
+  explicit DdpHook(std::shared_ptr<HookState> state) : state_(std::move(state)) {}
+
+  c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
+    return state_->run(bucket);
+  }
+  at::Tensor parseHookResult(c10::IValue const& result) override { return result.toTensor(); }
+
+ private:
+  std::shared_ptr<HookState> state_;
+};
+
+// Hands a future to Python: Work is what torch has bound, with get_future().
+class FutureWork final : public c10d::Work {
+ public:
+  explicit FutureWork(c10::intrusive_ptr<c10::ivalue::Future> future) : future_(std::move(future)) {}
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+
+ private:
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+py::dict to_dict(HookCheckpoint const& checkpoint) {
+  py::list groups;
+  for (HookCheckpoint::Group const& group : checkpoint.groups) {
+    AlgorithmState const& collective = group.state.collective;
+    py::dict saved;
+    saved["parameters"] = group.parameters;
+    saved["step"] = group.state.step;
+    saved["local_threshold"] = group.state.local_threshold;
+    saved["global_threshold"] = collective.global_threshold;
+    saved["boundaries"] = collective.boundaries;
+    groups.append(saved);
+  }
+  py::dict result;
+  result["residuals"] = checkpoint.residuals;
+  result["groups"] = groups;
+  return result;
+}
+
+HookCheckpoint from_dict(py::dict const& saved) {
+  HookCheckpoint checkpoint;
+  checkpoint.residuals = saved["residuals"].cast<std::map<std::string, at::Tensor>>();
+  for (py::handle const item : saved["groups"]) {
+    HookCheckpoint::Group& group = checkpoint.groups.emplace_back();
+    group.parameters = item["parameters"].cast<std::vector<std::string>>();
+    group.state.step = item["step"].cast<std::uint64_t>();
+    group.state.local_threshold = item["local_threshold"].cast<double>();
+    group.state.collective.global_threshold = item["global_threshold"].cast<double>();
+    group.state.collective.boundaries = item["boundaries"].cast<std::vector<std::uint32_t>>();
+  }
+  return checkpoint;
+}
+
+py::dict stats_dict(HookState const& state) {
+  HookStats const stats = state.stats();
+  auto const seconds = [](Duration duration) { return std::chrono::duration<double>(duration).count(); };
+  auto const per_element = [&](std::uint64_t count) {
+    return stats.exchange.numel == 0
+               ? 0.0
+               : static_cast<double>(count) / static_cast<double>(stats.exchange.numel);
+  };
+  py::dict result;
+  result["steps"] = stats.exchange.steps;
+  result["realised_density"] = per_element(stats.exchange.selected);
+  result["result_density"] = per_element(stats.exchange.result_nnz);
+  result["sent_bytes"] = Counters::total(stats.counters.sent_bytes);
+  result["received_bytes"] = Counters::total(stats.counters.received_bytes);
+  result["messages"] = Counters::total(stats.counters.sent_messages);
+  result["select_seconds"] = seconds(stats.exchange.select);
+  result["exchange_seconds"] = seconds(stats.exchange.exchange);
+  result["apply_seconds"] = seconds(stats.exchange.apply);
+  return result;
+}
+
+}  // namespace
+
+void bind_hooks(py::module_& module) {
+  py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
+      .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout) {
+             CommunicatorOptions communicator;
+             communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
+             return std::make_shared<HookState>(std::move(options), communicator);
+           }),
+           py::arg("options"), py::arg("timeout"))
+      .def("connect",
+           [](HookState& self, c10::intrusive_ptr<c10d::Backend> group,
+              c10::intrusive_ptr<c10d::Store> store) {
+             self.connect(make_c10d_transport(std::move(group), std::move(store)));
+           })
+      .def_property_readonly("connected", &HookState::connected)
+      .def("name_parameters", &HookState::name_parameters)
+      .def(
+          "run",
+          [](HookState& self, c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
+            return c10::make_intrusive<FutureWork>(self.run(bucket));
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def("set_density", &HookState::set_density)
+      .def("stats", &stats_dict)
+      .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
+      .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });
+
+  module.def("register_hook", [](c10d::Reducer& reducer, std::shared_ptr<HookState> state) {
+    reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(state)));
+  });
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,12 @@
+// What module.cc puts together: each file binds its own part of sparsecomm._C.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+namespace sparsecomm {
+
+void bind_engine(pybind11::module_& module);         // options, Communicator, Exchange, build information
+void bind_hooks(pybind11::module_& module);          // HookState, register_hook
+void bind_process_group(pybind11::module_& module);  // the backend "sparsecomm"
+
+}  // namespace sparsecomm

@@ -1,0 +1,218 @@
+#include "hook_state.h"
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <set>
+
+#include "distributed_error.h"
+
+namespace sparsecomm {
+
+// A bucket is done when all groups that have parameters in it are.
+struct HookState::PendingBucket {
+  at::Tensor buffer;
+  c10::intrusive_ptr<c10::ivalue::Future> future =
+      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  std::mutex mutex;
+  std::size_t open_groups = 0;
+  std::exception_ptr error;
+
+  void group_done(std::exception_ptr const& group_error) {
+    {
+      std::lock_guard const lock(mutex);
+      if (group_error && !error) error = group_error;
+      if (--open_groups > 0) return;
+    }
+    if (error) {
+      future->setError(as_distributed_error(error));
+    } else {
+      future->markCompleted(buffer);
+    }
+  }
+};
+
+HookState::HookState(ExchangeOptions options, CommunicatorOptions communicator_options)
+    : options_(std::move(options)), communicator_options_(communicator_options) {
+  validate(options_);
+}
+
+void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters) {
+  require(places_.empty(), "parameters must be named before the first step");
+  names_.clear();
+  for (auto const& [name, parameter] : parameters) {
+    names_.emplace(parameter.unsafeGetTensorImpl(), name);
+    parameters_.push_back(parameter);
+  }
+}
+
+void HookState::connect(std::unique_ptr<Transport> transport) {
+  require(!communicator_, "this state is connected already");
+  communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket) {
+  at::Tensor& buffer = bucket.getBufferRef();
+  require(communicator_ != nullptr, "this state has no process group yet");
+  require(buffer.layout() == at::kStrided,
+          "bucket ", bucket.getIndex(), " holds a sparse gradient; this hook compresses dense gradients: use "
+          "torch.nn.Embedding(sparse=False), or no hook and the backend \"sparsecomm\"");
+  require(buffer.device().is_cpu(), "bucket ", bucket.getIndex(), " is on ", buffer.device().str(),
+          "; this build exchanges CPU gradients only: move the model to the CPU, or train without the hook");
+
+  if (bucket.getIndex() == 0) {
+    // A step that was broken off, by an exception in the backward pass say, may have left gradients here.
+    for (auto const& group : groups_) group->discard_arrivals();
+    waiting_.clear();
+  }
+  std::vector<at::Tensor> const parameters = bucket.getParameters();
+  std::vector<at::Tensor> const gradients = bucket.getGradients();
+  form_group(parameters, buffer.scalar_type());
+
+  auto const pending = std::make_shared<PendingBucket>();
+  pending->buffer = buffer;
+  std::set<ParameterGroup*> touched;
+  std::vector<ParameterGroup*> complete;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    Place const place = places_.at(parameters[i].unsafeGetTensorImpl());
+    touched.insert(place.group);
+    require(place.group->dtype() == buffer.scalar_type(), "parameter ",
+            place.group->members()[place.member].key, " changed its dtype to ",
+            at::toString(buffer.scalar_type()), "; make a new state for the converted model");
+    if (place.group->arrive(place.group->members()[place.member], gradients[i].data_ptr())) {
+      complete.push_back(place.group);
+    }
+  }
+  pending->open_groups = touched.size();
+  for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
+  if (touched.empty()) pending->future->markCompleted(buffer);
+  for (ParameterGroup* const group : complete) {
+    group->submit([buckets = std::move(waiting_[group])](std::exception_ptr const& error) {
+      for (auto const& waiting : buckets) waiting->group_done(error);
+    });
+    waiting_.erase(group);
+  }
+  if (bucket.isLast() && !sealed_) finish_first_step();
+  return pending->future;
+}
+
+// Parameters that no bucket has brought before form a new group, in the order of the bucket.
+void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
+  std::vector<ParameterGroup::Member> members;
+  std::vector<at::Tensor> fresh;
+  std::size_t offset = 0;
+  for (at::Tensor const& parameter : parameters) {
+    if (places_.contains(parameter.unsafeGetTensorImpl())) continue;
+    require(!sealed_, "a parameter of shape ", parameter.sizes(),
+            " was not in this state's first step: a state belongs to one model; make one per model");
+    auto const numel = static_cast<std::size_t>(parameter.numel());
+    members.push_back({key_of(parameter), offset, numel});
+    fresh.push_back(parameter);
+    offset += numel;
+  }
+  if (members.empty()) return;
+  std::string const name = concat(groups_.size(), " from ", members.front().key);
+  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_));
+  for (std::size_t i = 0; i < fresh.size(); ++i) {
+    places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
+    parameters_.push_back(fresh[i]);
+  }
+  if (loaded_) restore(*groups_.back());
+}
+
+std::string HookState::key_of(at::Tensor const& parameter) {
+  auto const name = names_.find(parameter.unsafeGetTensorImpl());
+  if (name != names_.end()) return name->second;
+  require(names_.empty(), "a parameter of shape ", parameter.sizes(),
+          " is not among the named parameters of this state: a state belongs to one model; make one per model");
+  return concat("parameter.", unnamed_++);
+}
+
+void HookState::restore(ParameterGroup& group) {
+  std::vector<std::string> keys;
+  for (ParameterGroup::Member const& member : group.members()) {
+    keys.push_back(member.key);
+    auto const saved = loaded_->residuals.find(member.key);
+    require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", member.key,
+            "; it belongs to another model, or was saved with other parameter names");
+    require(saved->second.numel() == static_cast<std::int64_t>(member.numel),
+            "the loaded residual of ", member.key, " has ", saved->second.numel(), " entries, the parameter ",
+            member.numel, "; it belongs to another model");
+    require(saved->second.scalar_type() == group.residual().scalar_type(), "the loaded residual of ",
+            member.key, " is ", at::toString(saved->second.scalar_type()), ", not ",
+            at::toString(group.residual().scalar_type()));
+    group.residual_of(member).copy_(saved->second.reshape(-1));
+  }
+  // Thresholds and boundaries fit only the group they were found for; a new grouping finds its own.
+  ExchangeState state;
+  for (HookCheckpoint::Group const& saved : loaded_->groups) {
+    state.step = std::max(state.step, saved.state.step);
+  }
+  for (HookCheckpoint::Group const& saved : loaded_->groups) {
+    if (saved.parameters == keys) state = saved.state;
+  }
+  group.load_state(state);
+}
+
+void HookState::finish_first_step() {
+  sealed_ = true;
+  if (!loaded_) return;
+  require(loaded_->residuals.size() == places_.size(), "the loaded state_dict has residuals for ",
+          loaded_->residuals.size(), " parameters, the model has ", places_.size(),
+          "; it belongs to another model");
+  loaded_.reset();
+}
+
+void HookState::set_density(double density) {
+  require_idle("change the density");
+  ExchangeOptions changed = options_;
+  changed.density = density;
+  validate(changed);
+  for (auto const& group : groups_) group->set_density(density);
+  options_ = changed;
+}
+
+HookStats HookState::stats() const {
+  require_idle("read the statistics");
+  HookStats total{{}, communicator_ ? communicator_->counters() : Counters{}};
+  for (auto const& group : groups_) {
+    ExchangeStats const& stats = group->stats();
+    total.exchange.steps = std::max(total.exchange.steps, stats.steps);
+    total.exchange.selected += stats.selected;
+    total.exchange.result_nnz += stats.result_nnz;
+    total.exchange.numel += stats.numel;
+    total.exchange.select += stats.select;
+    total.exchange.exchange += stats.exchange;
+    total.exchange.apply += stats.apply;
+  }
+  return total;
+}
+
+HookCheckpoint HookState::checkpoint() const {
+  require_idle("save the state");
+  if (groups_.empty() && loaded_) return *loaded_;
+  HookCheckpoint checkpoint;
+  for (auto const& group : groups_) {
+    HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
+    saved.state = group->state();
+    for (ParameterGroup::Member const& member : group->members()) {
+      saved.parameters.push_back(member.key);
+      checkpoint.residuals.emplace(member.key, group->residual_of(member).clone());
+    }
+  }
+  return checkpoint;
+}
+
+void HookState::load(HookCheckpoint checkpoint) {
+  require_idle("load a state");
+  loaded_ = std::move(checkpoint);
+  for (auto const& group : groups_) restore(*group);
+  if (sealed_) finish_first_step();
+}
+
+void HookState::require_idle(char const* what) const {
+  bool const idle = std::ranges::none_of(groups_, [](auto const& group) { return group->busy(); });
+  require(idle, "cannot ", what, " while gradients are being exchanged; do it after backward() has returned");
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,83 @@
+// The state behind a DDP communication hook, in C++; the Python states are thin wrappers of it.
+#pragma once
+
+#include <ATen/core/ivalue.h>
+#include <torch/csrc/distributed/c10d/comm.hpp>
+
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "parameter_group.h"
+
+namespace sparsecomm {
+
+// What a checkpoint holds of one rank.
+struct HookCheckpoint {
+  struct Group {
+    std::vector<std::string> parameters;
+    ExchangeState state;
+  };
+  std::map<std::string, at::Tensor> residuals;  // by parameter, 1-D
+  std::vector<Group> groups;
+};
+
+struct HookStats {
+  ExchangeStats exchange;  // summed over groups; steps: of the group that has made most
+  Counters counters;       // of the communicator
+};
+
+// Not thread-safe but for what run() and the progress thread share: called by whoever runs the backward pass.
+class HookState : public std::enable_shared_from_this<HookState> {
+ public:
+  HookState(ExchangeOptions options, CommunicatorOptions communicator_options);
+
+  // Before the first run(). The names become the keys of the checkpoint; without them keys count up in the order
+  // in which the first step brings the parameters.
+  void name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters);
+  void connect(std::unique_ptr<Transport> transport);
+  bool connected() const { return communicator_ != nullptr; }
+
+  // Exchanges the bucket; the future's value is the bucket's own buffer, averaged. Throws InvalidArgument on
+  // buckets that cannot be exchanged; what fails later completes the future with the error.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+
+  void set_density(double density);
+  HookStats stats() const;
+
+  // Both throw InvalidArgument while a step is being exchanged. A checkpoint loaded before the first step is
+  // applied as parameters appear, and what fits none of them is an error at the end of that step.
+  HookCheckpoint checkpoint() const;
+  void load(HookCheckpoint checkpoint);
+
+ private:
+  struct Place {
+    ParameterGroup* group;
+    std::size_t member;
+  };
+  struct PendingBucket;
+
+  void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
+  std::string key_of(at::Tensor const& parameter);
+  void restore(ParameterGroup& group);
+  void finish_first_step();
+  void require_idle(char const* what) const;
+
+  ExchangeOptions options_;
+  CommunicatorOptions communicator_options_;
+  std::unordered_map<void const*, std::string> names_;  // by TensorImpl
+  std::unordered_map<void const*, Place> places_;
+  std::vector<at::Tensor> parameters_;  // keeps the TensorImpls above alive
+  std::size_t unnamed_ = 0;
+  bool sealed_ = false;  // the first step is over: the model is known
+  std::optional<HookCheckpoint> loaded_;
+  std::unordered_map<ParameterGroup*, std::vector<std::shared_ptr<PendingBucket>>> waiting_;
+  std::vector<std::unique_ptr<ParameterGroup>> groups_;
+  std::unique_ptr<Communicator> communicator_;  // after groups_: its thread ends before they go
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,26 @@
+#include <pybind11/pybind11.h>
+
+#include "base/error.h"
+#include "bindings.h"
+
+namespace {
+
+// Arguments are the caller's mistake in any language; everything else is an error of the run.
+void translate(std::exception_ptr error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (sparsecomm::InvalidArgument const& invalid) {
+    pybind11::set_error(PyExc_ValueError, invalid.what());
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  // Torch's own types (Backend, Work, GradBucket, Store) must be bound before ours refer to them.
+  pybind11::module_::import("torch.distributed");
+  pybind11::register_local_exception_translator(translate);
+  sparsecomm::bind_engine(module);
+  sparsecomm::bind_hooks(module);
+  sparsecomm::bind_process_group(module);
+}

@@ -1,0 +1,113 @@
+#include "parameter_group.h"
+
+#include <algorithm>
+#include <utility>
+
+namespace sparsecomm {
+namespace {
+
+template <class T>
+class TypedGroup final : public ParameterGroup {
+ public:
+  using V = accumulate_t<T>;
+
+  TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
+             ExchangeOptions const& options, Communicator& communicator)
+      : ParameterGroup(dtype, std::move(members), communicator),
+        exchange_(std::make_shared<GradientExchange<T>>(name, numel_, options, communicator)) {}
+
+  ExchangeState const& state() const override { return exchange_->state(); }
+  void load_state(ExchangeState const& state) override { exchange_->load_state(state); }
+  ExchangeStats const& stats() const override { return exchange_->stats(); }
+  void set_density(double density) override { exchange_->set_density(density); }
+
+ protected:
+  std::shared_ptr<Operation> bind() override {
+    std::vector<Segment<T>> segments;
+    auto* const residual = static_cast<V*>(residual_.data_ptr());
+    for (Arrival const& arrival : take_arrivals()) {
+      segments.push_back({{reinterpret_cast<T*>(arrival.data), arrival.numel},
+                          {residual + arrival.offset, arrival.numel}});
+    }
+    exchange_->bind(std::move(segments));
+    return exchange_;
+  }
+
+ private:
+  std::shared_ptr<GradientExchange<T>> exchange_;
+};
+
+}  // namespace
+
+std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at::ScalarType dtype,
+                                                     std::vector<Member> members,
+                                                     ExchangeOptions const& options,
+                                                     Communicator& communicator) {
+  auto const typed = [&]<class T>() -> std::unique_ptr<ParameterGroup> {
+    return std::make_unique<TypedGroup<T>>(name, dtype, std::move(members), options, communicator);
+  };
+  switch (dtype) {
+    case at::kFloat:
+      return typed.template operator()<float>();
+    case at::kDouble:
+      return typed.template operator()<double>();
+    case at::kHalf:
+      return typed.template operator()<Half>();
+    case at::kBFloat16:
+      return typed.template operator()<BFloat16>();
+    default:
+      throw InvalidArgument(concat("gradients of dtype ", at::toString(dtype),
+                                   " cannot be exchanged sparsely; parameters must be float32, float64, "
+                                   "float16 or bfloat16"));
+  }
+}
+
+ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members,
+                               Communicator& communicator)
+    : dtype_(dtype), members_(std::move(members)), communicator_(communicator) {
+  for (Member const& member : members_) numel_ += member.numel;
+  residual_ = at::zeros({static_cast<std::int64_t>(numel_)}, dtype == at::kDouble ? at::kDouble : at::kFloat);
+}
+
+at::Tensor ParameterGroup::residual_of(Member const& member) const {
+  return residual_.narrow(0, static_cast<std::int64_t>(member.offset),
+                          static_cast<std::int64_t>(member.numel));
+}
+
+bool ParameterGroup::arrive(Member const& member, void* data) {
+  require(!busy_, "the gradients of a new step arrived while those of the last one are being exchanged");
+  arrivals_.push_back({member.offset, static_cast<std::byte*>(data), member.numel});
+  arrived_ += member.numel;
+  require(arrived_ <= numel_, "parameter ", member.key, " arrived twice in one step");
+  return arrivals_.size() == members_.size();
+}
+
+void ParameterGroup::discard_arrivals() {
+  arrivals_.clear();
+  arrived_ = 0;
+}
+
+void ParameterGroup::submit(Communicator::Completion done) {
+  busy_ = true;
+  communicator_.submit(bind(), [this, done = std::move(done)](std::exception_ptr error) {
+    busy_ = false;
+    done(std::move(error));
+  });
+}
+
+std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
+  std::ranges::sort(arrivals_, {}, &Arrival::offset);
+  std::size_t const width = at::elementSize(dtype_);
+  std::vector<Arrival> joined;
+  for (Arrival const& arrival : arrivals_) {
+    if (!joined.empty() && joined.back().data + joined.back().numel * width == arrival.data) {
+      joined.back().numel += arrival.numel;
+    } else {
+      joined.push_back(arrival);
+    }
+  }
+  discard_arrivals();
+  return joined;
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,76 @@
+// Parameters whose gradients are exchanged together, with their residuals.
+//
+// A group is formed by the first bucket that brings its parameters, and stays as it is: DDP rebuilds its buckets
+// after the first iteration, and a run that is resumed starts with the initial ones again, but what is selected
+// must not depend on that. So a group waits until the buckets of a step have brought all of its parameters.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine/gradient_exchange.h"
+
+namespace sparsecomm {
+
+class ParameterGroup {
+ public:
+  struct Member {
+    std::string key;         // names the parameter in checkpoints
+    std::size_t offset = 0;  // in the group
+    std::size_t numel = 0;
+  };
+
+  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16.
+  static std::unique_ptr<ParameterGroup> make(std::string const& name, at::ScalarType dtype,
+                                              std::vector<Member> members,
+                                              ExchangeOptions const& options, Communicator& communicator);
+  virtual ~ParameterGroup() = default;
+
+  std::vector<Member> const& members() const { return members_; }
+  at::ScalarType dtype() const { return dtype_; }
+  // All members' residuals, 1-D, float32 (float64 for float64 gradients), in member order.
+  at::Tensor const& residual() const { return residual_; }
+  at::Tensor residual_of(Member const& member) const;
+
+  // A member's gradient for this step: its numel elements start at `data`. True when it was the last one.
+  bool arrive(Member const& member, void* data);
+  // Forgets what has arrived in a step that was broken off.
+  void discard_arrivals();
+  // Starts the exchange of a complete group. `done` runs on the progress thread.
+  void submit(Communicator::Completion done);
+  bool busy() const { return busy_; }
+
+  virtual ExchangeState const& state() const = 0;
+  virtual void load_state(ExchangeState const& state) = 0;
+  virtual ExchangeStats const& stats() const = 0;
+  virtual void set_density(double density) = 0;
+
+ protected:
+  struct Arrival {
+    std::size_t offset;
+    std::byte* data;
+    std::size_t numel;
+  };
+
+  ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator);
+  // Arrivals in offset order, neighbours in memory joined.
+  std::vector<Arrival> take_arrivals();
+  virtual std::shared_ptr<Operation> bind() = 0;
+
+  at::ScalarType dtype_;
+  std::vector<Member> members_;
+  Communicator& communicator_;
+  std::size_t numel_ = 0;
+  at::Tensor residual_;
+
+ private:
+  std::vector<Arrival> arrivals_;
+  std::size_t arrived_ = 0;
+  std::atomic<bool> busy_ = false;
+};
+
+}  // namespace sparsecomm

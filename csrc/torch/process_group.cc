@@ -1,0 +1,401 @@
+#include "process_group.h"
+
+#include <ATen/ThreadLocalState.h>
+#include <ATen/record_function.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "coo_allreduce.h"
+#include "distributed_error.h"
+#include "lazy_transport.h"
+
+namespace sparsecomm {
+namespace {
+
+class SparseWork final : public c10d::Work {
+ public:
+  SparseWork(int rank, std::vector<at::Tensor> tensors, std::uint64_t sequence_number)
+      : Work(rank, c10d::OpType::ALLREDUCE, "sparsecomm:all_reduce", tensors),
+        tensors_(std::move(tensors)),
+        sequence_number_(sequence_number) {
+    at::Device const device = tensors_.front().device();
+    future_ = c10::make_intrusive<c10::ivalue::Future>(
+        c10::ListType::create(c10::TensorType::get()),
+        device.is_cpu() ? std::vector<at::Device>{} : std::vector{device});
+  }
+
+  std::vector<at::Tensor> result() override {
+    TORCH_CHECK(isCompleted(), "the work has not completed; call wait() before result()");
+    return tensors_;
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  std::uint64_t getSequencenumber() const override { return sequence_number_; }
+
+  void end(std::exception_ptr const& failure) {
+    std::exception_ptr const error = failure ? as_distributed_error(failure) : nullptr;
+    if (error) {
+      future_->setError(error);
+    } else {
+      future_->markCompleted(tensors_);
+    }
+    finish(error);
+  }
+
+ private:
+  std::vector<at::Tensor> tensors_;
+  std::uint64_t sequence_number_;
+  c10::intrusive_ptr<c10::ivalue::Future> future_;
+};
+
+// Several works as one.
+class JointWork final : public c10d::Work {
+ public:
+  explicit JointWork(std::vector<ProcessGroup::WorkPtr> works) : works_(std::move(works)) {}
+
+  bool isCompleted() override {
+    return std::ranges::all_of(works_, [](auto const& work) { return work->isCompleted(); });
+  }
+  bool isSuccess() const override {
+    return std::ranges::all_of(works_, [](auto const& work) { return work->isSuccess(); });
+  }
+  void synchronize() override {
+    for (auto const& work : works_) work->synchronize();
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    bool done = true;
+    for (auto const& work : works_) done = work->wait(timeout) && done;
+    return done;
+  }
+
+ private:
+  std::vector<ProcessGroup::WorkPtr> works_;
+};
+
+// Threads that end here may still want the interpreter: a caller who holds it and waits for them lets go of it.
+class InterpreterRelease {
+ public:
+  InterpreterRelease() {
+    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release_.emplace();
+  }
+
+ private:
+  std::optional<pybind11::gil_scoped_release> release_;
+};
+
+template <class T>
+at::Device device_of(std::vector<T> const& tensors) {
+  TORCH_CHECK(!tensors.empty(), "no tensors were given");
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    return tensors.front().device();
+  } else {
+    return device_of(tensors.front());
+  }
+}
+
+}  // namespace
+
+ProcessGroup::ProcessGroup(Parts parts)
+    : Backend(parts.gloo->getRank(), parts.gloo->getSize()),
+      parts_(std::move(parts)),
+      engine_options_(parts_.make_gloo_options()) {
+  init();
+}
+
+ProcessGroup::~ProcessGroup() {
+  InterpreterRelease const release;
+  communicator_.reset();
+}
+
+void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
+  std::lock_guard const lock(mutex_);
+  parts_.timeout = timeout;
+  parts_.gloo->setTimeout(timeout);
+  if (nccl_) nccl_->setTimeout(timeout);
+}
+
+void ProcessGroup::setGroupUid(std::string const& uid) {
+  Backend::setGroupUid(uid);
+  parts_.gloo->setGroupUid(uid);
+  if (BackendPtr const nccl = nccl_if_made()) nccl->setGroupUid(uid);
+}
+
+std::uint64_t ProcessGroup::getSequenceNumberForGroup() {
+  std::lock_guard const lock(mutex_);
+  return parts_.gloo->getSequenceNumberForGroup() + sparse_operations_;
+}
+
+void ProcessGroup::enableCollectivesTiming() {
+  parts_.gloo->enableCollectivesTiming();
+  if (BackendPtr const nccl = nccl_if_made()) nccl->enableCollectivesTiming();
+}
+
+void ProcessGroup::eagerConnectSingleDevice(at::Device device) {
+  if (!device.is_cpu()) inner(device)->eagerConnectSingleDevice(device);
+}
+
+c10d::ErrorType ProcessGroup::getError() {
+  BackendPtr const nccl = nccl_if_made();
+  return nccl ? nccl->getError() : c10d::ErrorType::SUCCESS;
+}
+
+ProcessGroup::BackendPtr ProcessGroup::nccl() {
+  if (BackendPtr made = nccl_if_made()) return made;
+  TORCH_CHECK(has_nccl(),
+              "backend sparsecomm: CUDA tensors go through NCCL, which this torch does not have; install a torch "
+              "with CUDA, or move the tensors to the CPU");
+  BackendPtr made = parts_.make_nccl();  // takes the interpreter, so not under the lock
+  made->setGroupUid(getGroupUid());
+  made->setGroupDesc(getGroupDesc());
+  made->setBoundDeviceId(getBoundDeviceId());
+  std::lock_guard const lock(mutex_);
+  if (!nccl_) nccl_ = std::move(made);
+  return nccl_;
+}
+
+ProcessGroup::BackendPtr ProcessGroup::nccl_if_made() {
+  std::lock_guard const lock(mutex_);
+  return nccl_;
+}
+
+ProcessGroup::BackendPtr ProcessGroup::inner(at::Device device) {
+  if (device.is_cpu()) return parts_.gloo;
+  TORCH_CHECK(device.is_cuda(), "backend sparsecomm: tensors must be on the CPU or on a CUDA device, not on ",
+              device);
+  return nccl();
+}
+
+template <class F>
+ProcessGroup::WorkPtr ProcessGroup::forward(char const* title, at::Device device, F&& start) {
+  BackendPtr const group = inner(device);
+  std::shared_ptr<at::RecordFunction> record;
+  if (title != nullptr && at::hasCallbacks()) {
+    record = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
+    if (record->isActive()) {
+      record->_setAsync();
+      record->before(title);
+    }
+  }
+  WorkPtr work = start(*group);
+  if (record && work) {
+    if (auto const future = work->getFuture()) {
+      future->addCallback(at::wrapPropagateTLSState(
+          [record](c10::ivalue::Future& /*future*/) { record->end(); }));
+    }
+  }
+  if (device.is_cpu()) {
+    std::lock_guard const lock(mutex_);
+    if (coalescing_) coalesced_.push_back(work);
+  }
+  return work;
+}
+
+void ProcessGroup::startCoalescing() {
+  nccl()->startCoalescing();
+  std::lock_guard const lock(mutex_);
+  coalescing_ = true;
+}
+
+ProcessGroup::WorkPtr ProcessGroup::endCoalescing() {
+  WorkPtr work = nccl()->endCoalescing();
+  std::lock_guard const lock(mutex_);
+  coalescing_ = false;
+  if (coalesced_.empty()) return work;
+  std::vector<WorkPtr> works = std::exchange(coalesced_, {});
+  if (work) works.push_back(std::move(work));
+  return c10::make_intrusive<JointWork>(std::move(works));
+}
+
+ProcessGroup::BackendPtr ProcessGroup::wrap(BackendPtr gloo, StorePtr const& store) const {
+  if (!gloo) return nullptr;
+  Parts parts = parts_;
+  parts.gloo = std::move(gloo);
+  parts.store = store;
+  parts.timeout = parts.gloo->getBackendOptions()->timeout;
+  return c10::make_intrusive<ProcessGroup>(std::move(parts));
+}
+
+ProcessGroup::BackendPtr ProcessGroup::split(StorePtr const& store, std::vector<int> const& ranks,
+                                             OptionsPtr const& opts) {
+  return wrap(parts_.gloo->split(store, ranks, opts), store);
+}
+
+ProcessGroup::BackendPtr ProcessGroup::merge(StorePtr const& store, OptionsPtr const& opts,
+                                             int const& rank, int const& size) {
+  return wrap(parts_.gloo->merge(store, opts, rank, size), store);
+}
+
+std::shared_ptr<Communicator> ProcessGroup::take_communicator(bool wait) {
+  std::optional<Communicator::Handle> last;
+  std::shared_ptr<Communicator> communicator;
+  {
+    std::lock_guard const lock(mutex_);
+    closed_ = true;
+    communicator = std::exchange(communicator_, nullptr);
+    if (communicator) last = last_;
+  }
+  try {
+    if (wait && last) last->wait();
+  } catch (std::exception const&) {
+    // Whoever waits for that work gets it.
+  }
+  return communicator;
+}
+
+void ProcessGroup::shutdown() {
+  InterpreterRelease const release;
+  take_communicator(/*wait=*/true).reset();
+  parts_.gloo->shutdown();
+  if (BackendPtr const nccl = nccl_if_made()) nccl->shutdown();
+}
+
+void ProcessGroup::abort() {
+  InterpreterRelease const release;
+  take_communicator(/*wait=*/false).reset();
+  parts_.gloo->abort();
+  if (BackendPtr const nccl = nccl_if_made()) nccl->abort();
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allreduce(Tensors& tensors, c10d::AllreduceOptions const& opts) {
+  if (!tensors.empty() && tensors.front().layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+  return forward("sparsecomm:all_reduce", device_of(tensors),
+                 [&](Backend& group) { return group.allreduce(tensors, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
+                                                     c10d::AllreduceOptions const& opts) {
+  TORCH_CHECK(tensors.size() == 1 && tensors.front().layout() == at::kSparse,
+              "backend sparsecomm: allreduce takes one sparse COO tensor at a time");
+  std::lock_guard const lock(mutex_);
+  TORCH_CHECK(!closed_, "backend sparsecomm: the process group was shut down or aborted");
+  if (!communicator_) {
+    engine_options_->timeout = parts_.timeout;
+    auto transport = make_lazy_transport(
+        parts_.gloo, engine_options_, c10::make_intrusive<c10d::PrefixStore>("sparsecomm", parts_.store),
+        parts_.timeout);
+    CommunicatorOptions options;
+    options.timeout = parts_.timeout;
+    communicator_ = std::make_shared<Communicator>(std::move(transport), options);
+  }
+  auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
+  last_ = communicator_->submit(std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, gather_),
+                                [work](std::exception_ptr const& error) { work->end(error); });
+  return work;
+}
+
+ProcessGroup::WorkPtr ProcessGroup::broadcast(Tensors& tensors, c10d::BroadcastOptions const& opts) {
+  return forward("sparsecomm:broadcast", device_of(tensors),
+                 [&](Backend& group) { return group.broadcast(tensors, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allreduce_coalesced(Tensors& tensors,
+                                                        c10d::AllreduceCoalescedOptions const& opts) {
+  return forward("sparsecomm:all_reduce", device_of(tensors),
+                 [&](Backend& group) { return group.allreduce_coalesced(tensors, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::reduce(Tensors& tensors, c10d::ReduceOptions const& opts) {
+  return forward("sparsecomm:reduce", device_of(tensors),
+                 [&](Backend& group) { return group.reduce(tensors, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allgather(TensorLists& outputs, Tensors& inputs,
+                                              c10d::AllgatherOptions const& opts) {
+  return forward("sparsecomm:all_gather", device_of(inputs),
+                 [&](Backend& group) { return group.allgather(outputs, inputs, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
+                                                    c10d::AllgatherOptions const& opts) {
+  return forward("sparsecomm:_all_gather_base", input.device(),
+                 [&](Backend& group) { return group._allgather_base(output, input, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                                                        c10d::AllgatherOptions const& opts) {
+  return forward("sparsecomm:all_gather", device_of(inputs),
+                 [&](Backend& group) { return group.allgather_coalesced(outputs, inputs, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, c10d::AllgatherOptions const& opts) {
+  return forward("sparsecomm:all_gather", device_of(inputs), [&](Backend& group) {
+    return group.allgather_into_tensor_coalesced(outputs, inputs, opts);
+  });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::gather(TensorLists& outputs, Tensors& inputs,
+                                           c10d::GatherOptions const& opts) {
+  return forward("sparsecomm:gather", device_of(inputs),
+                 [&](Backend& group) { return group.gather(outputs, inputs, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::scatter(Tensors& outputs, TensorLists& inputs,
+                                            c10d::ScatterOptions const& opts) {
+  return forward("sparsecomm:scatter", device_of(outputs),
+                 [&](Backend& group) { return group.scatter(outputs, inputs, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                                                   c10d::ReduceScatterOptions const& opts) {
+  return forward("sparsecomm:reduce_scatter", device_of(outputs),
+                 [&](Backend& group) { return group.reduce_scatter(outputs, inputs, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                                                         c10d::ReduceScatterOptions const& opts) {
+  return forward("sparsecomm:_reduce_scatter_base", input.device(),
+                 [&](Backend& group) { return group._reduce_scatter_base(output, input, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::reduce_scatter_tensor_coalesced(
+    Tensors& outputs, Tensors& inputs, c10d::ReduceScatterOptions const& opts) {
+  return forward("sparsecomm:reduce_scatter", device_of(inputs), [&](Backend& group) {
+    return group.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
+  });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
+                                                  std::vector<std::int64_t>& output_sizes,
+                                                  std::vector<std::int64_t>& input_sizes,
+                                                  c10d::AllToAllOptions const& opts) {
+  return forward("sparsecomm:all_to_all", input.device(), [&](Backend& group) {
+    return group.alltoall_base(output, input, output_sizes, input_sizes, opts);
+  });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
+                                             c10d::AllToAllOptions const& opts) {
+  return forward("sparsecomm:all_to_all", device_of(inputs),
+                 [&](Backend& group) { return group.alltoall(outputs, inputs, opts); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::send(Tensors& tensors, int destination, int tag) {
+  return forward(nullptr, device_of(tensors),
+                 [&](Backend& group) { return group.send(tensors, destination, tag); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::recv(Tensors& tensors, int source, int tag) {
+  return forward(nullptr, device_of(tensors),
+                 [&](Backend& group) { return group.recv(tensors, source, tag); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::recvAnysource(Tensors& tensors, int tag) {
+  return forward(nullptr, device_of(tensors),
+                 [&](Backend& group) { return group.recvAnysource(tensors, tag); });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::barrier(c10d::BarrierOptions const& opts) {
+  // torch passes the ids of CUDA devices, but not the device whose backend it calls.
+  at::Device const device =
+      opts.device.value_or(opts.device_ids.empty() ? at::Device(at::kCPU) : at::Device(at::kCUDA));
+  return forward("sparsecomm:barrier", device, [&](Backend& group) { return group.barrier(opts); });
+}
+
+void ProcessGroup::monitoredBarrier(c10d::BarrierOptions const& opts, bool wait_all_ranks) {
+  parts_.gloo->monitoredBarrier(opts, wait_all_ranks);
+}
+
+}  // namespace sparsecomm

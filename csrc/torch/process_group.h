@@ -1,0 +1,119 @@
+// The torch.distributed backend "sparsecomm": gloo (on CUDA tensors NCCL), but for the allreduce of sparse COO
+// tensors, which runs on our engine.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/allgather_bytes.h"
+#include "engine/communicator.h"
+
+namespace sparsecomm {
+
+class ProcessGroup final : public c10d::Backend {
+ public:
+  using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+  using OptionsPtr = c10::intrusive_ptr<c10d::Backend::Options>;
+  using StorePtr = c10::intrusive_ptr<c10d::Store>;
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Tensors = std::vector<at::Tensor>;
+  using TensorLists = std::vector<std::vector<at::Tensor>>;
+
+  struct Parts {
+    BackendPtr gloo;
+    // Makes the group for CUDA tensors when the first comes; empty where torch has no NCCL.
+    std::function<BackendPtr()> make_nccl;
+    std::function<OptionsPtr()> make_gloo_options;  // for the engine's own gloo group
+    StorePtr store;
+    std::chrono::milliseconds timeout;
+  };
+
+  explicit ProcessGroup(Parts parts);
+  ~ProcessGroup() override;
+
+  const std::string getBackendName() const override { return "sparsecomm"; }
+  OptionsPtr getBackendOptions() override { return parts_.gloo->getBackendOptions(); }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  void setGroupUid(std::string const& uid) override;
+  void setSequenceNumberForGroup() override { parts_.gloo->setSequenceNumberForGroup(); }
+  std::uint64_t getSequenceNumberForGroup() override;
+  void enableCollectivesTiming() override;
+  void eagerConnectSingleDevice(at::Device device) override;
+  c10d::ErrorType getError() override;
+
+  // NCCL must be told which point-to-point calls belong together; those of gloo meanwhile are only collected.
+  bool supportsCoalescing() const override { return has_nccl(); }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  bool supportsSplitting() const override { return !has_nccl(); }
+  BackendPtr split(StorePtr const& store, std::vector<int> const& ranks, OptionsPtr const& opts) override;
+  BackendPtr merge(StorePtr const& store, OptionsPtr const& opts, int const& rank, int const& size) override;
+
+  // Waits for the sparse allreduces that were started, then closes their connections.
+  void shutdown() override;
+  // Breaks off what runs.
+  void abort() override;
+
+  WorkPtr allreduce(Tensors& tensors, c10d::AllreduceOptions const& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, c10d::AllreduceOptions const& opts) override;
+
+  WorkPtr broadcast(Tensors& tensors, c10d::BroadcastOptions const& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, c10d::AllreduceCoalescedOptions const& opts) override;
+  WorkPtr reduce(Tensors& tensors, c10d::ReduceOptions const& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, c10d::AllgatherOptions const& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
+                          c10d::AllgatherOptions const& opts) override;
+  WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
+                              c10d::AllgatherOptions const& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          c10d::AllgatherOptions const& opts) override;
+  WorkPtr gather(TensorLists& outputs, Tensors& inputs, c10d::GatherOptions const& opts) override;
+  WorkPtr scatter(Tensors& outputs, TensorLists& inputs, c10d::ScatterOptions const& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs,
+                         c10d::ReduceScatterOptions const& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               c10d::ReduceScatterOptions const& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          c10d::ReduceScatterOptions const& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
+                        std::vector<std::int64_t>& input_sizes,
+                        c10d::AllToAllOptions const& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, c10d::AllToAllOptions const& opts) override;
+  WorkPtr send(Tensors& tensors, int destination, int tag) override;
+  WorkPtr recv(Tensors& tensors, int source, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+  WorkPtr barrier(c10d::BarrierOptions const& opts) override;
+  void monitoredBarrier(c10d::BarrierOptions const& opts, bool wait_all_ranks) override;
+
+ private:
+  bool has_nccl() const { return static_cast<bool>(parts_.make_nccl); }
+  BackendPtr nccl();
+  BackendPtr nccl_if_made();
+  BackendPtr inner(at::Device device);
+  // Starts an operation of the inner group for this device; a profiler sees it under `title`, if there is one.
+  template <class F>
+  WorkPtr forward(char const* title, at::Device device, F&& start);
+  BackendPtr wrap(BackendPtr gloo, StorePtr const& store) const;
+  std::shared_ptr<Communicator> take_communicator(bool wait);
+
+  Parts parts_;
+  OptionsPtr engine_options_;
+  std::mutex mutex_;  // guards what follows
+  BackendPtr nccl_;
+  bool coalescing_ = false;
+  std::vector<WorkPtr> coalesced_;  // works of gloo meanwhile
+  bool closed_ = false;
+  std::uint64_t sparse_operations_ = 0;
+  Communicator::Handle last_;
+  BytesAllgather gather_;  // before the communicator, whose thread uses it
+  std::shared_ptr<Communicator> communicator_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,126 @@
+#include "transport/inproc.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <deque>
+#include <map>
+#include <mutex>
+#include <utility>
+
+namespace sparsecomm {
+namespace {
+
+// What the ranks share. One lock: this transport is for tests, not for speed.
+struct Hub {
+  using Message = std::vector<std::byte>;
+  struct Mailbox {
+    std::map<std::pair<int, Tag>, std::deque<Message>> messages;  // by (sender, tag)
+  };
+
+  explicit Hub(int size) : mailboxes(size), gone(size, false), board(size) {}
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Mailbox> mailboxes;
+  std::vector<bool> gone;
+  std::vector<std::optional<FailureReport>> board;
+};
+
+class InprocTransport final : public Transport {
+ public:
+  InprocTransport(int rank, int size, std::shared_ptr<Hub> hub)
+      : Transport(rank, size), hub_(std::move(hub)) {}
+  ~InprocTransport() override { InprocTransport::abort(); }
+
+  std::string_view name() const override { return "inproc"; }
+
+  std::size_t wait(Request& request, Deadline const& deadline) override {
+    Slot const slot = std::exchange(slots_.at(request.slot), Slot{});
+    free_.push_back(std::exchange(request, Request{}).slot);
+    if (!slot.receive) return 0;
+    std::unique_lock lock(hub_->mutex);
+    auto& queue = hub_->mailboxes[rank()].messages[{slot.peer, slot.tag}];
+    auto const settled = [&] { return !queue.empty() || hub_->gone[slot.peer] || hub_->gone[rank()]; };
+    bool const in_time = hub_->changed.wait_for(lock, deadline.remaining(), settled);
+    if (hub_->gone[rank()]) throw PeerLost("this rank's transport was aborted", {slot.peer});
+    if (queue.empty()) {
+      if (in_time) {
+        throw PeerLost(concat("rank ", slot.peer, " is gone"), {slot.peer});
+      }
+      throw Timeout(concat("rank ", slot.peer, " sent nothing within ", deadline.allowance_seconds(), " s"),
+                    {slot.peer});
+    }
+    Hub::Message const message = std::move(queue.front());
+    queue.pop_front();
+    std::size_t const size = std::min(message.size(), slot.capacity);
+    std::copy_n(message.begin(), size, slot.receive);
+    return size;
+  }
+
+  void abort() noexcept override {
+    std::lock_guard const lock(hub_->mutex);
+    hub_->gone[rank()] = true;
+    hub_->changed.notify_all();
+  }
+
+  void post_failure(FailureReport const& report) noexcept override {
+    std::lock_guard const lock(hub_->mutex);
+    hub_->board[rank()] = report;
+    hub_->changed.notify_all();
+  }
+
+  std::vector<std::optional<FailureReport>> failures() noexcept override {
+    std::lock_guard const lock(hub_->mutex);
+    return hub_->board;
+  }
+
+ protected:
+  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
+    std::lock_guard const lock(hub_->mutex);
+    if (hub_->gone[peer]) throw PeerLost(concat("rank ", peer, " is gone"), {peer});
+    hub_->mailboxes[peer].messages[{rank(), tag}].emplace_back(bytes.begin(), bytes.end());
+    hub_->changed.notify_all();
+    return take_slot({});
+  }
+
+  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
+    return take_slot({peer, tag, bytes.data(), bytes.size()});
+  }
+
+ private:
+  struct Slot {
+    int peer = 0;
+    Tag tag = 0;
+    std::byte* receive = nullptr;  // null for a send
+    std::size_t capacity = 0;
+  };
+
+  Request take_slot(Slot const& slot) {
+    if (free_.empty()) {
+      slots_.push_back(slot);
+      return {static_cast<std::uint32_t>(slots_.size() - 1)};
+    }
+    Request const request{free_.back()};
+    free_.pop_back();
+    slots_[request.slot] = slot;
+    return request;
+  }
+
+  std::shared_ptr<Hub> hub_;
+  std::vector<Slot> slots_;
+  std::vector<std::uint32_t> free_;
+};
+
+}  // namespace
+
+std::vector<std::unique_ptr<Transport>> make_inproc_transports(int size) {
+  auto const hub = std::make_shared<Hub>(size);
+  std::vector<std::unique_ptr<Transport>> transports;
+  transports.reserve(size);
+  for (int rank = 0; rank < size; ++rank) {
+    transports.push_back(std::make_unique<InprocTransport>(rank, size, hub));
+  }
+  return transports;
+}
+
+}  // namespace sparsecomm

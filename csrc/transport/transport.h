@@ -1,0 +1,114 @@
+// Point-to-point messages between the ranks of one communicator. One thread uses a transport at a time (the communicator's progress thread).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/error.h"
+
+namespace sparsecomm {
+
+// Distinguishes messages between the same two ranks. Below 2^31 for every engine's sake.
+using Tag = std::uint32_t;
+
+// A posted send or receive. Trivially copyable; owned by the transport, released by wait().
+struct Request {
+  std::uint32_t slot = UINT32_MAX;
+};
+
+// Counted where messages are posted; [peer].
+struct Counters {
+  std::vector<std::uint64_t> sent_bytes, sent_messages, received_bytes, received_messages;
+
+  explicit Counters(int size = 0)
+      : sent_bytes(size), sent_messages(size), received_bytes(size), received_messages(size) {}
+  static std::uint64_t total(std::vector<std::uint64_t> const& per_peer) {
+    std::uint64_t sum = 0;
+    for (std::uint64_t const n : per_peer) sum += n;
+    return sum;
+  }
+};
+
+// What a rank publishes when an operation fails under it; engine/verdict.h draws the conclusion.
+struct FailureReport {
+  enum class Cause : std::uint8_t {
+    own = 0,      // something on this rank itself: no suspects
+    lost = 1,     // the connection to a suspect broke, perhaps because it failed for its own reasons
+    timeout = 2,  // the deadline passed while waiting for a suspect
+    invalid = 3,  // a suspect's message failed validation: first-hand evidence
+  };
+  std::uint64_t operation = 0;
+  Cause cause = Cause::own;
+  std::vector<int> suspects;
+  std::string text;
+  // Messages to and from each peer so far: tell a message that was never sent from one that was lost.
+  std::vector<std::uint64_t> sent{}, received{};
+};
+
+class Transport {
+ public:
+  Transport(int rank, int size) : rank_(rank), size_(size), counters_(size) {
+    require(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " is not one of ", size, " ranks");
+  }
+  virtual ~Transport() = default;
+  Transport(Transport const&) = delete;
+  Transport& operator=(Transport const&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  virtual std::string_view name() const = 0;
+
+  // Posts a message to `peer`. `bytes` stays readable until the request has been waited for.
+  Request isend(int peer, Tag tag, std::span<const std::byte> bytes) {
+    check_peer(peer);
+    counters_.sent_bytes[peer] += bytes.size();
+    ++counters_.sent_messages[peer];
+    return do_isend(peer, tag, bytes);
+  }
+  // Posts a receive of at most bytes.size() bytes; what arrives fills the front.
+  Request irecv(int peer, Tag tag, std::span<std::byte> bytes) {
+    check_peer(peer);
+    return do_irecv(peer, tag, bytes);
+  }
+  // Blocks until the request is complete and releases it. Returns how many bytes arrived; an engine that cannot
+  // tell returns the size of the buffer. Throws PeerLost when the peer is gone or the transport
+  // has been aborted, Timeout when the deadline passes; either way the request is released.
+  virtual std::size_t wait(Request& request, Deadline const& deadline) = 0;
+
+  // Breaks the transport for good: every pending and later operation of this rank throws, and peers that wait
+  // for this rank learn of it as soon as the engine can tell them. Never throws.
+  virtual void abort() noexcept = 0;
+
+  // The failure board, out of band: used only after something went wrong. post_failure() publishes this rank's
+  // report; failures() reads those published so far, [rank], its own included. Neither throws: where the
+  // board itself is unreachable the reports are missing.
+  virtual void post_failure(FailureReport const& report) noexcept = 0;
+  virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
+
+  // The receiver of a frame knows its length; engines need not.
+  void count_received(int peer, std::size_t bytes) {
+    counters_.received_bytes[peer] += bytes;
+    ++counters_.received_messages[peer];
+  }
+  Counters const& counters() const { return counters_; }
+
+ protected:
+  virtual Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) = 0;
+  virtual Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) = 0;
+
+ private:
+  void check_peer(int peer) const {
+    require(peer >= 0 && peer < size_ && peer != rank_, "peer ", peer, " is not another one of ", size_,
+            " ranks (this is rank ", rank_, ")");
+  }
+  int rank_, size_;
+  Counters counters_;
+};
+
+}  // namespace sparsecomm

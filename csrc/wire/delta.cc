@@ -1,0 +1,334 @@
+#include "wire/delta.h"
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace sparsecomm::delta {
+namespace {
+
+constexpr std::uint32_t max_parameter = 31;
+constexpr std::uint8_t exceptions_flag = 0x80;
+
+constexpr std::size_t bytes_of(std::size_t bits) { return (bits + 7) / 8; }
+
+constexpr std::size_t blocks_of(std::size_t count) { return (count + block_size - 1) / block_size; }
+
+// Zero-padded to a whole block: zeros add nothing to the sums below, whose loops then have a fixed
+// length, which compilers vectorise. All gaps of a set sum to less than 2^32.
+struct Gaps {
+  std::array<std::uint32_t, block_size> gap;
+  std::size_t size;
+  std::uint32_t total;
+  std::uint32_t largest;
+
+  Gaps(std::span<const std::uint32_t> indices, std::uint32_t next) : size(indices.size()) {
+    if (size < block_size) gap.fill(0);
+    gap[0] = indices[0] - next;
+    if (size == block_size) {
+      for (std::size_t i = 1; i < block_size; ++i) gap[i] = indices[i] - indices[i - 1] - 1;
+    } else {
+      for (std::size_t i = 1; i < size; ++i) gap[i] = indices[i] - indices[i - 1] - 1;
+    }
+    total = indices[size - 1] - next - static_cast<std::uint32_t>(size - 1);
+    largest = 0;
+    for (std::uint32_t g : gap) largest = std::max(largest, g);
+  }
+
+  // The bits that the high parts take beyond one each.
+  std::uint32_t unary_cost(std::uint32_t parameter) const {
+    std::uint32_t sum = 0;
+    for (std::uint32_t g : gap) sum += std::min(g >> parameter, max_unary);
+    return sum;
+  }
+
+  std::size_t exceptions(std::uint32_t parameter) const {
+    if (largest >> parameter <= max_unary) return 0;
+    std::uint32_t sum = 0;
+    for (std::uint32_t g : gap) sum += g >> parameter > max_unary;
+    return sum;
+  }
+};
+
+struct Plan {
+  std::uint32_t parameter;
+  std::size_t exceptions;
+  std::size_t low_bytes;
+  std::size_t high_bytes;
+
+  std::size_t exception_bytes() const { return exceptions == 0 ? 0 : 1 + 5 * exceptions; }
+  std::size_t bytes() const { return 1 + exception_bytes() + low_bytes + high_bytes; }
+};
+
+// The parameter of the fewest bits, exactly. Upwards of 2^b > mean gap the high parts take fewer
+// than n bits in all, so a larger b cannot save the n it adds; downwards the unary cost only grows,
+// which ends the search.
+Plan plan_block(Gaps const& gaps) {
+  auto const n = static_cast<std::uint32_t>(gaps.size);
+  std::uint32_t parameter =
+      std::min<std::uint32_t>(max_parameter, std::uint32_t(std::bit_width(gaps.total / n)));
+  // One more may save the byte that counts exceptions.
+  if (gaps.largest >> parameter > max_unary) parameter = std::min(max_parameter, parameter + 1);
+
+  std::uint32_t best = 0;
+  std::uint32_t best_unary = 0;
+  std::uint32_t least_bits = ~0u;
+  for (;; --parameter) {
+    std::uint32_t const unary = gaps.unary_cost(parameter);
+    std::uint32_t const flag = gaps.largest >> parameter > max_unary ? 8 : 0;
+    std::uint32_t const bits = n * (parameter + 1) + unary + flag;
+    if (bits < least_bits) {
+      least_bits = bits;
+      best = parameter;
+      best_unary = unary;
+    }
+    if (parameter == 0 || n + unary >= least_bits) break;
+  }
+  std::size_t const exceptions = gaps.exceptions(best);
+  return {best, exceptions, bytes_of(std::size_t{n} * best),
+          bytes_of(n + best_unary - max_unary * exceptions)};
+}
+
+// Calls block(gaps, plan) for every block of `indices`.
+template <class F>
+void for_each_block(std::span<const std::uint32_t> indices, std::uint32_t next, F&& block) {
+  while (!indices.empty()) {
+    auto const part = indices.first(std::min(block_size, indices.size()));
+    Gaps const gaps(part, next);
+    block(gaps, plan_block(gaps));
+    next = part.back() + 1;  // wraps only behind the last index there can be
+    indices = indices.subspan(part.size());
+  }
+}
+
+std::byte* put(std::byte* out, void const* from, std::size_t bytes) {
+  std::memcpy(out, from, bytes);
+  return out + bytes;
+}
+
+std::byte* put_exceptions(std::byte* out, Gaps const& gaps, Plan const& plan) {
+  *out++ = std::byte(plan.exceptions);
+  std::byte* highs = out + plan.exceptions;
+  for (std::size_t i = 0; i < gaps.size; ++i) {
+    std::uint32_t const high = gaps.gap[i] >> plan.parameter;
+    if (high <= max_unary) continue;
+    *out++ = std::byte(i);
+    highs = put(highs, &high, sizeof(high));
+  }
+  return highs;
+}
+
+std::byte* put_low_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
+  std::array<std::uint32_t, block_size + 1> words;
+  std::uint32_t const mask = (1u << plan.parameter) - 1;
+  std::uint64_t pending = 0;
+  std::uint32_t fill = 0;
+  std::size_t word = 0;
+  for (std::size_t i = 0; i < gaps.size; ++i) {
+    pending |= std::uint64_t{gaps.gap[i] & mask} << fill;
+    fill += plan.parameter;
+    words[word] = static_cast<std::uint32_t>(pending);
+    std::uint32_t const full = fill >> 5;
+    word += full;
+    pending >>= full * 32;
+    fill &= 31;
+  }
+  words[word] = static_cast<std::uint32_t>(pending);
+  return put(out, words.data(), plan.low_bytes);
+}
+
+std::byte* put_high_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
+  std::array<std::uint64_t, block_size*(max_unary + 1) / 64 + 1> words;
+  std::fill_n(words.begin(), plan.high_bytes / 8 + 1, 0);
+  std::size_t bit = 0;
+  for (std::size_t i = 0; i < gaps.size; ++i) {
+    std::uint32_t const high = gaps.gap[i] >> plan.parameter;
+    bit += high > max_unary ? 0 : high;
+    words[bit / 64] |= std::uint64_t{1} << (bit % 64);
+    ++bit;
+  }
+  return put(out, words.data(), plan.high_bytes);
+}
+
+template <class... Parts>
+void valid(bool holds, Parts const&... parts) {
+  require<MalformedFrame>(holds, "delta indices: ", parts...);
+}
+
+// What is left of the input.
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> in) : in_(in) {}
+
+  std::span<const std::byte> take(std::size_t bytes, std::string_view what) {
+    valid(bytes <= in_.size(), what, " is ", bytes, " bytes, must be at most the ", in_.size(),
+          " left");
+    auto const part = in_.first(bytes);
+    in_ = in_.subspan(bytes);
+    return part;
+  }
+  std::uint8_t take_byte(std::string_view what) { return std::uint8_t(take(1, what)[0]); }
+  std::span<const std::byte> left() const { return in_; }
+
+ private:
+  std::span<const std::byte> in_;
+};
+
+// 8 bytes at `offset`, with zeros for those behind the end.
+std::uint64_t load_word(std::span<const std::byte> in, std::size_t offset) {
+  std::uint64_t word = 0;
+  if (offset + sizeof(word) <= in.size()) [[likely]] {
+    std::memcpy(&word, in.data() + offset, sizeof(word));
+  } else if (offset < in.size()) {
+    std::memcpy(&word, in.data() + offset, in.size() - offset);
+  }
+  return word;
+}
+
+// Low parts, readable 8 bytes at a time: copied where the input ends too soon behind them.
+class LowParts {
+ public:
+  LowParts(Reader& reader, std::size_t count, std::uint32_t parameter) {
+    auto const packed = reader.take(bytes_of(count * parameter), "low parts");
+    std::size_t const spare = count * parameter % 8;
+    valid(spare == 0 || std::uint8_t(packed.back()) >> spare == 0, "padding of low parts is not 0");
+    if (reader.left().size() >= sizeof(std::uint64_t)) [[likely]] {
+      bytes_ = packed.data();
+    } else {
+      copy_.fill(std::byte{0});
+      std::copy(packed.begin(), packed.end(), copy_.begin());
+      bytes_ = copy_.data();
+    }
+  }
+  LowParts(LowParts const&) = delete;
+  LowParts& operator=(LowParts const&) = delete;
+
+  std::byte const* data() const { return bytes_; }
+
+ private:
+  std::byte const* bytes_;
+  std::array<std::byte, bytes_of(block_size* max_parameter) + sizeof(std::uint64_t)> copy_;
+};
+
+struct Exceptions {
+  std::span<const std::byte> positions;
+  std::span<const std::byte> highs;
+};
+
+Exceptions take_exceptions(Reader& reader, std::size_t block) {
+  std::size_t const count = reader.take_byte("number of exceptions");
+  valid(count >= 1 && count <= block, "number of exceptions is ", count, ", must be 1 to ", block);
+  auto const positions = reader.take(count, "positions of exceptions");
+  return {positions, reader.take(4 * count, "high parts of exceptions")};
+}
+
+// Adds the exceptions' high parts to the indices behind them; returns what the last index grew by.
+std::uint64_t apply(Exceptions const& exceptions, std::uint32_t parameter, std::uint32_t extent,
+                    std::span<std::uint32_t> indices) {
+  std::uint64_t offset = 0;
+  std::size_t i = 0;
+  for (std::size_t e = 0; e < exceptions.positions.size(); ++e) {
+    auto const position = std::size_t(exceptions.positions[e]);
+    valid(position >= i + (e > 0) && position < indices.size(), "position of exception ", e, " is ",
+          position, ", must be ", i + (e > 0), " to ", indices.size() - 1);
+    std::uint32_t high;
+    std::memcpy(&high, exceptions.highs.data() + e * sizeof(high), sizeof(high));
+    std::uint64_t const gap = std::uint64_t{high} << parameter;
+    valid(high > max_unary && gap < extent, "gap of exception ", e, " is ", gap, ", must be above ",
+          std::uint64_t{max_unary} << parameter, " and below extent ", extent);
+    for (; i < position; ++i) indices[i] += static_cast<std::uint32_t>(offset);
+    offset += gap;
+  }
+  for (; i < indices.size(); ++i) indices[i] += static_cast<std::uint32_t>(offset);
+  return offset;
+}
+
+// Decodes one block whose first index is at least `next`; returns one more than its last index.
+std::uint64_t decode_block(Reader& reader, std::uint64_t next, std::uint64_t end,
+                           std::uint32_t extent, std::span<std::uint32_t> indices) {
+  std::uint8_t const tag = reader.take_byte("block parameter");
+  std::uint32_t const parameter = tag & ~exceptions_flag;
+  valid(parameter <= max_parameter, "block parameter is ", parameter, ", must be at most ",
+        max_parameter);
+  Exceptions exceptions;
+  if ((tag & exceptions_flag) != 0) exceptions = take_exceptions(reader, indices.size());
+  LowParts const low_parts(reader, indices.size(), parameter);
+
+  auto const high_parts = reader.left();
+  std::size_t const longest = indices.size() * (max_unary + 1);
+  // Bounds the sums below as well, far from overflow.
+  std::size_t const most_bits = std::min(high_parts.size() * 8, longest);
+  std::byte const* const lows = low_parts.data();
+  std::uint64_t const mask = (std::uint64_t{1} << parameter) - 1;
+  std::uint64_t low_sum = next;
+  std::uint64_t index = 0;
+  std::size_t low_bit = 0;
+  std::size_t base = 0;
+  std::size_t bit = 0;
+  std::uint64_t word = load_word(high_parts, 0);
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    while (word == 0) {
+      base += 64;
+      valid(base < most_bits, "high parts end after ", i, " of ", indices.size(), " gaps");
+      word = load_word(high_parts, base / 8);
+    }
+    bit = base + static_cast<std::size_t>(std::countr_zero(word));
+    word &= word - 1;
+    std::uint64_t low;
+    std::memcpy(&low, lows + low_bit / 8, sizeof(low));
+    low_sum += (low >> (low_bit % 8)) & mask;
+    low_bit += parameter;
+    index = low_sum + (std::uint64_t{bit - i} << parameter) + i;
+    indices[i] = static_cast<std::uint32_t>(index);
+  }
+  valid(bit < longest, "high parts is ", bit + 1, " bits, must be at most ", longest);
+  auto const packed = reader.take(bit / 8 + 1, "high parts");
+  valid(std::uint8_t(packed.back()) >> (bit % 8) == 1, "padding of high parts is not 0");
+  if ((tag & exceptions_flag) != 0) index += apply(exceptions, parameter, extent, indices);
+  // Indices within a block only grow, so the last one speaks for all.
+  valid(index < end, "index is ", index, ", must be below first_index + extent = ", end);
+  return index + 1;
+}
+
+}  // namespace
+
+std::size_t encoded_bytes(std::span<const std::uint32_t> indices, std::uint32_t first_index) {
+  std::size_t bytes = 0;
+  for_each_block(indices, first_index,
+                 [&](Gaps const&, Plan const& plan) { bytes += plan.bytes(); });
+  return bytes;
+}
+
+void encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
+            std::span<std::byte> out) {
+  std::byte* to = out.data();
+  for_each_block(indices, first_index, [&](Gaps const& gaps, Plan const& plan) {
+    bool const exceptions = plan.exceptions > 0;
+    *to++ = std::byte(plan.parameter | (exceptions ? exceptions_flag : 0u));
+    if (exceptions) to = put_exceptions(to, gaps, plan);
+    to = put_low_parts(to, gaps, plan);
+    to = put_high_parts(to, gaps, plan);
+  });
+}
+
+void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
+            std::span<std::uint32_t> indices) {
+  Reader reader(in);
+  std::uint64_t const end = std::uint64_t{first_index} + extent;
+  std::uint64_t next = first_index;
+  while (!indices.empty()) {
+    auto const block = indices.first(std::min(block_size, indices.size()));
+    next = decode_block(reader, next, end, extent, block);
+    indices = indices.subspan(block.size());
+  }
+  valid(reader.left().empty(), "trailing bytes: ", reader.left().size(), ", must be 0");
+}
+
+std::size_t min_bytes(std::size_t count) { return blocks_of(count) + bytes_of(count); }
+
+std::size_t max_bytes(std::size_t count) { return 4 * count + 4 * blocks_of(count); }
+
+}  // namespace sparsecomm::delta

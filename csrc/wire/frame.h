@@ -1,0 +1,95 @@
+// The frame: every message of a collective is one or several of these, back to back.
+//
+// A header of 40 bytes, little-endian, then the encoded indices, then the encoded values. A sparse
+// frame carries sorted distinct positions of [first_index, first_index + extent) with their values;
+// a dense frame carries all `extent` values; a bytes frame carries `count` opaque bytes. The
+// checksum covers header and payload, so a frame that was truncated, damaged or left over from an
+// earlier operation is told apart.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/dtype.h"
+#include "wire/codecs.h"
+
+namespace sparsecomm {
+
+enum class FrameKind : std::uint8_t { sparse = 1, dense = 2, bytes = 3 };
+
+struct FrameHeader {
+  std::uint16_t magic;
+  std::uint8_t version;
+  FrameKind kind;
+  DType dtype;              // of the values; f32 in a bytes frame
+  IndexCodec index_codec;   // none unless kind is sparse and count > 0
+  ValueCodec value_codec;   // none in a bytes frame
+  std::uint8_t reserved;    // zero
+  std::uint32_t operation;  // the operation this frame belongs to
+  std::uint32_t count;      // non-zeros, elements or bytes carried
+  std::uint32_t first_index;
+  std::uint32_t extent;
+  std::uint32_t index_bytes;
+  std::uint32_t value_bytes;
+  std::uint64_t checksum;
+};
+static_assert(sizeof(FrameHeader) == 40);
+
+inline constexpr std::size_t header_bytes = sizeof(FrameHeader);
+
+// How a sparse selection may be encoded. `smallest` computes each codec's exact size and takes the
+// least.
+struct FrameOptions {
+  IndexCodecChoice index_codec = IndexCodecChoice::smallest;
+  // Send all `extent` values where that is smaller. Entries whose value is 0 or -0.0 then vanish on
+  // decoding.
+  bool allow_dense = true;
+};
+
+// An upper bound, in bytes, for any frame encode_sparse() can produce under any options.
+template <class V>
+std::size_t max_sparse_frame_bytes(std::size_t nnz, std::size_t extent);
+
+// Each encoder writes one frame to the front of `out` and returns its length in bytes. V is float
+// or double for sparse frames; T is any element type for dense ones. Throws InvalidArgument when
+// `out` is too short, when indices and values differ in length, when indices are not strictly
+// increasing or lie outside [first_index, first_index + extent), or when a payload exceeds 2^32 - 1
+// bytes.
+template <class V>
+std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, std::uint32_t extent,
+                          std::span<const std::uint32_t> indices, std::span<const V> values,
+                          FrameOptions const& options, std::span<std::byte> out);
+template <class T>
+std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
+                         std::span<const T> values, std::span<std::byte> out);
+std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> payload,
+                         std::span<std::byte> out);
+
+// A validated frame inside a receive buffer.
+struct FrameView {
+  FrameHeader header;
+  std::span<const std::byte> indices;
+  std::span<const std::byte> values;
+  std::size_t size() const { return header_bytes + indices.size() + values.size(); }
+};
+
+// Validates the frame at the front of `in` (which may be longer than the frame: it is a receive
+// buffer) and checks that it belongs to `operation`. Throws MalformedFrame, naming the field, its
+// value and its bound.
+FrameView parse_frame(std::span<const std::byte> in, std::uint32_t operation);
+
+// Appends the positions and values of a sparse or dense frame; zeros of a dense frame are skipped.
+// Throws MalformedFrame when the payload decodes to unsorted, repeated or out-of-range positions,
+// when the frame's dtype is not V's, or when its range is not within [first_index, first_index +
+// extent). On a throw the vectors keep their former length.
+template <class V>
+void decode_sparse(FrameView const& frame, std::uint32_t first_index, std::uint32_t extent,
+                   std::vector<std::uint32_t>& indices, std::vector<V>& values);
+
+// Copies the values of a dense frame of exactly out.size() elements that starts at first_index.
+template <class T>
+void decode_dense(FrameView const& frame, std::uint32_t first_index, std::span<T> out);
+
+}  // namespace sparsecomm

@@ -1,0 +1,271 @@
+#!/usr/bin/env python3
+"""Compares runs of train_vgg16.py: a table on the terminal and a picture of their curves.
+
+python examples/report_vgg16.py
+python examples/report_vgg16.py runs/vgg16-dense/summary.json runs/vgg16-oktopk/summary.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
+
+LABELS = {"dense": "dense allreduce", "oktopk": "Ok-Topk", "topk": "Top-k allgather"}
+# Told apart by colour-blind readers, and by shape in a print without colour.
+STYLES = (
+    ("#0072B2", "o", "-"),
+    ("#D55E00", "s", "--"),
+    ("#009E73", "^", "-."),
+    ("#CC79A7", "D", ":"),
+    ("#56B4E9", "v", "-"),
+)
+CURVES = ("loss", "test_accuracy", "cumulative_sent_bytes")
+NUMBERS = (
+    "density",
+    "test_accuracy",
+    "iteration_seconds",
+    "exchange_seconds",
+    "sent_bytes_per_iteration",
+    "realised_density",
+)
+
+
+class ReportError(ValueError):
+    """A summary cannot be used; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the report needs from one summary.json."""
+
+    label: str
+    hook: str
+    data: str
+    world_size: int
+    batch: int
+    epochs: int
+    density: float
+    test_accuracy: float
+    iteration_seconds: float
+    exchange_seconds: float
+    sent_bytes_per_iteration: float
+    realised_density: float
+    loss: list[float]
+    accuracy: list[float]
+    sent_bytes: list[float]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description="Compare runs of train_vgg16.py in a table and a picture.",
+    )
+    parser.add_argument(
+        "summaries",
+        nargs="*",
+        type=Path,
+        metavar="SUMMARY",
+        help="summary.json files, or folders with one (default: runs/vgg16-*)",
+    )
+    parser.add_argument(
+        "--picture", type=Path, default=Path("runs/vgg16.png"), help="default: %(default)s"
+    )
+    options = parser.parse_args(arguments)
+    paths = options.summaries or sorted(Path("runs").glob("vgg16-*/summary.json"))
+    try:
+        if len(paths) < 2:
+            raise ReportError(f"two or more summaries make a comparison, found {len(paths)}")
+        runs = arrange([(path, read_run(path)) for path in paths])
+        print(table(runs))
+        draw(runs, options.picture)
+    except (ReportError, OSError) as error:
+        print(f"report_vgg16: {error}", file=sys.stderr)
+        return 2
+    print(f"\nwrote {options.picture}")
+    return 0
+
+
+def read_run(path: Path) -> Run:
+    """Reads one summary and checks every entry that the report uses."""
+    if path.is_dir():
+        path = path / "summary.json"
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ReportError(f"{path}: no such file") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ReportError(f"{path}: not a JSON file: {error}") from error
+    if not isinstance(summary, dict):
+        raise ReportError(f"{path}: holds a {type(summary).__name__}, not an object")
+
+    def entry(name: str, kind: type | tuple[type, ...]) -> Any:
+        value = summary.get(name)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ReportError(f"{path}: {name!r} is missing or of another kind: {value!r}")
+        return value
+
+    numbers = {name: float(entry(name, (int, float))) for name in NUMBERS}
+    epochs = entry("epochs", int)
+    curves = entry("curves", dict)
+    for name in CURVES:
+        curve = curves.get(name)
+        if not isinstance(curve, list) or len(curve) != epochs:
+            raise ReportError(f"{path}: the curve {name!r} does not have {epochs} points")
+        if not all(isinstance(point, int | float) for point in curve):
+            raise ReportError(f"{path}: the curve {name!r} holds something else than numbers")
+    hook = entry("hook", str)
+    label = LABELS.get(hook, hook)
+    if hook != "dense":
+        label = f"{label} {100 * numbers['density']:g} %"
+    return Run(
+        label=label,
+        hook=hook,
+        data=entry("data", str),
+        world_size=entry("world_size", int),
+        batch=entry("batch", int),
+        epochs=epochs,
+        loss=curves["loss"],
+        accuracy=curves["test_accuracy"],
+        sent_bytes=curves["cumulative_sent_bytes"],
+        **numbers,
+    )
+
+
+def arrange(read: Sequence[tuple[Path, Run]]) -> list[Run]:
+    """Dense first, what the others are measured against; the folder told where labels agree."""
+    labels = [run.label for _, run in read]
+    runs = [
+        replace(run, label=f"{run.label} ({(path if path.is_dir() else path.parent).name})")
+        if labels.count(run.label) > 1
+        else run
+        for path, run in read
+    ]
+    return sorted(runs, key=lambda run: run.hook != "dense")
+
+
+def byte_ratio(run: Run, runs: Sequence[Run]) -> float | None:
+    """How many times fewer bytes a run sends than the first dense one of as many ranks."""
+    for dense in runs:
+        if dense.hook == "dense" and dense.world_size == run.world_size:
+            sent = run.sent_bytes_per_iteration
+            return dense.sent_bytes_per_iteration / sent if sent > 0 else None
+    return None
+
+
+def table(runs: Sequence[Run]) -> str:
+    """The runs as rows of text under a line of headings."""
+    rows = [
+        (
+            "method",
+            "test accuracy",
+            "s/iteration",
+            "exchange ms",
+            "MB sent/rank/iter",
+            "realised density",
+            "bytes vs dense",
+        )
+    ]
+    for run in runs:
+        ratio = byte_ratio(run, runs)
+        rows.append(
+            (
+                run.label,
+                f"{100 * run.test_accuracy:.2f} %",
+                f"{run.iteration_seconds:.3f}",
+                f"{1e3 * run.exchange_seconds:.1f}",
+                f"{run.sent_bytes_per_iteration / 1e6:.3f}",
+                f"{100 * run.realised_density:.2f} %",
+                "-" if ratio is None else "1" if run.hook == "dense" else f"1/{ratio:.1f}",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if column == 0 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+    lines.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(lines)
+
+
+def draw(runs: Sequence[Run], path: Path) -> None:
+    """Draws loss, accuracy and bytes over the epochs into a PNG file."""
+    figure = Figure(figsize=(13.5, 4.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, accuracy, bytes_ = figure.subplots(1, 3)
+    first = runs[0]
+    figure.suptitle(
+        f"VGG16 on {first.data}: {first.world_size} ranks x {first.batch} images", fontsize=13
+    )
+    for position, run in enumerate(runs):
+        colour, marker, line = STYLES[position % len(STYLES)]
+        epochs = list(range(1, run.epochs + 1))
+        sent_gigabytes = [0.0, *(sent / 1e9 for sent in run.sent_bytes)]
+        ratio = byte_ratio(run, runs)
+        share = "" if run.hook == "dense" or ratio is None else f", 1/{ratio:.1f} of dense"
+        for panel, x, y, label in (
+            (loss, epochs, run.loss, run.label),
+            (accuracy, epochs, [100 * value for value in run.accuracy], run.label),
+            (bytes_, [0, *epochs], sent_gigabytes, f"{sent_gigabytes[-1]:.2f} GB{share}"),
+        ):
+            panel.plot(
+                x,
+                y,
+                color=colour,
+                marker=marker,
+                linestyle=line,
+                linewidth=2,
+                markersize=6,
+                label=label,
+            )
+    decorate(loss, "Training loss", "mean cross-entropy of the epoch")
+    decorate(accuracy, "Test accuracy", "% of the test images")
+    decorate(bytes_, "Bytes sent per rank since the start", "GB")
+    losses = [value for run in runs for value in run.loss]
+    if min(losses) > 0:
+        log_scale(loss, losses)
+    bytes_.set_ylim(bottom=0)
+    bytes_.set_xlim(left=0)
+    accuracy.legend(loc="lower right", fontsize=10)
+    bytes_.legend(loc="upper left", fontsize=10)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+
+
+def decorate(panel: Axes, title: str, unit: str) -> None:
+    panel.set_title(title, fontsize=12)
+    panel.set_xlabel("epoch", fontsize=11)
+    panel.set_ylabel(unit, fontsize=11)
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    panel.grid(visible=True, color="#dddddd")
+    panel.set_axisbelow(True)
+    for side in ("top", "right"):
+        panel.spines[side].set_visible(False)
+
+
+def log_scale(panel: Axes, values: Sequence[float]) -> None:
+    """A logarithmic axis whose ticks are plain numbers in steps of 1, 3, 10."""
+    low, high = min(values) / 1.6, max(values) * 1.4
+    panel.set_yscale("log")
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 3)]
+    panel.yaxis.set_major_locator(FixedLocator(ticks))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    panel.yaxis.set_minor_locator(NullLocator())
+    panel.set_ylim(low, high)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,88 @@
+"""Checkpoints that are either whole or absent.
+
+A checkpoint is a folder `epoch-0003` with what the ranks share (`shared.pt`) and one file per
+rank (`rank-0.pt`, ...). The ranks write into a folder of another name, and only when all of
+them have finished does one rename give it its name. The folder must be visible to every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_NAME = re.compile(r"epoch-(\d{4,})")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used; the message names the file and what is wrong with it."""
+
+
+def save(folder: Path, epoch: int, shared: dict[str, Any], own: dict[str, Any]) -> Path:
+    """Writes the checkpoint of an epoch and then drops the older ones. Every rank calls it."""
+    rank = dist.get_rank()
+    final = folder / f"epoch-{epoch:04d}"
+    partial = folder / f"{final.name}.partial"
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    dist.barrier()
+    _write(partial / f"rank-{rank}.pt", own)
+    if rank == 0:
+        _write(partial / "shared.pt", shared)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        for other in folder.iterdir():
+            if other != final and _NAME.match(other.name):
+                shutil.rmtree(other, ignore_errors=True)
+    return final
+
+
+def newest(folder: Path) -> int | None:
+    """The epoch of the newest complete checkpoint, as rank 0 sees it."""
+    epochs = [-1]
+    if dist.get_rank() == 0 and folder.is_dir():
+        matches = (_NAME.fullmatch(entry.name) for entry in folder.iterdir())
+        epochs += [int(match[1]) for match in matches if match]
+    epoch = torch.tensor(max(epochs))
+    dist.broadcast(epoch, src=0)
+    return None if epoch.item() < 0 else int(epoch.item())
+
+
+def load_shared(folder: Path, epoch: int) -> dict[str, Any]:
+    """What the ranks share, the same on every rank."""
+    return _read(folder / f"epoch-{epoch:04d}" / "shared.pt")
+
+
+def load_own(folder: Path, epoch: int) -> dict[str, Any]:
+    """What belongs to this rank alone."""
+    return _read(folder / f"epoch-{epoch:04d}" / f"rank-{dist.get_rank()}.pt")
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    try:
+        with path.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written: {error}") from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise CheckpointError(f"{path}: no such file; do all ranks share the folder?") from None
+    except Exception as error:  # whatever a damaged file makes the reader raise
+        raise CheckpointError(f"{path}: not a readable checkpoint: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a dictionary")
+    return content

@@ -1,0 +1,30 @@
+"""Sparse gradient exchange for data-parallel training with PyTorch.
+
+Importing this package also registers the ``torch.distributed`` backend ``"sparsecomm"``.
+"""
+
+from sparsecomm import backend as _backend
+from sparsecomm.build import __version__, build_info
+from sparsecomm.hooks import (
+    CompressionState,
+    OkTopkState,
+    TopkState,
+    oktopk_hook,
+    register_comm_hook,
+    topk_hook,
+)
+from sparsecomm.schedule import ThresholdSchedule
+
+__all__ = [
+    "CompressionState",
+    "OkTopkState",
+    "ThresholdSchedule",
+    "TopkState",
+    "__version__",
+    "build_info",
+    "oktopk_hook",
+    "register_comm_hook",
+    "topk_hook",
+]
+
+_backend.register()

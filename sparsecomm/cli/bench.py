@@ -1,0 +1,257 @@
+"""``sparsecomm bench``: arguments in, a table and JSON out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from sparsecomm.build import build_info
+from sparsecomm.cli.gradients import Pattern
+from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, Row, Settings, measure
+from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
+
+MAX_NUMEL = 2**32 - 2
+
+DESCRIPTION = """\
+Measures allreduces of a gradient, averaged over the ranks. Several algorithms run interleaved, one
+iteration of each in turn, so that what disturbs one disturbs all.
+
+A sparse algorithm's time is the whole: selecting from gradient and residual, exchanging, and
+writing the result. Before each iteration, outside of its time, the gradient is filled anew and the
+ranks meet at a barrier. gloo_dense is torch.distributed's own allreduce.
+"""
+
+EPILOG = """\
+columns:
+  size, count, type  the gradient: bytes, elements, element type
+  time               of an iteration on the slowest rank: least, median, largest
+  algbw              size / median time, as if every byte had travelled
+  busbw              algbw * 2(P-1)/P, what a dense allreduce would need of each link at that time
+  sent, received     wire bytes per iteration of the rank with the most, headers and agreement
+                     included: counted by the transport, for gloo_dense computed as 2(P-1)/P * size
+  msgs               messages sent per iteration, likewise; not known of gloo
+  model              bytes received by the cost formula, an upper bound with 32-bit indices
+  nnz                entries of the result
+
+patterns (entries are normal with deviation 0.01, but for the large ones, density * numel of them,
+which are log-normal with median 1):
+  uniform            large entries anywhere, on each rank elsewhere
+  shared:F           anywhere, a share F of them at the same places on all ranks
+  clustered[:F]      in 16 runs without gaps, a share F (0) of the runs the same on all ranks
+
+examples:
+  sparsecomm bench allreduce --ranks 4 --numel 14728266 --density 0.01
+  torchrun --nproc-per-node 4 -m sparsecomm.cli bench allreduce --algorithm oktopk --dtype bf16
+"""
+
+
+class UsageError(ValueError):
+    """Arguments that do not go together."""
+
+
+def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
+    parser = parsers.add_parser(
+        "allreduce",
+        help="sum of a gradient over all ranks",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_allreduce, parser=parser)
+    algorithms = algorithm_names()
+    add = parser.add_argument
+    add(
+        "--algorithm",
+        type=partial(chosen, known=algorithms),
+        default=(GLOO_DENSE, "topk_a", "oktopk"),
+        metavar="NAME,...",
+        help=f"one or several of {', '.join(algorithms)} (gloo_dense,topk_a,oktopk)",
+    )
+    add("--numel", type=numel, default=1 << 20, metavar="N", help="elements (1048576)")
+    add("--density", type=share, default=0.01, metavar="D", help="share selected (0.01)")
+    add("--dtype", choices=DTYPES, default="f32", help="of the elements (f32)")
+    add("--iters", type=at_least_1, default=20, metavar="N", help="iterations measured (20)")
+    add("--warmup", type=at_least_0, default=5, metavar="N", help="iterations before them (5)")
+    add("--transport", choices=transports(), default="c10d", help="what moves the bytes (c10d)")
+    add(
+        "--pattern",
+        type=pattern,
+        default="uniform",
+        metavar="P",
+        help="uniform, shared:F or clustered[:F], see below (uniform)",
+    )
+    add(
+        "--index-codec",
+        choices=("smallest", "raw32", "delta"),
+        default="smallest",
+        help="how indices travel; smallest picks one per message (smallest)",
+    )
+    add("--seed", type=at_least_0, default=1, metavar="N", help="of the gradients (1)")
+    add(
+        "--ranks",
+        type=at_least_1,
+        metavar="P",
+        help="ranks to start on this machine (2); under torchrun the ranks are torchrun's",
+    )
+    add("--json", type=Path, metavar="FILE", help="also write the rows to FILE, as a JSON list")
+
+
+def algorithm_names() -> list[str]:
+    return [GLOO_DENSE, *build_info()["algorithms"]]
+
+
+def transports() -> list[str]:
+    """Those that connect processes: inproc joins the threads of one."""
+    return [name for name in build_info()["transports"] if name != "inproc"]
+
+
+def chosen(text: str, known: Sequence[str]) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in known:
+            raise argparse.ArgumentTypeError(
+                f"algorithm {name!r} is unknown; there are {', '.join(known)}"
+            )
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} names an algorithm twice")
+    return names
+
+
+def share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and up to 1")
+    return value
+
+
+def whole(text: str, least: int, most: int | None = None) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least or (most is not None and value > most):
+        limits = f"of {least} or more" if most is None else f"from {least} to {most}"
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number {limits}")
+    return value
+
+
+def at_least_0(text: str) -> int:
+    return whole(text, 0)
+
+
+def at_least_1(text: str) -> int:
+    return whole(text, 1)
+
+
+def numel(text: str) -> int:
+    return whole(text, 1, MAX_NUMEL)
+
+
+def pattern(text: str) -> Pattern:
+    try:
+        return Pattern.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def run_allreduce(options: argparse.Namespace) -> int:
+    launched = world_size_of_launcher()
+    if launched is not None and options.ranks not in (None, launched):
+        raise UsageError(
+            f"--ranks {options.ranks}, but the launcher has started {launched}; leave --ranks away"
+        )
+    if options.json is not None and not options.json.absolute().parent.is_dir():
+        raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
+    settings = Settings(
+        algorithms=options.algorithm,
+        numel=options.numel,
+        density=options.density,
+        dtype=options.dtype,
+        pattern=options.pattern,
+        index_codec=options.index_codec,
+        transport=options.transport,
+        iters=options.iters,
+        warmup=options.warmup,
+        seed=options.seed,
+    )
+    return run_on_ranks(partial(report, settings, options.json), options.ranks or 2)
+
+
+def report(settings: Settings, file: Path | None) -> None:
+    """Measures, and prints and writes what came out on rank 0."""
+    rows = measure(settings)
+    if dist.get_rank() != 0:
+        return
+    print(table(settings, rows), flush=True)
+    if file is not None:
+        write_json(file, [asdict(row) for row in rows])
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Writes the whole file or leaves it as it was."""
+    partial_file = file.with_name(f"{file.name}.partial")
+    partial_file.write_text(json.dumps(content, indent=2) + "\n")
+    partial_file.replace(file)
+
+
+def table(settings: Settings, rows: Sequence[Row]) -> str:
+    """The rows in nccl-tests' manner."""
+    ranks = rows[0].world_size
+    columns: list[tuple[str, str, list[str]]] = [
+        ("size", "(B)", [str(settings.numel * settings.itemsize) for _ in rows]),
+        ("count", "", [str(settings.numel) for _ in rows]),
+        ("type", "", [settings.dtype for _ in rows]),
+        ("algorithm", "", [row.algorithm for row in rows]),
+        ("time min", "(us)", [f"{row.time_us.min:.1f}" for row in rows]),
+        ("median", "(us)", [f"{row.time_us.median:.1f}" for row in rows]),
+        ("max", "(us)", [f"{row.time_us.max:.1f}" for row in rows]),
+        ("algbw", "(GB/s)", [f"{bandwidth(settings, row):.3f}" for row in rows]),
+        (
+            "busbw",
+            "(GB/s)",
+            [f"{bandwidth(settings, row) * 2 * (ranks - 1) / ranks:.3f}" for row in rows],
+        ),
+        ("sent", "(B)", [f"{max(row.sent_bytes):.0f}" for row in rows]),
+        ("received", "(B)", [f"{max(row.received_bytes):.0f}" for row in rows]),
+        ("msgs", "", [f"{max(row.messages):g}" if row.messages else "-" for row in rows]),
+        ("model", "(B)", [f"{row.model_bytes:.0f}" for row in rows]),
+        ("nnz", "", [f"{row.result_nnz:.0f}" for row in rows]),
+        ("select", "(us)", [optional(row.select_us) for row in rows]),
+        ("exchange", "(us)", [optional(row.exchange_us) for row in rows]),
+        ("apply", "(us)", [optional(row.apply_us) for row in rows]),
+    ]
+    lines = [
+        f"# allreduce: {ranks} ranks, transport {settings.transport}, pattern "
+        f"{settings.pattern.name}, density {settings.density:g} (k = {settings.k}), index codec "
+        f"{settings.index_codec}, seed {settings.seed}",
+        f"# {settings.iters} iterations after {settings.warmup} of warm-up, interleaved; results "
+        "are the same bits on every rank",
+    ]
+    if GLOO_DENSE in settings.algorithms:
+        lines.append("# gloo_dense: bytes are computed as 2(P-1)/P * size, all others are counted")
+    cells = [[name, unit, *values] for name, unit, values in columns]
+    widths = [max(map(len, column)) for column in cells]
+    for index, line in enumerate(zip(*cells, strict=True)):
+        lead = "# " if index < 2 else "  "
+        padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        lines.append((lead + "  ".join(padded)).rstrip())
+    return "\n".join(lines)
+
+
+def bandwidth(settings: Settings, row: Row) -> float:
+    return settings.numel * settings.itemsize / row.time_us.median / 1e3
+
+
+def optional(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}"

@@ -1,0 +1,43 @@
+"""Process groups and stores that belong to sparsecomm alone."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def dedicated_gloo(
+    process_group: dist.ProcessGroup | None, timeout: timedelta
+) -> tuple[dist.ProcessGroup, dist.Store]:
+    """Connects the ranks of ``process_group`` a second time, through a gloo group of our own.
+
+    Collective: every rank of the group calls it, in the same order. The caller hands the only reference to the
+    group on to a transport, which closes the connections by dropping it.
+
+    Returns:
+        The gloo group, and a store that only its ranks use.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised, this rank is not in the group, or the ranks did not all
+            connect within ``timeout``.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
+    group = process_group if process_group is not None else distributed_c10d._get_default_group()
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if rank < 0:
+        raise RuntimeError(f"rank {dist.get_rank()} is not a member of the process group it was given")
+    store = distributed_c10d._world.pg_map[group][1].clone()
+    number = store.add(f"sparsecomm/communicators/{rank}", 1)
+    own = dist.PrefixStore(f"sparsecomm/{number}", store)
+    try:
+        return dist.ProcessGroupGloo(dist.PrefixStore("gloo", own), rank, size, timeout), own
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"rank {rank}: the {size} ranks did not all connect within {timeout.total_seconds():g} s; every rank "
+            f"of the process group must take part in the first step ({error})"
+        ) from error

@@ -1,0 +1,364 @@
+// Contracts 1 to 6 and 9 for every algorithm in the table.
+#include "engine/gradient_exchange.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <mutex>
+
+#include "gradients.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+// What one rank's exchange worked on and left behind, in double: exact for every type and value used here.
+struct Outcome {
+  std::vector<double> result, residual;
+  std::vector<std::byte> bits;
+  ExchangeStats stats;
+  Counters counters{0};
+};
+
+template <class T>
+std::vector<T> typed(std::vector<int> const& values) {
+  std::vector<T> result(values.size());
+  std::ranges::transform(values, result.begin(), [](int x) { return T(static_cast<float>(x)); });
+  return result;
+}
+
+template <class T>
+double widened(T x) {
+  if constexpr (std::is_same_v<T, double>) {
+    return x;
+  } else {
+    return static_cast<double>(static_cast<float>(x));
+  }
+}
+
+struct Case {
+  std::string algorithm;
+  int ranks = 1;
+  std::size_t numel = 0;
+  double density = 0.1;
+  ThresholdSchedule schedule;
+  Pattern pattern = patterns[0];
+  int steps = 3;
+  int segments = 1;
+
+  std::string text() const {
+    return concat(algorithm, ", P=", ranks, ", N=", numel, ", density ", density, ", ", name(schedule.between),
+                  '/', schedule.period, ", ", pattern.name, ", segments ", segments);
+  }
+};
+
+// Runs `steps` exchanges and checks conservation and bit-identity after each.
+template <class T>
+void check_contracts(Case const& c) {
+  SCOPED_TRACE(c.text() + ", " + std::string(name(dtype_of<T>())));
+  using V = accumulate_t<T>;
+  std::vector<std::vector<Outcome>> outcomes(c.steps, std::vector<Outcome>(c.ranks));
+  auto const errors = run_ranks(c.ranks, [&](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = c.algorithm;
+    options.density = c.density;
+    options.schedule = c.schedule;
+    options.collective.partition_period = 2;
+    options.average = false;  // a sum of integers is exact, a third of it is not
+    auto const exchange = std::make_shared<GradientExchange<T>>("test", c.numel, options, communicator);
+    std::vector<V> residual(c.numel, V{0});
+    for (int step = 0; step < c.steps; ++step) {
+      auto gradient = typed<T>(c.pattern.make(communicator.rank(), c.ranks, c.numel, step));
+      std::vector<Segment<T>> segments;
+      for (int s = 0; s < c.segments; ++s) {
+        std::size_t const first = c.numel * s / c.segments;
+        std::size_t const count = c.numel * (s + 1) / c.segments - first;
+        segments.push_back({std::span(gradient).subspan(first, count),
+                            std::span(residual).subspan(first, count)});
+      }
+      exchange->bind(segments);
+      communicator.submit(exchange).wait();
+      Outcome& outcome = outcomes[step][communicator.rank()];
+      for (T const x : gradient) outcome.result.push_back(widened(x));
+      for (V const x : residual) outcome.residual.push_back(static_cast<double>(x));
+      auto const bytes = std::as_bytes(std::span(gradient));
+      outcome.bits.assign(bytes.begin(), bytes.end());
+      outcome.stats = exchange->stats();
+      outcome.counters = communicator.counters();
+    }
+  });
+  expect_no_errors(errors);
+  if (::testing::Test::HasFailure()) return;
+
+  std::vector<double> carried(c.numel, 0.0);
+  auto const k = std::max<std::uint64_t>(1, std::llround(c.density * static_cast<double>(c.numel)));
+  for (int step = 0; step < c.steps; ++step) {
+    for (int rank = 0; rank < c.ranks; ++rank) {
+      auto const gradient = c.pattern.make(rank, c.ranks, c.numel, step);
+      for (std::size_t i = 0; i < c.numel; ++i) carried[i] += gradient[i];
+      ASSERT_EQ(outcomes[step][rank].bits, outcomes[step][0].bits) << "rank " << rank << " differs at " << step;
+    }
+    std::size_t nonzero = 0;
+    for (std::size_t i = 0; i < c.numel; ++i) {
+      double total = outcomes[step][0].result[i];
+      nonzero += total != 0;
+      carried[i] -= total;
+      double kept = 0;
+      for (int rank = 0; rank < c.ranks; ++rank) kept += outcomes[step][rank].residual[i];
+      ASSERT_EQ(kept, carried[i]) << "mass lost or counted twice at entry " << i << " of step " << step;
+    }
+    if (find_algorithm(c.algorithm).top_k_result && c.schedule.between != ThresholdSource::reused) {
+      ASSERT_LE(nonzero, k);
+    }
+    if (c.algorithm == "dense") {
+      ASSERT_TRUE(std::ranges::all_of(carried, [](double x) { return x == 0; }));
+    }
+  }
+}
+
+class ExchangeTest : public ::testing::TestWithParam<std::string> {};
+
+INSTANTIATE_TEST_SUITE_P(Algorithms, ExchangeTest, ::testing::ValuesIn([] {
+                           std::vector<std::string> names;
+                           for (auto const& entry : algorithms()) names.emplace_back(entry.name);
+                           return names;
+                         }()),
+                         [](auto const& info) { return info.param; });
+
+TEST_P(ExchangeTest, ConservesAndKeepsReplicasIdenticalForAnyWorldSizeAndPattern) {
+  for (int ranks = 1; ranks <= 9; ++ranks) {
+    for (Pattern const& pattern : patterns) {
+      for (std::size_t const numel : {0u, 1u, 17u, 1000u}) {
+        check_contracts<float>({GetParam(), ranks, numel, 0.1, {}, pattern});
+      }
+    }
+  }
+}
+
+TEST_P(ExchangeTest, EveryDtype) {
+  for (int const ranks : {1, 2, 3, 5}) {
+    for (Pattern const& pattern : patterns) {
+      check_contracts<double>({GetParam(), ranks, 300, 0.1, {}, pattern});
+      check_contracts<Half>({GetParam(), ranks, 300, 0.1, {}, pattern});
+      check_contracts<BFloat16>({GetParam(), ranks, 300, 0.1, {}, pattern});
+    }
+  }
+}
+
+TEST_P(ExchangeTest, EveryThresholdSourceAndDensity) {
+  for (auto const& source : threshold_sources()) {
+    for (double const density : {0.001, 0.02, 0.5, 1.0}) {
+      for (Pattern const& pattern : patterns) {
+        check_contracts<float>({GetParam(), 4, 2000, density, {source.id, 3}, pattern, 7});
+      }
+    }
+  }
+}
+
+TEST_P(ExchangeTest, SegmentsOfOneGradientAreExchangedAsOne) {
+  for (int const segments : {2, 7, 40}) {
+    check_contracts<float>({GetParam(), 3, 1000, 0.05, {}, patterns[0], 4, segments});
+  }
+}
+
+TEST_P(ExchangeTest, NonFiniteGradientPoisonsEveryRankAndSparesResiduals) {
+  for (float const poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                             -std::numeric_limits<float>::infinity()}) {
+    for (int const ranks : {1, 2, 5}) {
+      auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+        ExchangeOptions options;
+        options.algorithm = GetParam();
+        auto const exchange = std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
+        std::vector<float> residual(100, 0.0f);
+        std::vector<float> gradient = typed<float>(patterns[0].make(communicator.rank(), ranks, 100, 0));
+        exchange->bind({{gradient, residual}});
+        communicator.submit(exchange).wait();
+        auto const before = residual;
+        gradient = typed<float>(patterns[0].make(communicator.rank(), ranks, 100, 1));
+        if (communicator.rank() == ranks - 1) gradient[42] = poison;
+        exchange->bind({{gradient, residual}});
+        communicator.submit(exchange).wait();
+        EXPECT_FALSE(std::isfinite(gradient[42])) << "on rank " << communicator.rank();
+        EXPECT_EQ(std::memcmp(before.data(), residual.data(), 400), 0) << "on rank " << communicator.rank();
+        // And the next step is an ordinary one.
+        gradient = typed<float>(patterns[0].make(communicator.rank(), ranks, 100, 2));
+        exchange->bind({{gradient, residual}});
+        communicator.submit(exchange).wait();
+        EXPECT_TRUE(std::ranges::all_of(gradient, [](float x) { return std::isfinite(x); }));
+      });
+      expect_no_errors(errors);
+    }
+  }
+}
+
+TEST_P(ExchangeTest, AveragesExactlyWhereTheAverageIsRepresentable) {
+  for (int const ranks : {1, 2, 3, 7}) {
+    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+      ExchangeOptions options;
+      options.algorithm = GetParam();
+      options.density = 1.0;
+      auto const exchange = std::make_shared<GradientExchange<float>>("test", 50, options, communicator);
+      std::vector<float> residual(50, 0.0f);
+      std::vector<float> gradient(50);
+      for (int i = 0; i < 50; ++i) gradient[i] = static_cast<float>(i * (communicator.rank() == 0 ? ranks : 0));
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+      for (int i = 0; i < 50; ++i) EXPECT_EQ(gradient[i], static_cast<float>(i));
+    });
+    expect_no_errors(errors);
+  }
+}
+
+TEST_P(ExchangeTest, CountedMessagesAndBytesStayUnderTheCostFormula) {
+  AlgorithmEntry const& entry = find_algorithm(GetParam());
+  for (int ranks = 1; ranks <= 9; ++ranks) {
+    std::size_t const numel = 40000;
+    double const density = 0.02;
+    std::vector<Counters> counters(ranks, Counters(0));
+    std::vector<std::uint64_t> selected(ranks);
+    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+      ExchangeOptions options;
+      options.algorithm = GetParam();
+      options.density = density;
+      options.schedule = {ThresholdSource::exact, 1};
+      options.collective.frame = {IndexCodecChoice::raw32, false};
+      auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      std::vector<float> residual(numel, 0.0f);
+      auto gradient = std::vector<float>(numel);
+      auto random = generator(communicator.rank(), 0);
+      std::normal_distribution<float> normal;
+      for (float& x : gradient) x = normal(random);
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+      counters[communicator.rank()] = communicator.counters();
+      selected[communicator.rank()] = exchange->stats().selected;
+    });
+    expect_no_errors(errors);
+    auto const k = static_cast<std::uint64_t>(density * static_cast<double>(numel));
+    Cost cost = entry.cost({ranks, numel, k, sizeof(float)}, {});
+    cost.messages += agreement_cost(ranks).messages;
+    cost.bytes += agreement_cost(ranks).bytes;
+    std::uint64_t sent = 0, received = 0;
+    for (int rank = 0; rank < ranks; ++rank) {
+      SCOPED_TRACE(concat(GetParam(), ", rank ", rank, " of ", ranks));
+      EXPECT_EQ(selected[rank], entry.sparse ? k : numel);
+      EXPECT_LE(Counters::total(counters[rank].sent_messages), cost.messages);
+      // Averaged boundaries make regions even up to the spread between the ranks' selections.
+      EXPECT_LE(Counters::total(counters[rank].received_bytes), cost.bytes * 1.05);
+      sent += Counters::total(counters[rank].sent_bytes);
+      received += Counters::total(counters[rank].received_bytes);
+    }
+    EXPECT_EQ(sent, received);
+  }
+}
+
+// u = TopK(sum of TopK(G_i)), against a plain computation of both.
+TEST(OkTopkTest, ResultIsTheTopKOfTheSumOfTheTopKs) {
+  for (int ranks = 1; ranks <= 6; ++ranks) {
+    std::size_t const numel = 5000;
+    std::size_t const k = 250;
+    auto const gradient_of = [&](int rank) {
+      auto random = generator(rank, 7);
+      std::normal_distribution<float> normal;
+      std::vector<float> gradient(numel);
+      for (float& x : gradient) x = normal(random);
+      return gradient;
+    };
+    auto const top_k = [&](std::vector<double> const& x) {
+      std::vector<double> magnitudes(x.size());
+      std::ranges::transform(x, magnitudes.begin(), [](double v) { return std::abs(v); });
+      std::ranges::nth_element(magnitudes, magnitudes.begin() + (k - 1), std::greater<>());
+      std::vector<double> result(x.size(), 0.0);
+      for (std::size_t i = 0; i < x.size(); ++i) {
+        if (std::abs(x[i]) >= magnitudes[k - 1]) result[i] = x[i];
+      }
+      return result;
+    };
+    std::vector<double> sum(numel, 0.0);
+    for (int rank = 0; rank < ranks; ++rank) {
+      auto const gradient = gradient_of(rank);
+      auto const selected = top_k({gradient.begin(), gradient.end()});
+      for (std::size_t i = 0; i < numel; ++i) sum[i] += selected[i];
+    }
+    auto const expected = top_k(sum);
+    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+      ExchangeOptions options;
+      options.density = static_cast<double>(k) / numel;
+      options.schedule = {ThresholdSource::exact, 1};
+      options.average = false;
+      auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      std::vector<float> residual(numel, 0.0f);
+      auto gradient = gradient_of(communicator.rank());
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+      for (std::size_t i = 0; i < numel; ++i) {
+        EXPECT_EQ(gradient[i] != 0, expected[i] != 0) << i;
+        EXPECT_NEAR(gradient[i], expected[i], 1e-5) << i;
+      }
+    });
+    expect_no_errors(errors);
+  }
+}
+
+TEST(OkTopkTest, DefaultScheduleKeepsTheNumberSelectedWithin15PercentOfK) {
+  std::size_t const numel = 1 << 20;
+  auto const errors = run_ranks(2, [&](Communicator& communicator) {
+    ExchangeOptions options;
+    options.density = 0.02;
+    auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+    std::vector<float> residual(numel, 0.0f);
+    std::vector<float> gradient(numel);
+    auto random = generator(communicator.rank(), 3);
+    std::student_t_distribution<float> heavy_tailed(3.0f);
+    double const k = options.density * numel;
+    std::uint64_t selected = 0, nnz = 0;
+    for (int step = 0; step < 12; ++step) {
+      float const scale = std::exp2(static_cast<float>(step % 5) - 2);  // gradients that change quickly
+      for (float& x : gradient) x = scale * heavy_tailed(random);
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+      auto const& stats = exchange->stats();
+      EXPECT_NEAR(static_cast<double>(stats.selected - selected), k, 0.15 * k) << "step " << step;
+      EXPECT_NEAR(static_cast<double>(stats.result_nnz - nnz), k, 0.15 * k) << "step " << step;
+      selected = stats.selected;
+      nnz = stats.result_nnz;
+    }
+  });
+  expect_no_errors(errors);
+}
+
+TEST(OkTopkTest, AResumedExchangeIsBitIdentical) {
+  std::size_t const numel = 3000;
+  for (auto const& source : threshold_sources()) {
+    auto const errors = run_ranks(3, [&](Communicator& communicator) {
+      ExchangeOptions options;
+      options.schedule = {source.id, 4};
+      options.collective.partition_period = 3;
+      auto const straight = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      auto resumed = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      std::vector<float> residuals[2] = {std::vector<float>(numel), std::vector<float>(numel)};
+      for (std::uint64_t step = 0; step < 10; ++step) {
+        if (step == 6) {
+          ExchangeState const saved = resumed->state();
+          resumed = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+          resumed->load_state(saved);
+        }
+        std::vector<float> results[2];
+        for (int run = 0; run < 2; ++run) {
+          results[run] = typed<float>(patterns[0].make(communicator.rank(), 3, numel, step));
+          auto const& exchange = run == 0 ? straight : resumed;
+          exchange->bind({{results[run], residuals[run]}});
+          communicator.submit(exchange).wait();
+        }
+        EXPECT_EQ(results[0], results[1]) << "step " << step << ", " << source.name;
+        EXPECT_EQ(residuals[0], residuals[1]) << "step " << step << ", " << source.name;
+      }
+    });
+    expect_no_errors(errors);
+  }
+}
+
+}  // namespace
+}  // namespace sparsecomm::test

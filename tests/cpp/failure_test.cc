@@ -1,0 +1,255 @@
+// Contract 7: whatever goes wrong, every surviving rank says so, in time, and names the culprit.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "engine/gradient_exchange.h"
+#include "engine/verdict.h"
+#include "gradients.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+using std::chrono::milliseconds;
+
+CommunicatorOptions quick() { return {.timeout = milliseconds(300), .failure_grace = milliseconds(300)}; }
+
+struct Survivor {
+  std::string error;
+  bool conserved = true;
+  bool aborted_later = false;
+};
+
+class FailureTest : public ::testing::TestWithParam<std::string> {};
+
+INSTANTIATE_TEST_SUITE_P(Algorithms, FailureTest, ::testing::ValuesIn([] {
+                           std::vector<std::string> names;
+                           for (auto const& entry : algorithms()) names.emplace_back(entry.name);
+                           return names;
+                         }()),
+                         [](auto const& info) { return info.param; });
+
+ExchangeOptions failure_options(std::string const& algorithm) {
+  ExchangeOptions options;
+  options.algorithm = algorithm;
+  options.density = 0.05;
+  options.average = false;
+  return options;
+}
+
+std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std::size_t numel, int rank) {
+  std::uint64_t messages = 0;
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    auto const exchange = std::make_shared<GradientExchange<float>>(
+        "test", numel, failure_options(algorithm), communicator);
+    std::vector<float> residual(numel, 0.0f);
+    for (int step = 0; step < 2; ++step) {
+      auto const input = patterns[0].make(communicator.rank(), ranks, numel, step);
+      std::vector<float> gradient(input.begin(), input.end());
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+    }
+    if (communicator.rank() == rank) messages = Counters::total(communicator.counters().sent_messages);
+  }));
+  return messages;
+}
+
+// A fault at every message of rank 1. A rank that needs nothing more from the culprit may complete the operation at
+// hand, so each survivor must fail in that operation or in the next one.
+void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind kind) {
+  std::size_t const numel = 600;
+  int const culprit = 1;
+  std::uint64_t const messages = messages_of_two_steps(algorithm, ranks, numel, culprit);
+  ASSERT_GE(messages, 2u);
+  for (std::uint64_t message = 0; message < messages; ++message) {
+    SCOPED_TRACE(concat(algorithm, ", P=", ranks, ", fault ", int(kind), " at message ", message));
+    std::vector<Survivor> survivors(ranks);
+    auto const start = std::chrono::steady_clock::now();
+    auto const errors = run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          auto const exchange = std::make_shared<GradientExchange<float>>(
+              "test", numel, failure_options(algorithm), communicator);
+          std::vector<float> residual(numel, 0.0f);
+          Survivor& survivor = survivors[communicator.rank()];
+          for (int step = 0; step < 3; ++step) {
+            auto const input = patterns[0].make(communicator.rank(), ranks, numel, step);
+            std::vector<float> gradient(input.begin(), input.end());
+            auto const before = residual;
+            exchange->bind({{gradient, residual}});
+            auto const handle = communicator.submit(exchange);
+            try {
+              handle.wait();
+            } catch (Error const& error) {
+              survivor.error = error.what();
+              for (std::size_t i = 0; i < numel; ++i) {
+                survivor.conserved = survivor.conserved &&
+                                     gradient[i] + residual[i] == before[i] + static_cast<float>(input[i]);
+              }
+              try {
+                communicator.submit(exchange).wait();
+              } catch (Aborted const&) {
+                survivor.aborted_later = true;
+              }
+              return;
+            }
+          }
+        },
+        quick(), RankFault{culprit, {kind, message}});
+    expect_no_errors(errors);
+    EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
+    for (int rank = 0; rank < ranks; ++rank) {
+      if (rank == culprit && kind != FaultKind::die) continue;
+      EXPECT_NE(survivors[rank].error.find("rank 1"), std::string::npos)
+          << "rank " << rank << " says: '" << survivors[rank].error << "'";
+      if (rank == culprit) continue;
+      EXPECT_TRUE(survivors[rank].conserved) << "rank " << rank << " lost gradient mass";
+      EXPECT_TRUE(survivors[rank].aborted_later) << "rank " << rank;
+      if (algorithm != "dense" && kind == FaultKind::die) {
+        EXPECT_NE(survivors[rank].error.find("rank 1 left"), std::string::npos) << survivors[rank].error;
+      }
+    }
+  }
+}
+
+TEST_P(FailureTest, AnyMessageMayBeTheLast) {
+  for (int const ranks : {2, 3, 4}) check_fault_everywhere(GetParam(), ranks, FaultKind::die);
+}
+
+TEST_P(FailureTest, AnyMessageMayBeCorrupted) {
+  for (int const ranks : {2, 3}) check_fault_everywhere(GetParam(), ranks, FaultKind::corrupt);
+}
+
+TEST_P(FailureTest, AnyMessageMayBeTruncated) {
+  for (int const ranks : {2, 3}) check_fault_everywhere(GetParam(), ranks, FaultKind::truncate);
+}
+
+TEST_P(FailureTest, AnyMessageMayNeverCome) {
+  for (int const ranks : {2, 3}) check_fault_everywhere(GetParam(), ranks, FaultKind::delay);
+}
+
+TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunicatorUsable) {
+  for (int const ranks : {2, 3, 5}) {
+    std::vector<std::string> messages(ranks);
+    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+      int const rank = communicator.rank();
+      ExchangeOptions options;
+      options.algorithm = GetParam();
+      auto const attempt = [&](std::size_t numel, ExchangeOptions const& own) {
+        auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, own, communicator);
+        std::vector<float> residual(numel, 0.0f);
+        std::vector<float> gradient(numel, 1.0f);
+        exchange->bind({{gradient, residual}});
+        communicator.submit(exchange).wait();
+      };
+      ExchangeOptions denser = options;
+      denser.density = rank == 1 ? 0.5 : 0.25;
+      try {
+        attempt(rank == 1 ? 120 : 100, denser);
+        ADD_FAILURE() << "rank " << rank << " did not notice";
+      } catch (Mismatch const& mismatch) {
+        messages[rank] = mismatch.what();
+      }
+      attempt(100, options);
+    }, quick());
+    expect_no_errors(errors);
+    for (std::string const& message : messages) EXPECT_EQ(message, messages[0]);
+    EXPECT_NE(messages[0].find("numel: 100 on "), std::string::npos) << messages[0];
+    EXPECT_NE(messages[0].find("120 on rank 1"), std::string::npos) << messages[0];
+    EXPECT_NE(messages[0].find("density: "), std::string::npos) << messages[0];
+  }
+}
+
+TEST(CommunicatorTest, ARankThatNeverComesIsNamedByAll) {
+  int const ranks = 4;
+  std::vector<std::string> messages(ranks);
+  auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+    if (communicator.rank() == 2) {
+      std::this_thread::sleep_for(milliseconds(900));
+      return;
+    }
+    auto const exchange =
+        std::make_shared<GradientExchange<float>>("test", 10, ExchangeOptions{}, communicator);
+    std::vector<float> residual(10), gradient(10, 1.0f);
+    exchange->bind({{gradient, residual}});
+    try {
+      communicator.submit(exchange).wait();
+    } catch (Timeout const& timeout) {
+      EXPECT_EQ(timeout.ranks(), std::vector{2});
+      messages[communicator.rank()] = timeout.what();
+    }
+  }, quick());
+  expect_no_errors(errors);
+  for (int const rank : {0, 1, 3}) EXPECT_NE(messages[rank].find("rank 2 did not"), std::string::npos) << messages[rank];
+}
+
+class Throwing final : public Operation {
+ public:
+  explicit Throwing(bool in_prepare) : in_prepare_(in_prepare) {}
+  Proposal prepare() override {
+    if (in_prepare_) throw InvalidArgument("no memory, say");
+    return {};
+  }
+  void run(Channel& channel, bool) override {
+    if (channel.rank() == 1) throw InvalidArgument("a bug, say");
+    std::vector<std::byte> buffer(100);
+    Request request = channel.irecv(1, Phase::reduce, buffer);
+    channel.wait(request);
+  }
+
+ private:
+  bool in_prepare_;
+};
+
+TEST(CommunicatorTest, ARankThatFailsBeforeTheExchangeFailsAllAndTheCommunicatorGoesOn) {
+  std::vector<std::string> messages(3);
+  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
+    auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
+    try {
+      communicator.submit(operation).wait();
+    } catch (Mismatch const& error) {
+      messages[communicator.rank()] = error.what();
+    }
+  }, quick()));
+  for (auto const& message : messages) EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
+}
+
+TEST(CommunicatorTest, ARankThatFailsInTheExchangeIsNamedWithItsReason) {
+  std::vector<std::string> messages(3);
+  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
+    try {
+      communicator.submit(std::make_shared<Throwing>(false)).wait();
+    } catch (Error const& error) {
+      messages[communicator.rank()] = error.what();
+    }
+  }, quick()));
+  EXPECT_EQ(messages[1], "a bug, say");
+  for (int const rank : {0, 2}) {
+    EXPECT_NE(messages[rank].find("rank 1 failed: a bug, say"), std::string::npos) << messages[rank];
+  }
+}
+
+TEST(VerdictTest, TheEndOfTheChainOfWaitersIsToBlame) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(5);
+  reports[0] = {7, Cause::lost, {3}, ""};
+  reports[1] = {7, Cause::timeout, {0}, ""};
+  reports[3] = {7, Cause::timeout, {4}, ""};
+  Verdict verdict = conclude(reports);
+  EXPECT_EQ(verdict.culprits, std::vector{4});
+  EXPECT_TRUE(verdict.timed_out);
+  EXPECT_FALSE(settled(reports));          // ranks 2 and 4 may still have something to say
+  reports[2] = {8, Cause::lost, {0}, ""};  // had completed operation 7
+  EXPECT_FALSE(settled(reports));
+  reports[3]->cause = Cause::lost;  // rank 4's connection closed, and it had posted nothing before
+  EXPECT_TRUE(settled(reports));
+  EXPECT_EQ(conclude(reports).culprits, std::vector{4});
+  reports[2] = {7, Cause::invalid, {1}, "bad checksum"};
+  verdict = conclude(reports);
+  EXPECT_EQ(verdict.culprits, std::vector{1});
+  EXPECT_NE(verdict.text.find("bad checksum"), std::string::npos);
+}
+
+}  // namespace
+}  // namespace sparsecomm::test

@@ -1,0 +1,64 @@
+// Runs one function on every rank of an inproc communicator, a thread each.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <exception>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "transport/fault.h"
+#include "transport/inproc.h"
+
+namespace sparsecomm::test {
+
+struct RankFault {
+  int rank;
+  Fault fault;
+};
+
+// errors[r] is what rank r's function threw, null when it returned.
+inline std::vector<std::exception_ptr> run_ranks(
+    int size, std::function<void(Communicator&)> const& body, CommunicatorOptions const& options = {},
+    std::optional<RankFault> fault = std::nullopt) {
+  auto transports = make_inproc_transports(size);
+  if (fault) {
+    transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
+  }
+  std::vector<std::exception_ptr> errors(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        Communicator communicator(std::move(transports[rank]), options);
+        body(communicator);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+inline std::string message_of(std::exception_ptr const& error) {
+  if (!error) return "";
+  try {
+    std::rethrow_exception(error);
+  } catch (std::exception const& exception) {
+    return exception.what();
+  }
+}
+
+inline void expect_no_errors(std::vector<std::exception_ptr> const& errors) {
+  for (std::size_t rank = 0; rank < errors.size(); ++rank) {
+    EXPECT_EQ(message_of(errors[rank]), "") << "on rank " << rank;
+  }
+}
+
+}  // namespace sparsecomm::test

@@ -1,0 +1,225 @@
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <cstdlib>
+#include <limits>
+#include <map>
+#include <new>
+#include <random>
+#include <vector>
+
+#include "sparse/stream.h"
+
+namespace {
+std::size_t allocations = 0;
+}
+
+// Not inlined: GCC would see malloc and delete, or new and free, as mismatched.
+[[gnu::noinline]] void* operator new(std::size_t size) {
+  ++allocations;
+  if (void* memory = std::malloc(size)) return memory;
+  throw std::bad_alloc();
+}
+[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
+[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+namespace sparsecomm {
+namespace {
+
+constexpr std::uint64_t never = std::numeric_limits<std::uint64_t>::max();
+
+template <class V>
+struct Pairs {
+  std::vector<std::uint32_t> indices;
+  std::vector<V> values;
+  SparseView<V> view() const { return {indices, values}; }
+};
+
+template <class V>
+Pairs<V> random_pairs(std::mt19937_64& generator, std::uint32_t first, std::uint32_t extent,
+                      std::uint64_t one_in) {
+  Pairs<V> pairs;
+  for (std::uint32_t i = 0; i < extent; ++i) {
+    if (generator() % one_in != 0) continue;
+    pairs.indices.push_back(first + i);
+    pairs.values.push_back(V(int(generator() % 9) - 4));
+  }
+  return pairs;
+}
+
+template <class V>
+class Streams : public testing::Test {};
+using ValueTypes = testing::Types<float, double>;
+TYPED_TEST_SUITE(Streams, ValueTypes);
+
+TYPED_TEST(Streams, SumsEqualAnOracle) {
+  using V = TypeParam;
+  std::uint64_t const seed = std::random_device{}();
+  SCOPED_TRACE(concat("seed ", seed));
+  std::mt19937_64 generator(seed);
+  SparseStream<V> stream;
+  for (int round = 0; round < 300; ++round) {
+    auto const extent = static_cast<std::uint32_t>(1 + generator() % 500);
+    auto const first = static_cast<std::uint32_t>(generator() % (never >> 32)) - extent + 1;
+    if (std::uint64_t{first} + extent > never >> 31) continue;
+    std::uint64_t const delta = generator() % 3 == 0 ? never : generator() % (extent + 1);
+    stream.reset(first, extent, delta);
+    std::map<std::uint32_t, V> oracle;
+    bool dense = false;
+    std::uint64_t const terms = generator() % 6;
+    for (std::uint64_t term = 0; term < terms; ++term) {
+      // Terms within a part of the range also come disjoint, before or behind what is there.
+      auto const begin = static_cast<std::uint32_t>(generator() % extent);
+      auto const length = static_cast<std::uint32_t>(generator() % (extent - begin)) + 1;
+      auto const pairs = random_pairs<V>(generator, first + begin, length, 1 + generator() % 20);
+      if (!pairs.indices.empty() && oracle.size() + pairs.indices.size() > delta) dense = true;
+      stream.add(pairs.view());
+      for (std::size_t i = 0; i < pairs.indices.size(); ++i) {
+        oracle[pairs.indices[i]] += pairs.values[i];
+      }
+      ASSERT_EQ(stream.is_dense(), dense);
+      ASSERT_EQ(stream.nnz(), dense ? extent : oracle.size());
+    }
+    if (generator() % 2 == 0) {
+      auto const all = stream.dense();
+      ASSERT_EQ(all.size(), extent);
+      for (std::uint32_t i = 0; i < extent; ++i) {
+        auto const entry = oracle.find(first + i);
+        ASSERT_EQ(all[i], entry == oracle.end() ? V{0} : entry->second);
+      }
+      dense = true;
+    }
+    if (dense) std::erase_if(oracle, [](auto const& entry) { return entry.second == 0; });
+    auto const view = stream.sparse();
+    ASSERT_FALSE(stream.is_dense());
+    ASSERT_EQ(view.nnz(), oracle.size());
+    std::size_t i = 0;
+    for (auto const& [index, value] : oracle) {
+      ASSERT_EQ(view.indices[i], index);
+      ASSERT_EQ(view.values[i++], value);
+    }
+  }
+}
+
+TYPED_TEST(Streams, DeltaIsTheLastSparseSize) {
+  using V = TypeParam;
+  Pairs<V> const two{{1, 3}, {1, 1}};
+  Pairs<V> const three{{1, 2, 3}, {1, 1, 1}};
+  SparseStream<V> stream;
+  stream.reset(0, 100, 5);
+  stream.add(two.view());
+  stream.add(three.view());  // the bound is 5, though the union has 3
+  EXPECT_FALSE(stream.is_dense());
+  EXPECT_EQ(stream.nnz(), 3u);
+  stream.add(two.view());  // 3 + 2
+  EXPECT_FALSE(stream.is_dense());
+  stream.add(three.view());  // 3 + 3
+  EXPECT_TRUE(stream.is_dense());
+  EXPECT_EQ(stream.nnz(), 100u);
+  EXPECT_EQ(stream.dense()[1], V{4});
+  stream.reset(0, 100, 0);
+  stream.add({});
+  EXPECT_FALSE(stream.is_dense());
+}
+
+TYPED_TEST(Streams, DefaultDeltaIsWherePairsOutgrowTheVector) {
+  using V = TypeParam;
+  for (std::uint64_t extent : {0ull, 1ull, 2ull, 3ull, 100ull, 1ull << 24, (1ull << 32) - 1}) {
+    std::uint64_t const delta = default_delta<V>(extent);
+    EXPECT_LE(delta * (4 + sizeof(V)), extent * sizeof(V));
+    EXPECT_GT((delta + 1) * (4 + sizeof(V)), extent * sizeof(V));
+  }
+}
+
+TYPED_TEST(Streams, CancelledAndNegativeZerosStayEntries) {
+  using V = TypeParam;
+  SparseStream<V> stream;
+  stream.reset(0, 100, never);
+  stream.add(Pairs<V>{{1, 5, 9}, {2, V(-0.0), 3}}.view());
+  stream.add(Pairs<V>{{1, 7}, {-2, V(-0.0)}}.view());
+  auto const view = stream.sparse();
+  ASSERT_EQ(view.nnz(), 4u);
+  EXPECT_EQ(view.values[0], V{0});
+  EXPECT_TRUE(std::signbit(view.values[1]));
+  EXPECT_TRUE(std::signbit(view.values[2]));
+  EXPECT_EQ(view.indices[2], 7u);
+}
+
+TYPED_TEST(Streams, NonFiniteValuesSurvive) {
+  using V = TypeParam;
+  V const inf = std::numeric_limits<V>::infinity();
+  for (std::uint64_t delta : {never, std::uint64_t{0}}) {
+    SparseStream<V> stream;
+    stream.reset(0, 10, delta);
+    stream.add(Pairs<V>{{1, 2, 3}, {std::numeric_limits<V>::quiet_NaN(), inf, 1}}.view());
+    stream.add(Pairs<V>{{2, 3}, {-inf, inf}}.view());
+    auto const view = stream.sparse();
+    ASSERT_EQ(view.nnz(), 3u);
+    EXPECT_TRUE(std::isnan(view.values[0]));
+    EXPECT_TRUE(std::isnan(view.values[1]));
+    EXPECT_EQ(view.values[2], inf);
+  }
+}
+
+TYPED_TEST(Streams, RefusesEntriesOutsideTheRange) {
+  using V = TypeParam;
+  SparseStream<V> stream;
+  stream.reset(10, 5);
+  EXPECT_THROW(stream.add(Pairs<V>{{9}, {1}}.view()), InvalidArgument);
+  EXPECT_THROW(stream.add(Pairs<V>{{15}, {1}}.view()), InvalidArgument);
+  EXPECT_THROW(stream.add(Pairs<V>{{11, 12}, {1}}.view()), InvalidArgument);
+  EXPECT_NO_THROW(stream.add(Pairs<V>{{10, 14}, {1, 1}}.view()));
+  EXPECT_THROW(stream.reset(1, never >> 32 << 1), InvalidArgument);
+  EXPECT_NO_THROW(stream.reset(1, never >> 32));
+  EXPECT_NO_THROW(stream.add(Pairs<V>{{1, 0xffffffffu}, {1, 1}}.view()));
+}
+
+TYPED_TEST(Streams, NothingIsAllocatedAfterTheFirstSumOfASize) {
+  using V = TypeParam;
+  std::mt19937_64 generator(1);
+  std::vector<Pairs<V>> terms;
+  for (int i = 0; i < 5; ++i) terms.push_back(random_pairs<V>(generator, 0, 2000, 10));
+  SparseStream<V> stream;
+  for (std::uint64_t delta : {never, std::uint64_t{600}}) {
+    std::size_t counted = 0;
+    for (int round = 0; round < 4; ++round) {
+      std::size_t const before = allocations;
+      stream.reset(0, 2000, delta);
+      for (auto const& term : terms) stream.add(term.view());
+      if (delta != never) stream.dense();
+      stream.sparse();
+      counted = allocations - before;
+      if (round == 0 && delta == never) {
+        EXPECT_GT(counted, 0u);
+      }
+      if (round > 0) {
+        EXPECT_EQ(counted, 0u) << "round " << round;
+      }
+    }
+  }
+}
+
+TEST(SparseView, RangeHoldsWhatLiesBetween) {
+  std::vector<std::uint32_t> const indices{0, 4, 5, 9, 0xffffffffu};
+  std::vector<float> const values{1, 2, 3, 4, 5};
+  SparseView<float> const view{indices, values};
+  EXPECT_EQ(view.range(0, std::uint64_t{1} << 32).nnz(), 5u);
+  EXPECT_EQ(view.range(0, 0xffffffffu).nnz(), 4u);
+  EXPECT_EQ(view.range(4, 9).nnz(), 2u);
+  EXPECT_EQ(view.range(4, 9).values[0], 2.0f);
+  EXPECT_EQ(view.range(6, 9).nnz(), 0u);
+  EXPECT_EQ(view.range(9, 4).nnz(), 0u);
+  EXPECT_EQ(view.range(10, std::uint64_t{1} << 32).indices[0], 0xffffffffu);
+  EXPECT_EQ(SparseView<float>{}.range(0, 10).nnz(), 0u);
+}
+
+TEST(ForEachMissing, VisitsPositionsOfMissingIndices) {
+  std::vector<std::uint32_t> const of{1, 3, 5, 7, 9};
+  std::vector<std::uint32_t> const in{0, 3, 4, 7, 8};
+  std::vector<std::size_t> missing;
+  for_each_missing(of, in, [&](std::size_t i) { missing.push_back(i); });
+  EXPECT_EQ(missing, (std::vector<std::size_t>{0, 2, 4}));
+}
+
+}  // namespace
+}  // namespace sparsecomm

@@ -1,0 +1,193 @@
+// One input of the frame fuzzer, shared by libFuzzer and by the replay of its corpus. The first
+// byte selects what the rest is parsed as; its top bit has the checksum repaired, which no fuzzer
+// would guess.
+//
+// Anything but a MalformedFrame is a bug, and what decodes must survive encode and decode
+// unchanged.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "wire/checksum.h"
+#include "wire/codecs.h"
+#include "wire/frame.h"
+
+namespace sparsecomm::fuzz {
+
+enum class Target : std::uint8_t {
+  sparse_f32,
+  sparse_f64,
+  dense_f32,
+  dense_f64,
+  dense_f16,
+  dense_bf16,
+  bytes,
+  codec,
+  count,
+};
+
+inline constexpr std::uint8_t repair_checksum = 0x80;
+
+inline void check(bool holds, char const* what) {
+  if (holds) return;
+  std::fprintf(stderr, "frame_fuzz: %s\n", what);
+  std::abort();
+}
+
+template <class T>
+bool same_bits(std::span<const T> a, std::span<const T> b) {
+  return a.size() == b.size() &&
+         (a.empty() || std::memcmp(a.data(), b.data(), a.size_bytes()) == 0);
+}
+
+inline void repair(std::span<std::byte> frame) {
+  if (frame.size() < header_bytes) return;
+  FrameHeader header;
+  std::memcpy(&header, frame.data(), header_bytes);
+  std::uint64_t const payload = std::uint64_t{header.index_bytes} + header.value_bytes;
+  if (payload > frame.size() - header_bytes) return;
+  header.checksum = 0;
+  Checksum checksum;
+  checksum.add(std::as_bytes(std::span(&header, 1)));
+  checksum.add(frame.subspan(header_bytes, header.index_bytes));
+  checksum.add(frame.subspan(header_bytes + header.index_bytes, header.value_bytes));
+  header.checksum = checksum.value();
+  std::memcpy(frame.data(), &header, header_bytes);
+}
+
+inline void check_positions(std::span<const std::uint32_t> indices, std::uint32_t first_index,
+                            std::uint32_t extent) {
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    check(indices[i] >= first_index && indices[i] - first_index < extent, "index out of range");
+    check(i == 0 || indices[i - 1] < indices[i], "indices not increasing");
+  }
+}
+
+template <class V>
+void sparse(FrameView const& frame) {
+  FrameHeader const& h = frame.header;
+  std::vector<std::uint32_t> indices{42};
+  std::vector<V> values{42};
+  try {
+    decode_sparse(frame, h.first_index, h.extent, indices, values);
+  } catch (MalformedFrame const&) {
+    check(indices.size() == 1 && values.size() == 1, "a throw left entries behind");
+    throw;
+  }
+  check(indices.size() == values.size() && indices[0] == 42, "appending is wrong");
+  indices.erase(indices.begin());
+  values.erase(values.begin());
+  check_positions(indices, h.first_index, h.extent);
+
+  for (auto choice :
+       {IndexCodecChoice::smallest, IndexCodecChoice::raw32, IndexCodecChoice::delta}) {
+    for (bool allow_dense : {false, true}) {
+      std::vector<std::byte> out(max_sparse_frame_bytes<V>(indices.size(), h.extent));
+      out.resize(encode_sparse<V>(h.operation, h.first_index, h.extent, indices, values,
+                                  {choice, allow_dense}, out));
+      FrameView const again = parse_frame(out, h.operation);
+      std::vector<std::uint32_t> indices_again;
+      std::vector<V> values_again;
+      decode_sparse(again, h.first_index, h.extent, indices_again, values_again);
+      auto expected_indices = indices;
+      auto expected_values = values;
+      if (again.header.kind == FrameKind::dense) {
+        std::size_t kept = 0;
+        for (std::size_t i = 0; i < indices.size(); ++i) {
+          expected_indices[kept] = indices[i];
+          expected_values[kept] = values[i];
+          kept += values[i] != V{0};
+        }
+        expected_indices.resize(kept);
+        expected_values.resize(kept);
+      }
+      check(indices_again == expected_indices, "indices changed");
+      check(same_bits<V>(values_again, expected_values), "values changed");
+    }
+  }
+}
+
+template <class T>
+void dense(FrameView const& frame, std::span<const std::byte> in) {
+  FrameHeader const& h = frame.header;
+  std::vector<T> values(h.kind == FrameKind::dense ? h.count : 0);
+  decode_dense<T>(frame, h.first_index, values);
+  std::vector<std::byte> out(frame.size());
+  out.resize(encode_dense<T>(h.operation, h.first_index, values, out));
+  check(same_bits<std::byte>(out, in.first(frame.size())), "dense frame changed");
+}
+
+inline void bytes(FrameView const& frame, std::span<const std::byte> in) {
+  if (frame.header.kind != FrameKind::bytes) return;
+  std::vector<std::byte> out(frame.size());
+  out.resize(encode_bytes(frame.header.operation, frame.values, out));
+  check(same_bits<std::byte>(out, in.first(frame.size())), "bytes frame changed");
+}
+
+// in: codec, count (2 bytes), first index, extent, encoded indices.
+inline void codec(std::span<const std::byte> in) {
+  constexpr std::size_t prefix = 11;
+  if (in.size() < prefix) return;
+  std::uint16_t count;
+  std::uint32_t first_index;
+  std::uint32_t extent;
+  std::memcpy(&count, in.data() + 1, 2);
+  std::memcpy(&first_index, in.data() + 3, 4);
+  std::memcpy(&extent, in.data() + 7, 4);
+  if (std::uint64_t{first_index} + extent > std::uint64_t{1} << 32) return;
+  auto const all = index_codecs();
+  IndexCodecEntry const& entry = all[std::size_t(in[0]) % all.size()];
+  std::vector<std::uint32_t> indices(count);
+  entry.decode(in.subspan(prefix), first_index, extent, indices);
+  check_positions(indices, first_index, extent);
+  std::vector<std::byte> out(entry.encoded_bytes(indices, first_index));
+  check(out.size() >= entry.min_bytes(count) && out.size() <= entry.max_bytes(count),
+        "encoded size out of bounds");
+  entry.encode(indices, first_index, out);
+  std::vector<std::uint32_t> again(count);
+  entry.decode(out, first_index, extent, again);
+  check(again == indices, "indices changed in codec");
+}
+
+inline void run(std::span<const std::byte> data) {
+  if (data.empty()) return;
+  auto const selector = std::uint8_t(data[0]);
+  // Exactly as long as the input, so that a sanitizer sees a read beyond it.
+  std::vector<std::byte> in(data.begin() + 1, data.end());
+  auto const target = Target((selector & ~repair_checksum) % std::uint8_t(Target::count));
+  try {
+    if (target == Target::codec) return codec(in);
+    if ((selector & repair_checksum) != 0) repair(in);
+    std::uint32_t operation = 0;
+    if (in.size() >= header_bytes) {
+      std::memcpy(&operation, in.data() + offsetof(FrameHeader, operation), sizeof(operation));
+    }
+    FrameView const frame = parse_frame(in, operation);
+    switch (target) {
+      case Target::sparse_f32:
+        return sparse<float>(frame);
+      case Target::sparse_f64:
+        return sparse<double>(frame);
+      case Target::dense_f32:
+        return dense<float>(frame, in);
+      case Target::dense_f64:
+        return dense<double>(frame, in);
+      case Target::dense_f16:
+        return dense<Half>(frame, in);
+      case Target::dense_bf16:
+        return dense<BFloat16>(frame, in);
+      default:
+        return bytes(frame, in);
+    }
+  } catch (MalformedFrame const&) {
+  }
+}
+
+}  // namespace sparsecomm::fuzz

@@ -1,0 +1,298 @@
+"""The VGG16 example: a run that was stopped and resumed, its refusals, and the report."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+
+import report_vgg16
+import train_vgg16
+from vgg16 import model
+
+HOOKS = ["dense"]
+
+# Six images in batches of two: three steps an epoch on one rank.
+SMALL = ["--limit", "6", "--batch", "2", "--epochs", "2"]
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Each run in this process starts alone, with one thread, and leaves no large files."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for folder in list(tmp_path.rglob("checkpoints")):
+        shutil.rmtree(folder)
+
+
+def train(output: Path, *options: str) -> dict[str, Any]:
+    assert train_vgg16.main([*SMALL, "--output", str(output), *options]) == 0
+    return read(output)
+
+
+def read(output: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return summary
+
+
+def launch(arguments: list[str], ranks: int, port: int) -> list[subprocess.Popen[str]]:
+    """Starts the ranks directly, so that no launcher kills those that another one leaves."""
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    return [
+        subprocess.Popen(
+            [sys.executable, train_vgg16.__file__, *arguments],
+            env={**os.environ, **shared, "RANK": str(rank), "WORLD_SIZE": str(ranks)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(ranks)
+    ]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# The model and its schedule
+
+
+def test_the_model_has_the_parameters_of_the_literature() -> None:
+    vgg = model.VGG16()
+    assert model.count_parameters(vgg) == model.PARAMETERS == 14_728_266
+    assert vgg(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+
+
+def test_the_learning_rate_rises_for_an_epoch_and_falls_to_zero() -> None:
+    rates = [train_vgg16.learning_rate(step, 10, 5, 0.5) for step in range(50)]
+    assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
+    assert rates[10] == pytest.approx(0.5)
+    assert rates[30] == pytest.approx(0.25)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.001
+
+
+# Whole runs
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_resumed_run_is_bit_identical(tmp_path: Path, hook: str) -> None:
+    whole = train(tmp_path / "whole", "--hook", hook)
+    assert whole["complete"]
+    assert whole["steps"] == 6
+
+    parts = ["--hook", hook, "--checkpoint-every", "1"]
+    stopped = train(tmp_path / "parts", *parts, "--max-steps", "5")
+    assert not stopped["complete"]
+    assert stopped["steps"] == 5
+    resumed = train(tmp_path / "parts", *parts, "--resume")
+
+    measured = ("iteration_seconds", "exchange_seconds")
+    for summary in (whole, resumed):
+        for name in measured:
+            assert summary.pop(name) > 0
+    assert resumed == whole
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_ranks_train_together(tmp_path: Path, hook: str) -> None:
+    arguments = [*SMALL, "--hook", hook, "--output", str(tmp_path), "--checkpoint-every", "2"]
+    for process in launch(arguments, ranks=2, port=free_port()):
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 0, errors
+    summary = read(tmp_path)
+    assert summary["world_size"] == 2
+    assert summary["steps"] == 4
+    assert summary["exchange_seconds"] > 0
+    assert len(summary["curves"]["loss"]) == 2
+    if hook == "dense":
+        assert summary["sent_bytes_per_iteration"] == 4 * model.PARAMETERS
+    else:
+        assert 0 < summary["sent_bytes_per_iteration"] < 4 * model.PARAMETERS / 15
+    assert list(tmp_path.glob("tensorboard/events.out.tfevents.*"))
+    saved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pt"))
+    folder = "checkpoints/epoch-0002"
+    assert saved == [f"{folder}/{name}.pt" for name in ("rank-0", "rank-1", "shared")]
+
+
+def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
+    arguments = ["--hook", "dense", "--batch", "1", "--output", str(tmp_path)]
+    survivor, victim = launch(arguments, ranks=2, port=free_port())
+    assert survivor.stdout is not None
+    assert "steps per epoch" in survivor.stdout.readline()  # both are connected
+    victim.send_signal(signal.SIGKILL)
+    _, errors = survivor.communicate(timeout=30)
+    victim.communicate()
+    assert survivor.returncode == 1
+    assert "train_vgg16: rank 0: " in errors
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--density", "0"], "--density: 0 is not a share above 0 and up to 1"),
+        (["--density", "1.5"], "--density: 1.5 is not a share"),
+        (["--density", "nan"], "--density: nan is not a share"),
+        (["--density-warmup", "0.5,2"], "--density-warmup: 2 is not a share"),
+        (["--hook", "magic"], "--hook: invalid choice: 'magic'"),
+        (["--backend", "magic"], "--backend: invalid choice: 'magic'"),
+        (["--epochs", "0"], "--epochs: 0 is below 1"),
+        (["--lr", "inf"], "--lr: inf is not a number above 0"),
+        (["--batch", "many"], "--batch: invalid positive value: 'many'"),
+    ],
+)
+def test_bad_options_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train_vgg16.main(options)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [("cifar10:nowhere", "nowhere: no such folder"), ("mnist", "unknown data 'mnist'")],
+)
+def test_bad_data_are_refused(spec: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train_vgg16.main(["--data", spec]) == 2
+    assert f"train_vgg16: rank 0: {message}" in capsys.readouterr().err
+
+
+def test_checkpoints_are_not_mixed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["--hook", "dense", "--limit", "2", "--batch", "2", "--output", str(tmp_path)]
+    assert train_vgg16.main([*one, "--epochs", "1", "--checkpoint-every", "1"]) == 0
+
+    assert train_vgg16.main([*one, "--epochs", "1"]) == 2
+    assert "holds a checkpoint of epoch 1: go on from it with --resume" in capsys.readouterr().err
+
+    assert train_vgg16.main([*one, "--epochs", "1", "--seed", "7", "--resume"]) == 2
+    assert "of another run: seed was 1, is 7" in capsys.readouterr().err
+
+    (tmp_path / "checkpoints" / "epoch-0001" / "rank-0.pt").write_bytes(b"damaged")
+    assert train_vgg16.main([*one, "--epochs", "1", "--resume"]) == 2
+    assert "rank-0.pt: not a readable checkpoint" in capsys.readouterr().err
+
+
+# The report
+
+
+def write_summary(
+    folder: Path, hook: str, sent: float, changes: dict[str, object] | None = None
+) -> Path:
+    summary = {
+        "hook": hook,
+        "data": "digits",
+        "world_size": 2,
+        "batch": 16,
+        "epochs": 3,
+        "density": 1.0 if hook == "dense" else 0.02,
+        "test_accuracy": 0.9875,
+        "iteration_seconds": 0.25,
+        "exchange_seconds": 0.0625,
+        "sent_bytes_per_iteration": sent,
+        "realised_density": 0.0195,
+        "curves": {
+            "loss": [1.5, 0.5, 0.125],
+            "test_accuracy": [0.5, 0.75, 0.9875],
+            "cumulative_sent_bytes": [45 * sent, 90 * sent, 135 * sent],
+        },
+    }
+    folder.mkdir()
+    path = folder / "summary.json"
+    path.write_text(json.dumps(summary | (changes or {})))
+    return path
+
+
+def test_the_report_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sparse = write_summary(tmp_path / "sparse", "oktopk", 2e6)
+    dense = write_summary(tmp_path / "dense", "dense", 50e6)
+    picture = tmp_path / "pictures" / "vgg16.png"
+    assert report_vgg16.main([str(sparse), str(dense.parent), "--picture", str(picture)]) == 0
+    heading, _, first, second, *_ = capsys.readouterr().out.splitlines()
+    assert [part for part in heading.split("  ") if part] == [
+        "method",
+        *(" test accuracy", "s/iteration", "exchange ms", "MB sent/rank/iter"),
+        *("realised density", "bytes vs dense"),
+    ]
+    assert " ".join(first.split()) == "dense allreduce 98.75 % 0.250 62.5 50.000 1.95 % 1"
+    assert " ".join(second.split()) == "Ok-Topk 2 % 98.75 % 0.250 62.5 2.000 1.95 % 1/25.0"
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_report_needs_no_dense_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [write_summary(tmp_path / name, "topk", 0) for name in ("a", "b")]
+    assert report_vgg16.main([*map(str, paths), "--picture", str(tmp_path / "x.png")]) == 0
+    rows = capsys.readouterr().out.splitlines()[2:4]
+    assert [row.split("%")[1].split()[0] for row in rows] == ["(a)", "(b)"]
+    assert all(row.endswith(" -") for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hook": None}, "'hook' is missing or of another kind: None"),
+        ({"test_accuracy": "high"}, "'test_accuracy' is missing or of another kind: 'high'"),
+        ({"epochs": True}, "'epochs' is missing or of another kind: True"),
+        ({"epochs": 2}, "the curve 'loss' does not have 2 points"),
+        ({"curves": {}}, "the curve 'loss' does not have 3 points"),
+        ({"curves": {"loss": [1, 2, "x"]}}, "the curve 'loss' holds something else than numbers"),
+    ],
+)
+def test_the_report_refuses_a_bad_summary(
+    tmp_path: Path,
+    changes: dict[str, object],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    good = write_summary(tmp_path / "good", "dense", 50e6)
+    bad = write_summary(tmp_path / "bad", "oktopk", 2e6, changes)
+    assert report_vgg16.main([str(good), str(bad)]) == 2
+    assert f"report_vgg16: {bad}: {message}" in capsys.readouterr().err
+
+
+def test_the_report_refuses_what_is_no_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = str(write_summary(tmp_path / "good", "dense", 50e6))
+    for content, message in ((b"{", "not a JSON file"), (b"[]", "holds a list"), (None, "no such")):
+        path = tmp_path / "summary.json"
+        path.unlink(missing_ok=True)
+        if content is not None:
+            path.write_bytes(content)
+        assert report_vgg16.main([good, str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert report_vgg16.main([good]) == 2
+    assert "two or more summaries make a comparison, found 1" in capsys.readouterr().err
+
+
+def test_a_single_rank_sends_nothing(tmp_path: Path) -> None:
+    summary = train(tmp_path, "--hook", "dense", "--max-steps", "1")
+    assert summary["sent_bytes_per_iteration"] == 0
+    assert math.isfinite(summary["curves"]["loss"][0])
