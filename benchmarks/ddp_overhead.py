@@ -7,6 +7,9 @@
 Trains one VGG16 per hook, all in one run: an iteration of each in turn, beginning with another one
 every round. An iteration is forward, backward with the exchange, and the SGD step on the example's
 model, with images of noise; its time is that of the slowest rank.
+
+PowerSGD gets a single bucket, the others DDP's default: it starts each bucket's second allreduce
+when the first has ended, and over gloo the order of those of several buckets differs between ranks.
 """
 
 import argparse
@@ -33,6 +36,7 @@ from vgg16.model import VGG16
 
 PLAIN = "plain DDP"
 POWERSGD_START = 2  # steps that PowerSGD leaves dense
+WHOLE_MODEL_MB = 64  # the gradient has 59
 
 
 @dataclass(frozen=True)
@@ -105,7 +109,8 @@ class Training:
 
     def __init__(self, hook: str, settings: Settings) -> None:
         torch.manual_seed(1)
-        self.ddp = DistributedDataParallel(VGG16())
+        cap = WHOLE_MODEL_MB if HOOKS[hook] is powersgd else None
+        self.ddp = DistributedDataParallel(VGG16(), bucket_cap_mb=cap)
         HOOKS[hook](self.ddp, settings.density)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
 

@@ -28,6 +28,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.distributed as dist
+
+# DDP would import this later, and its functions' defaults would then keep the group alive.
+import torch.distributed.nn.functional
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel

@@ -119,39 +119,48 @@ class VectorSelection {
   }
 
   // Takes the entries found since the last time, or of the ties among them as many as are wanted.
-  HWY_INLINE void take(std::size_t found) {
+  void take(std::size_t found) {
     std::size_t const begin = selection_.count;
-    std::size_t count = begin;
+    Bits const magnitude = selection_.magnitude;
     Bits most = 0;
-    if (selection_.ties > 0) {
-      for (std::size_t i = begin; i < found; ++i) {
-        std::uint32_t const index = indices_[i];
-        V const value = source_.settled(index - first_index_);
-        Bits const bits = magnitude_bits(value);
-        most = std::max(most, bits);
-        if (bits == selection_.magnitude) {
-          if (selection_.ties == 0) continue;
-          --selection_.ties;
-        }
-        indices_[count] = index;
-        values_[count++] = value;
-        source_.take(index - first_index_);
-      }
-    } else {
-      for (; count < found; ++count) {
-        std::size_t const position = indices_[count] - first_index_;
-        V const value = source_.settled(position);
-        most = std::max(most, magnitude_bits(value));
-        values_[count] = value;
-        source_.take(position);
-      }
+    std::size_t ties = 0;
+    for (std::size_t i = begin; i < found; ++i) {
+      std::size_t const position = indices_[i] - first_index_;
+      V const value = source_.settled(position);
+      Bits const bits = magnitude_bits(value);
+      most = std::max(most, bits);
+      ties += bits == magnitude;
+      values_[i] = value;
+      source_.take(position);
     }
-    selection_.count = count;
     if (HWY_LIKELY(most <= largest_finite_bits<V>)) {
       selection_.see(most);
     } else {
-      for (std::size_t i = begin; i < count; ++i) selection_.see(magnitude_bits(values_[i]));
+      for (std::size_t i = begin; i < found; ++i) selection_.see(magnitude_bits(values_[i]));
     }
+    selection_.count = found;
+    if (HWY_UNLIKELY(ties > selection_.ties)) {
+      give_back_ties(begin);
+    } else {
+      selection_.ties -= ties;
+    }
+  }
+
+  // Keeps, of the ties packed from `begin` on, the first that are wanted.
+  void give_back_ties(std::size_t begin) {
+    std::size_t count = begin;
+    for (std::size_t i = begin; i < selection_.count; ++i) {
+      if (magnitude_bits(values_[i]) == selection_.magnitude) {
+        if (selection_.ties == 0) {
+          source_.settle(indices_[i] - first_index_, values_[i], false);
+          continue;
+        }
+        --selection_.ties;
+      }
+      indices_[count] = indices_[i];
+      values_[count++] = values_[i];
+    }
+    selection_.count = count;
   }
 
   // A group for which there may not be room.

@@ -1,0 +1,244 @@
+"""The command line: what it accepts, and that its figures add up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import sparsecomm
+from sparsecomm.cli import main
+from sparsecomm.cli.gradients import Pattern, large_places, make_gradient
+
+
+def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "sparsecomm.cli", *arguments], capture_output=True, text=True
+    )
+
+
+def test_importing_the_package_leaves_the_command_line_out() -> None:
+    code = "import sys, sparsecomm; sys.exit('sparsecomm.cli' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["bench", "--help"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(arguments)
+    assert status.value.code == 0
+    assert "usage: sparsecomm" in capsys.readouterr().out
+
+
+def test_help_of_allreduce_names_every_algorithm(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["bench", "allreduce", "--help"])
+    text = capsys.readouterr().out
+    for name in ("gloo_dense", *sparsecomm.build_info()["algorithms"]):
+        assert name in text
+
+
+def test_info(capsys: pytest.CaptureFixture[str]) -> None:
+    info = sparsecomm.build_info()
+    assert main(["info", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == info
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[0] for line in text.splitlines()] == list(info)
+    assert ", ".join(info["algorithms"]) in text
+
+
+@pytest.mark.parametrize("arguments", [[], ["bench"]])
+def test_an_unfinished_command_prints_help(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert "usage: sparsecomm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--algorithm", "oktop"], "algorithm 'oktop' is unknown; there are gloo_dense, dense"),
+        (["--algorithm", "oktopk,oktopk"], "names an algorithm twice"),
+        (["--algorithm", ""], "algorithm '' is unknown"),
+        (["--transport", "ucx"], "invalid choice: 'ucx' (choose from"),
+        (["--transport", "inproc"], "invalid choice: 'inproc' (choose from"),
+        (["--dtype", "f8"], "invalid choice: 'f8'"),
+        (["--density", "0"], "'0' is not a share above 0 and up to 1"),
+        (["--density", "nan"], "'nan' is not a share above 0 and up to 1"),
+        (["--density", "1%"], "'1%' is not a share above 0 and up to 1"),
+        (["--numel", "0"], "'0' is not a whole number from 1 to 4294967294"),
+        (["--numel", "4294967295"], "is not a whole number from 1 to 4294967294"),
+        (["--iters", "0"], "'0' is not a whole number of 1 or more"),
+        (["--warmup", "-1"], "'-1' is not a whole number of 0 or more"),
+        (["--ranks", "two"], "'two' is not a whole number of 1 or more"),
+        (["--pattern", "striped"], "'striped' is none of uniform, clustered, clustered:F"),
+        (["--pattern", "uniform:0.5"], "'uniform:0.5' is none of"),
+        (["--pattern", "shared"], "shared needs the share"),
+        (["--pattern", "shared:1.5"], "'1.5' in 'shared:1.5' is not a share from 0 to 1"),
+        (["--pattern", "clustered:"], "'' in 'clustered:' is not a share from 0 to 1"),
+        (["--json", "/nonexistent/rows.json"], "there is no folder /nonexistent"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "allreduce", *arguments])
+    assert status.value.code == 2
+    assert complaint in capsys.readouterr().err
+
+
+def test_ranks_must_be_those_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "allreduce", "--ranks", "2"])
+    assert status.value.code == 2
+    assert "--ranks 2, but the launcher has started 4" in capsys.readouterr().err
+
+
+def test_bad_arguments_are_told_by_one_rank(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "allreduce", "--density", "2"])
+    assert status.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+PATTERNS = ["uniform", "shared:0.3", "shared:1", "clustered", "clustered:0.5", "clustered:1"]
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize(("numel", "k"), [(1, 1), (17, 17), (100, 1), (1000, 37), (100_000, 1000)])
+def test_places_of_large_entries(name: str, numel: int, k: int) -> None:
+    pattern = Pattern.parse(name)
+    every = [
+        large_places(pattern, numel, k, np.random.default_rng(rank), np.random.default_rng(100))
+        for rank in (1, 2)
+    ]
+    for places in every:
+        assert len(np.unique(places)) == len(places) <= k
+        assert places.min() >= 0
+        assert places.max() < numel
+        if k < numel:
+            assert len(places) == k
+    if numel < 10_000:
+        return
+    common = len(np.intersect1d(every[0], every[1])) / k
+    assert pattern.shared <= common <= pattern.shared + 0.2
+    runs = 1 + np.count_nonzero(np.diff(np.sort(every[0])) > 1)
+    assert runs <= 16 if pattern.clustered else runs > 900
+
+
+def test_gradients_repeat() -> None:
+    pattern = Pattern.parse("shared:0.5")
+    first = make_gradient(pattern, 1000, 10, torch.bfloat16, 1, 0, 0)
+    assert first.dtype == torch.bfloat16
+    assert torch.equal(first, make_gradient(pattern, 1000, 10, torch.bfloat16, 1, 0, 0))
+    for other in ((2, 0, 0), (1, 1, 0), (1, 0, 1)):
+        assert not torch.equal(first, make_gradient(pattern, 1000, 10, torch.bfloat16, *other))
+
+
+def check_row(row: dict[str, Any], ranks: int, numel: int, itemsize: int) -> None:
+    assert row["world_size"] == ranks
+    assert row["numel"] == numel
+    times = row["time_us"]
+    assert 0 < times["min"] <= times["median"] <= times["max"]
+    for name in ("sent_bytes", "received_bytes"):
+        assert len(row[name]) == ranks
+    assert sum(row["sent_bytes"]) == pytest.approx(sum(row["received_bytes"]))
+    if row["algorithm"] == "gloo_dense":
+        assert row["messages"] is None
+        assert row["sent_bytes"] == [2 * (ranks - 1) / ranks * numel * itemsize] * ranks
+        assert row["select_us"] is None
+        return
+    assert row["transport"] == "c10d"
+    assert len(row["messages"]) == ranks
+    parts = row["select_us"], row["exchange_us"], row["apply_us"]
+    assert min(parts) >= 0
+    # Each is at most the slowest rank's time in its own iteration.
+    assert max(parts) <= times["max"]
+    assert max(row["messages"]) <= row["model_messages"]
+    assert max(row["received_bytes"]) <= row["model_bytes"]
+
+
+def test_allreduce(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    algorithms = ["gloo_dense", *sparsecomm.build_info()["algorithms"]]
+    result = run_cli(
+        *("bench", "allreduce", "--ranks", "2", "--numel", "10000", "--iters", "3"),
+        *("--density", "0.05", "--algorithm", ",".join(algorithms), "--json", str(file)),
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(file.read_text())
+    assert [row["algorithm"] for row in rows] == algorithms
+    for row in rows:
+        check_row(row, 2, 10_000, 4)
+        assert row["k"] == 500
+        assert len(row["iterations_us"]) == row["iters"] == 3
+    nnz = {row["algorithm"]: row["result_nnz"] for row in rows}
+    assert nnz["dense"] == nnz["gloo_dense"] == 10_000
+    assert nnz["oktopk"] <= 500 < nnz["topk_a"] < 2000
+    lines = [line.split() for line in result.stdout.splitlines() if not line.startswith("#")]
+    assert [line[3] for line in lines] == algorithms
+    assert len({len(line) for line in lines}) == 1
+
+
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "pattern"), [(1, "f32", "uniform"), (3, "bf16", "clustered:0.5")]
+)
+def test_allreduce_elsewhere(tmp_path: Path, ranks: int, dtype: str, pattern: str) -> None:
+    file = tmp_path / "rows.json"
+    result = run_cli(
+        *("bench", "allreduce", "--ranks", str(ranks), "--numel", "4099", "--iters", "2"),
+        *("--dtype", dtype, "--pattern", pattern, "--index-codec", "raw32", "--json", str(file)),
+    )
+    assert result.returncode == 0, result.stderr
+    for row in json.loads(file.read_text()):
+        check_row(row, ranks, 4099, {"f32": 4, "bf16": 2}[dtype])
+
+
+def test_under_torchrun(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "-m", "sparsecomm.cli", "bench", "allreduce"),
+            *("--algorithm", "oktopk", "--numel", "1000", "--iters", "2", "--json", str(file)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    (row,) = json.loads(file.read_text())
+    assert row["world_size"] == 2
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_message(tmp_path: Path) -> None:
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import sys, time\n"
+        "import torch.distributed as dist\n"
+        "from sparsecomm.cli.ranks import run_on_ranks\n"
+        "def body() -> None:\n"
+        "    if dist.get_rank() == 1:\n"
+        "        raise RuntimeError('no more')\n"
+        "    time.sleep(100)\n"
+        "if __name__ == '__main__':\n"
+        "    sys.exit(run_on_ranks(body, 2))\n"
+    )
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1
+    assert "rank 1: RuntimeError: no more" in result.stderr
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,157 @@
+"""The lab: hosts that see each other over limited links, and leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+from hosts import Hosts, HostsError, missing, parse_rate  # noqa: E402
+
+
+def needs_namespaces() -> None:
+    if reason := missing():
+        pytest.skip(reason)
+
+
+def namespaces(pid: int) -> list[str]:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True)
+    return [line for line in listed.stdout.splitlines() if line.startswith(f"sparsecomm-{pid}-")]
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("1gbit", 1e9), ("2.5gbit", 2.5e9), ("100mbit", 1e8), ("64kbit", 64e3)]
+)
+def test_rates(text: str, bits: float) -> None:
+    assert parse_rate(text) == bits
+
+
+@pytest.mark.parametrize("text", ["", "1", "gbit", "1 gbit", "1gbps", "0gbit", "-1gbit"])
+def test_what_is_no_rate(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a rate such as 1gbit"):
+        parse_rate(text)
+
+
+@pytest.mark.parametrize("count", [0, 201])
+def test_number_of_hosts(count: int) -> None:
+    with pytest.raises(ValueError, match="from 1 to 200 can"):
+        Hosts(count, None)
+
+
+@pytest.mark.lab
+def test_allreduce_between_hosts(tmp_path: Path) -> None:
+    needs_namespaces()
+    file = tmp_path / "lab.json"
+    with subprocess.Popen(
+        [
+            *(sys.executable, str(BENCHMARKS / "lab.py"), "--hosts", "2", "--numel", "20000"),
+            *("--density", "0.05", "--iters", "2", "--parts", "allreduce", "--report-only"),
+            *("--json", str(file)),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as lab:
+        output, _ = lab.communicate()
+    assert lab.returncode == 0
+    assert namespaces(lab.pid) == []
+    result = json.loads(file.read_text())
+    assert [row["algorithm"] for row in result["rows"]] == ["gloo_dense", "oktopk", "topk_a"]
+    assert all(row["world_size"] == 2 for row in result["rows"])
+    assert result["bytes_goal_met"]
+    assert f"{result['speedup']:.2f} of the median times" in output
+
+
+@pytest.mark.lab
+def test_a_link_carries_its_rate_and_no_more() -> None:
+    needs_namespaces()
+    seconds = 0.5
+    code = """
+import socket, sys, time
+size = int(sys.argv[1])
+if socket.gethostname() == "host1":
+    with socket.create_server(("", 4000)) as server, server.accept()[0] as peer:
+        start = time.perf_counter()
+        while size > 0:
+            size -= len(peer.recv(1 << 20))
+        print(time.perf_counter() - start, file=open(sys.argv[2], "w"))
+else:
+    for attempt in range(100):
+        try:
+            peer = socket.create_connection(("host1", 4000))
+            break
+        except OSError:
+            time.sleep(0.02)
+    peer.sendall(bytes(size))
+    peer.recv(1)
+"""
+    rate = 80e6
+    with Hosts(2, "80mbit") as hosts:
+        file = Path(f"/tmp/sparsecomm-{os.getpid()}-seconds")
+        command = [sys.executable, "-c", code, str(int(rate / 8 * seconds)), str(file)]
+        try:
+            hosts.run([command] * 2, [{}] * 2)
+            measured = float(file.read_text())
+        finally:
+            file.unlink(missing_ok=True)
+    assert seconds * 0.8 < measured < seconds * 2
+
+
+@pytest.mark.lab
+def test_a_command_that_fails_ends_the_others() -> None:
+    needs_namespaces()
+    start = time.monotonic()
+    with (
+        Hosts(2, None) as hosts,
+        pytest.raises(HostsError, match=r"failed on host2 \(status 3\)$"),
+    ):
+        hosts.run([["sleep", "100"], ["sh", "-c", "exit 3"]], [{}] * 2)
+    assert time.monotonic() - start < 30
+    assert namespaces(os.getpid()) == []
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) -> None:
+    needs_namespaces()
+    script = tmp_path / "wait.py"
+    script.write_text(
+        f"import sys\nsys.path.insert(0, {str(BENCHMARKS)!r})\n"
+        "from hosts import Hosts\n"
+        "with Hosts(2, '1gbit') as hosts:\n"
+        "    shell = 'echo up; setsid sleep 1000 & sleep 1000'\n"
+        "    hosts.run([['sh', '-c', shell]] * 2, [{}] * 2)\n"
+    )
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["up\n"] * 2
+        running = namespaces(process.pid)
+        assert len(running) == 3
+        process.send_signal(number)
+        # The sleeps hold the other end of the pipe: it ends when they have.
+        process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert namespaces(process.pid) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give it up")
+def test_without_root() -> None:
+    result = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "lab.py")],
+        user=65534,
+        env={**os.environ, "HOME": "/tmp"},
+        capture_output=True,
+        text=True,
+    )
+    if "PermissionError" in result.stderr or "Permission denied" in result.stderr:
+        pytest.skip("this interpreter is not readable by others")
+    assert result.returncode == 1
+    assert "lab: needs root" in result.stderr
