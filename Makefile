@@ -63,10 +63,9 @@ train: build ## train VGG-16 with dense and with sparse exchange, and compare (R
 	python examples/report_vgg16.py runs/vgg16-dense runs/vgg16-oktopk
 
 bench: build ## measure the collectives on this machine
-	python benchmarks/bench.py $(ARGS)
+	OMP_NUM_THREADS=1 sparsecomm bench allreduce --ranks $(RANKS) $(ARGS)
 
 lab: build ## measure over rate-limited links between network namespaces; as root
-	@[ "$$(id -u)" = 0 ] || { echo "make lab needs root: it makes network namespaces" >&2; exit 1; }
 	python benchmarks/lab.py $(ARGS)
 
 # ---- checks
@@ -109,13 +108,12 @@ CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clan
 
 fuzz: setup ## fuzz each parser for FUZZ_SECONDS; needs clang++
 	@[ -n "$(CLANG)" ] || { echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-dev" >&2; exit 1; }
-	cmake -S csrc -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=$(CLANG) \
-	  -DSPARSECOMM_BUILD_TESTS=OFF -DSPARSECOMM_BUILD_FUZZERS=ON
-	cmake --build build/fuzz --parallel $(JOBS)
-	for fuzzer in build/fuzz/*_fuzz; do \
-	  corpus=build/fuzz/corpus/$$(basename $$fuzzer); seeds=tests/fuzz/corpus/$$(basename $$fuzzer); \
-	  mkdir -p $$corpus; [ -d $$seeds ] || seeds=; \
-	  $$fuzzer -max_total_time=$(FUZZ_SECONDS) -artifact_prefix=build/fuzz/ $$corpus $$seeds; \
+	cmake -S csrc -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=$(CLANG) -DSPARSECOMM_FUZZ=ON
+	for name in $(patsubst tests/fuzz/%_fuzz.cc,%,$(wildcard tests/fuzz/*_fuzz.cc)); do \
+	  cmake --build build/fuzz --parallel $(JOBS) --target $${name}_fuzz; \
+	  mkdir -p build/fuzz/corpus/$$name; \
+	  build/fuzz/tests/fuzz/$${name}_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=600 \
+	    -artifact_prefix=build/fuzz/ build/fuzz/corpus/$$name tests/fuzz/corpus/$$name; \
 	done
 
 clean: ## remove what was built; the virtual environment and runs/ stay

@@ -124,9 +124,12 @@ class Hosts:
             )
 
     def run(
-        self, commands: Sequence[Sequence[str]], environments: Sequence[Mapping[str, str]]
+        self,
+        commands: Sequence[Sequence[str]],
+        environments: Sequence[Mapping[str, str]],
+        folder: Path | None = None,
     ) -> None:
-        """Runs one command per host at the same time, to the end.
+        """Runs one command per host at the same time, in ``folder``, to the end.
 
         Raises:
             HostsError: one of them failed; the others were ended then.
@@ -135,7 +138,7 @@ class Hosts:
         failed: list[str] = []
         try:
             for index, command in enumerate(commands):
-                processes.append(self._start(index, command, environments[index]))
+                processes.append(self._start(index, command, environments[index], folder))
             while not failed and any(process.poll() is None for process in processes):
                 time.sleep(0.02)
                 failed = [
@@ -154,7 +157,11 @@ class Hosts:
             raise HostsError(f"{' '.join(commands[0][:3])} ... failed on {', '.join(failed)}")
 
     def _start(
-        self, index: int, command: Sequence[str], environment: Mapping[str, str]
+        self,
+        index: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path | None,
     ) -> subprocess.Popen[bytes]:
         # `ip netns exec` has a mount namespace of its own: the host table is seen inside only.
         script = 'mount --bind "$0" /etc/hosts && hostname "$1" && shift && exec "$@"'
@@ -164,6 +171,7 @@ class Hosts:
                 *("sh", "-c", script, str(self._host_table), self.names[index], *command),
             ],
             env={**os.environ, "PATH": _path(), **environment},
+            cwd=folder,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches us alone, and we end them in order
         )

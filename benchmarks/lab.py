@@ -27,9 +27,8 @@ from hosts import INTERFACE, Hosts, HostsError, missing, parse_rate
 
 from sparsecomm.cli.bench import write_json
 
-HERE = Path(__file__).resolve().parent
-EXAMPLE = HERE.parent / "examples" / "train_vgg16.py"
-RESULT = HERE / "results" / "lab-allreduce.json"
+ROOT = Path(__file__).resolve().parent.parent
+RESULT = ROOT / "benchmarks" / "results" / "lab-allreduce.json"
 PORT = 29500  # free: a namespace has all ports to itself
 SPEEDUP = 10  # goal: the dense allreduce takes so many times as long as oktopk
 VGG16_NUMEL = 14_728_266
@@ -176,27 +175,24 @@ def summary_text(summary: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str
 def train(options: argparse.Namespace) -> None:
     """Trains the example for a few steps on two hosts with two ranks each."""
     with tempfile.TemporaryDirectory() as folder, Hosts(2, options.rate) as hosts:
-        launch = [
-            *("torchrun", "--nnodes", "2", "--nproc-per-node", "2"),
-            *("--rdzv-backend", "c10d", "--rdzv-id", "vgg16"),
-            *("--rdzv-endpoint", f"{hosts.names[0]}:{PORT}"),
+        commands = [
+            [
+                *("torchrun", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
+                *("--master-addr", hosts.names[0], "--master-port", str(PORT)),
+                *("examples/train_vgg16.py", "--hook", "oktopk", "--epochs", "1"),
+                *("--max-steps", str(options.steps), "--limit", "256", "--output", folder),
+            ]
+            for node in range(2)
         ]
-        script = [
-            *("examples/train_vgg16.py", "--hook", "oktopk"),
-            *("--epochs", "1", "--max-steps", str(options.steps), "--limit", "256"),
-        ]
-        print(
-            f"training on each of {len(hosts.names)} hosts, links of "
-            f"{options.rate or 'no limited rate'}:\n"
-            f"  GLOO_SOCKET_IFNAME={INTERFACE} {shlex.join([*launch, *script])}",
-            flush=True,
-        )
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", *launch[1:]),
-            *(str(EXAMPLE), *script[1:], "--output", folder),
-        ]
+        print(f"training on 2 hosts, links of {options.rate or 'no limited rate'}:")
+        for name, command in zip(hosts.names, commands, strict=True):
+            print(f"  {name}: GLOO_SOCKET_IFNAME={INTERFACE} {shlex.join(command)}", flush=True)
         environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
-        hosts.run([command] * 2, [environment] * 2)
+        hosts.run(
+            [[sys.executable, "-m", "torch.distributed.run", *command[1:]] for command in commands],
+            [environment] * 2,
+            folder=ROOT,
+        )
         summary = json.loads((Path(folder) / "summary.json").read_text())
     print(
         f"{summary['steps']} steps on {summary['world_size']} ranks, the same parameters on all: "

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
 
 class ExchangeOptions:
     def __init__(
@@ -51,16 +52,17 @@ class HookState:
     def checkpoint(self) -> dict[str, Any]: ...
     def load(self, saved: Mapping[str, Any]) -> None: ...
 
-class ProcessGroup(dist.ProcessGroup):
+class ProcessGroup(Backend):
     def __init__(
         self,
-        gloo: dist.ProcessGroup,
-        make_nccl: Callable[[], dist.ProcessGroup] | None,
+        gloo: Backend,
+        make_nccl: Callable[[], Backend] | None,
         make_gloo_options: Callable[[], Any],
         store: dist.Store,
         timeout: timedelta,
     ) -> None: ...
 
+def has_run_backward(reducer: dist.Reducer) -> bool: ...
 def register_hook(reducer: dist.Reducer, state: HookState) -> None: ...
 def algorithms() -> list[dict[str, Any]]: ...
 def cost(

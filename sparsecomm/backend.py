@@ -1,7 +1,8 @@
 """The ``torch.distributed`` backend ``"sparsecomm"``.
 
-It gives every collective and point-to-point call that gloo gives (on CUDA tensors: NCCL, where torch has it), and
-runs the allreduce of sparse COO tensors on an engine of its own. Results are those of the dense operation.
+It gives every collective and point-to-point call that gloo gives (on CUDA tensors: NCCL, where
+torch has it), and runs the allreduce of sparse COO tensors on an engine of its own. Results are
+those of the dense operation.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import _C
 
@@ -23,23 +26,20 @@ def register() -> None:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
 
 
-def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
+def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
     """Makes the group of this rank; ``options`` is torch's ``_DistributedBackendOptions``."""
     if not dist.is_gloo_available():
-        raise RuntimeError(
-            f'the backend "{NAME}" is built on gloo, which this torch does not have; install another'
-        )
+        raise RuntimeError(f'the backend "{NAME}" needs gloo; install a torch that has it')
     rank, size = options.group_rank, options.group_size
-    gloo = dist.ProcessGroupGloo(
-        dist.PrefixStore("gloo", options.store), rank, size, options.timeout
-    )
-    gloo_options: Any = gloo.options
+    gloo_class: Any = dist.ProcessGroupGloo
+    gloo = gloo_class(PrefixStore("gloo", options.store), rank, size, options.timeout)
+    gloo_options = gloo.options
     gloo_options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(size))
     gloo_options.group_name = options.group_id
     gloo._set_sequence_number_for_group()
 
     def make_gloo_options() -> Any:
-        made: Any = dist.ProcessGroupGloo._Options()
+        made = gloo_class._Options()
         made._devices = gloo_options._devices
         made._threads = 1
         made.group_name = f"{options.group_id}:{NAME}"
@@ -50,8 +50,8 @@ def _create(options: Any, backend_options: Any) -> dist.ProcessGroup:
     return _C.ProcessGroup(gloo, make_nccl, make_gloo_options, options.store, options.timeout)
 
 
-def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], dist.ProcessGroup]:
-    def make() -> dist.ProcessGroup:
+def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], Backend]:
+    def make() -> Backend:
         nccl: Any = dist.ProcessGroupNCCL
         nccl_options = nccl.Options()
         if isinstance(backend_options, nccl.Options):
@@ -59,12 +59,8 @@ def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], dist.Proce
         nccl_options._timeout = options.timeout
         nccl_options.global_ranks_in_group = list(options.global_ranks_in_group)
         nccl_options.group_name = options.group_id
-        made: dist.ProcessGroup = nccl(
-            dist.PrefixStore("nccl", options.store),
-            options.group_rank,
-            options.group_size,
-            nccl_options,
-        )
+        store = PrefixStore("nccl", options.store)
+        made: Backend = nccl(store, options.group_rank, options.group_size, nccl_options)
         return made
 
     return make

@@ -1,7 +1,5 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
@@ -231,6 +229,10 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
         raise RuntimeError("this state serves another model already; make one state per model")
     if ddp._comm_hooks:
         raise RuntimeError("this model has a communication hook already; DDP takes one")
+    if _C.has_run_backward(ddp.reducer):
+        raise RuntimeError(
+            "this model has run a backward pass; register the hook before the first backward pass"
+        )
     state._native.name_parameters(list(ddp.module.named_parameters()))
     state._connect()
     _C.register_hook(ddp.reducer, state._native)

@@ -22,8 +22,8 @@ std::span<const std::span<const std::byte>> BytesAllgather::run(Channel& channel
   }
   strings_.assign(ranks, {});
   auto const longest = std::ranges::max_element(lengths_);
-  require<Mismatch>(*longest <= limit_, "rank ", longest - lengths_.begin(), " contributes ", *longest,
-                    " bytes, a message holds at most ", limit_, "; send less at a time");
+  require<Mismatch>(*longest <= limit_, "rank ", longest - lengths_.begin(), " contributes ",
+                    *longest, " bytes, a message holds at most ", limit_, "; send less at a time");
   if (*longest == 0) return strings_;
 
   frame = frame_.take(header_bytes + own.size());
@@ -31,8 +31,9 @@ std::span<const std::span<const std::byte>> BytesAllgather::run(Channel& channel
   auto const frames = gather_.run(channel, Phase::gather, frame, header_bytes + *longest);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     channel.decode_from(static_cast<int>(rank), [&] {
-      require<MalformedFrame>(frames[rank].values.size() == lengths_[rank], frames[rank].values.size(),
-                              " bytes instead of the ", lengths_[rank], " announced");
+      require<MalformedFrame>(frames[rank].values.size() == lengths_[rank],
+                              frames[rank].values.size(), " bytes instead of the ", lengths_[rank],
+                              " announced");
     });
     strings_[rank] = frames[rank].values;
   }

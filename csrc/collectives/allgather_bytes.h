@@ -1,7 +1,7 @@
 // Allgather of byte strings whose lengths differ from rank to rank and are not known to the others.
 //
-// First the lengths, then the bytes, each by a Bruck allgather: 2 ceil(log2 P) messages. Where all strings are
-// empty the second round is left out.
+// First the lengths, then the bytes, each by a Bruck allgather: 2 ceil(log2 P) messages. Where all
+// strings are empty the second round is left out.
 #pragma once
 
 #include <limits>
@@ -17,8 +17,9 @@ class BytesAllgather {
   explicit BytesAllgather(std::uint64_t limit = std::numeric_limits<std::uint32_t>::max())
       : limit_(limit) {}
 
-  // Element r of the result is rank r's string, own included; it and the result are valid until the next run().
-  // Throws Mismatch, the same on every rank, where a rank contributes more than the limit.
+  // Element r of the result is rank r's string, own included; it and the result are valid until the
+  // next run(). Throws Mismatch, the same on every rank, where a rank contributes more than the
+  // limit.
   std::span<const std::span<const std::byte>> run(Channel& channel, std::span<const std::byte> own);
 
  private:

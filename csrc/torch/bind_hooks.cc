@@ -4,6 +4,9 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
+#include <algorithm>
+#include <optional>
+
 #include "bindings.h"
 #include "c10d_transport.h"
 #include "hook_state.h"
@@ -19,12 +22,31 @@ class DdpHook final : public c10d::CommHookInterface {
   explicit DdpHook(std::shared_ptr<HookState> state) : state_(std::move(state)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_->run(bucket);
+    return state_->run(bucket, bucket.getBuffer(), c10::TensorType::get());
   }
   at::Tensor parseHookResult(c10::IValue const& result) override { return result.toTensor(); }
 
  private:
   std::shared_ptr<HookState> state_;
+};
+
+// A Python object as the value of a future: what DDP's Python hooks must yield.
+class PythonValue final : public c10::ivalue::PyObjectHolder {
+ public:
+  explicit PythonValue(py::object object) : object_(std::move(object)) {}
+  ~PythonValue() override {
+    py::gil_scoped_acquire const acquire;
+    object_ = py::object();
+  }
+  PyObject* getPyObject() override { return object_.ptr(); }
+  c10::InferredType tryToInferType() override { return c10::InferredType("a hook's result"); }
+  c10::IValue toIValue(c10::TypePtr const&, std::optional<int32_t>) override { unsupported(); }
+  std::string toStr() override { return "a hook's result"; }
+  std::vector<at::Tensor> extractTensors() override { unsupported(); }
+
+ private:
+  [[noreturn]] static void unsupported() { throw Error("a hook's result is for DDP alone"); }
+  py::object object_;
 };
 
 // Hands a future to Python: Work is what torch has bound, with get_future().
@@ -36,6 +58,13 @@ class FutureWork final : public c10d::Work {
  private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
+
+// The progress thread may have to take the GIL to drop a Python object, so whoever joins it must not hold the GIL.
+void delete_without_gil(HookState* state) {
+  std::optional<py::gil_scoped_release> release;
+  if (PyGILState_Check() != 0) release.emplace();
+  delete state;
+}
 
 py::dict to_dict(HookCheckpoint const& checkpoint) {
   py::list groups;
@@ -97,7 +126,8 @@ void bind_hooks(py::module_& module) {
       .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout) {
              CommunicatorOptions communicator;
              communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
-             return std::make_shared<HookState>(std::move(options), communicator);
+             return std::shared_ptr<HookState>(new HookState(std::move(options), communicator),
+                                               delete_without_gil);
            }),
            py::arg("options"), py::arg("timeout"))
       .def("connect",
@@ -107,17 +137,24 @@ void bind_hooks(py::module_& module) {
            })
       .def_property_readonly("connected", &HookState::connected)
       .def("name_parameters", &HookState::name_parameters)
-      .def(
-          "run",
-          [](HookState& self, c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
-            return c10::make_intrusive<FutureWork>(self.run(bucket));
-          },
-          py::call_guard<py::gil_scoped_release>())
+      .def("run",
+           [](HookState& self, c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
+             // Wrapped here, the progress thread needs no GIL for it.
+             c10::IValue tensor(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
+                 c10::make_intrusive<PythonValue>(py::cast(bucket.getBuffer()))));
+             py::gil_scoped_release const release;
+             return c10::make_intrusive<FutureWork>(
+                 self.run(bucket, std::move(tensor), c10::PyObjectType::get()));
+           })
       .def("set_density", &HookState::set_density)
       .def("stats", &stats_dict)
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
       .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });
 
+  // True when the reducer has seen a gradient become ready; a hook would then begin in the middle.
+  module.def("has_run_backward", [](c10d::Reducer const& reducer) {
+    return std::ranges::any_of(reducer.get_backward_stats(), [](auto time) { return time != 0; });
+  });
   module.def("register_hook", [](c10d::Reducer& reducer, std::shared_ptr<HookState> state) {
     reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(state)));
   });

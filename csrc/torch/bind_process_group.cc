@@ -14,9 +14,9 @@ void bind_process_group(py::module_& module) {
                        std::optional<std::function<ProcessGroup::BackendPtr()>> make_nccl,
                        std::function<ProcessGroup::OptionsPtr()> make_gloo_options,
                        ProcessGroup::StorePtr store, std::chrono::milliseconds timeout) {
-             return c10::make_intrusive<ProcessGroup>(ProcessGroup::Parts{
-                 std::move(gloo), std::move(make_nccl).value_or(nullptr), std::move(make_gloo_options),
-                 std::move(store), timeout});
+             return c10::make_intrusive<ProcessGroup>(
+                 ProcessGroup::Parts{std::move(gloo), std::move(make_nccl).value_or(nullptr),
+                                     std::move(make_gloo_options), std::move(store), timeout});
            }),
            py::arg("gloo"), py::arg("make_nccl"), py::arg("make_gloo_options"), py::arg("store"),
            py::arg("timeout"));

@@ -41,8 +41,9 @@ Reduction const& find_reduction(ReduceOp::RedOpType op, at::ScalarType dtype) {
             at::toString(dtype));
     return reduction;
   }
-  throw InvalidArgument(concat("allreduce of sparse tensors: reduction ", int(op),
-                               " is unknown; choose one of sum, avg, product, min, max, band, bor, bxor"));
+  throw InvalidArgument(
+      concat("allreduce of sparse tensors: reduction ", int(op),
+             " is unknown; choose one of sum, avg, product, min, max, band, bor, bxor"));
 }
 
 at::ScalarType accumulate_type(at::ScalarType dtype) {
@@ -55,7 +56,8 @@ at::ScalarType accumulate_type(at::ScalarType dtype) {
 struct CooAllreduce::Shape {
   at::IntArrayRef sizes;
   std::int64_t sparse_dims;
-  std::int64_t positions = 1;  // the product of the sparse sizes
+  std::int64_t positions =
+      1;  // the product of the sparse sizes; torch makes no tensor where it overflows
   at::ScalarType dtype;
   std::size_t row_bytes;  // of one entry's values
 
@@ -64,12 +66,7 @@ struct CooAllreduce::Shape {
         sparse_dims(tensor.sparse_dim()),
         dtype(tensor.scalar_type()),
         row_bytes(tensor.element_size()) {
-    for (std::int64_t const size : sparse_sizes()) {
-      require(size == 0 || positions <= std::numeric_limits<std::int64_t>::max() / size,
-              "allreduce of sparse tensors: the sparse dimensions of shape ", sizes,
-              " span more than 2^63 - 1 positions; make some of them dense dimensions");
-      positions *= size;
-    }
+    for (std::int64_t const size : sparse_sizes()) positions *= size;
     for (std::int64_t const size : dense_sizes()) row_bytes *= static_cast<std::size_t>(size);
   }
 
@@ -97,7 +94,8 @@ struct CooAllreduce::Shape {
     }
     for (std::int64_t i = 1; i < flat.numel(); ++i) {
       require(out[i - 1] < out[i],
-              "allreduce of sparse tensors: the tensor is marked as coalesced, but its indices are not sorted and "
+              "allreduce of sparse tensors: the tensor is marked as coalesced, but its indices are "
+              "not sorted and "
               "distinct");
     }
     return flat;
@@ -150,12 +148,14 @@ Proposal CooAllreduce::prepare() {
   Shape const shape(tensor_);
   Reduction const& reduction = find_reduction(op_, shape.dtype);
   require(tensor_.unsafeGetTensorImpl()->allow_tensor_metadata_change(),
-          "allreduce of sparse tensors: the result cannot be written into a tensor made by detach() or .data; "
+          "allreduce of sparse tensors: the result cannot be written into a tensor made by "
+          "detach() or .data; "
           "pass the original or a clone");
   at::Tensor const coalesced = tensor_.detach().coalesce();
   pack(shape, coalesced);
-  return {concat("operation=allreduce of a sparse tensor;reduction=", reduction.name, ";shape=", shape.sizes,
-                 ";sparse dimensions=", shape.sparse_dims, ";dtype=", at::toString(shape.dtype))};
+  return {concat("operation=allreduce of a sparse tensor;reduction=", reduction.name,
+                 ";shape=", shape.sizes, ";sparse dimensions=", shape.sparse_dims,
+                 ";dtype=", at::toString(shape.dtype))};
 }
 
 void CooAllreduce::pack(Shape const& shape, at::Tensor const& coalesced) {
@@ -171,11 +171,12 @@ void CooAllreduce::pack(Shape const& shape, at::Tensor const& coalesced) {
 }
 
 // Throws MalformedFrame where the bytes are no rank's entries.
-CooAllreduce::Entries CooAllreduce::unpack(Shape const& shape, std::span<const std::byte> bytes) const {
+CooAllreduce::Entries CooAllreduce::unpack(Shape const& shape,
+                                           std::span<const std::byte> bytes) const {
   std::size_t const entry_bytes = shape.position_bytes() + shape.row_bytes;
   auto const nnz = static_cast<std::int64_t>(bytes.size() / entry_bytes);
-  require<MalformedFrame>(bytes.size() % entry_bytes == 0, bytes.size(), " bytes are no multiple of the ",
-                          entry_bytes, " that an entry takes");
+  require<MalformedFrame>(bytes.size() % entry_bytes == 0, bytes.size(),
+                          " bytes are no multiple of the ", entry_bytes, " that an entry takes");
   at::Tensor positions = at::empty({nnz}, shape.narrow() ? at::kInt : at::kLong);
   at::Tensor values = at::empty(shape.values_sizes(nnz), shape.dtype);
   if (nnz > 0) std::memcpy(positions.mutable_data_ptr(), bytes.data(), positions.nbytes());
@@ -185,8 +186,9 @@ CooAllreduce::Entries CooAllreduce::unpack(Shape const& shape, std::span<const s
   positions = positions.to(at::kLong);
   auto const* const position = positions.const_data_ptr<std::int64_t>();
   for (std::int64_t i = 0; i < nnz; ++i) {
-    require<MalformedFrame>(position[i] > (i == 0 ? -1 : position[i - 1]) && position[i] < shape.positions,
-                            "position ", position[i], " is out of order or not below ", shape.positions);
+    require<MalformedFrame>(
+        position[i] > (i == 0 ? -1 : position[i - 1]) && position[i] < shape.positions, "position ",
+        position[i], " is out of order or not below ", shape.positions);
   }
   return {positions, values.to(accumulate_type(shape.dtype))};
 }
@@ -203,7 +205,8 @@ void CooAllreduce::run(Channel& channel, bool /*all_finite*/) {
     positions.push_back(ranks.back().positions);
   }
 
-  at::Tensor const merged = std::get<0>(at::unique_consecutive(std::get<0>(at::cat(positions).sort())));
+  at::Tensor const merged =
+      std::get<0>(at::unique_consecutive(std::get<0>(at::cat(positions).sort())));
   at::Tensor values = at::zeros(shape.values_sizes(merged.numel()), accumulate_type(shape.dtype));
   bool first = true;
   for (Entries const& entries : ranks) {

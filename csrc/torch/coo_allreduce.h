@@ -1,11 +1,12 @@
-// Allreduce of sparse COO tensors: exactly the dense allreduce of their to_dense(), without making it.
+// Allreduce of sparse COO tensors: exactly the dense allreduce of their to_dense(), without making
+// it.
 #pragma once
 
 #include <ATen/ATen.h>
 #include <c10/core/Stream.h>
-#include <torch/csrc/distributed/c10d/Types.hpp>
 
 #include <optional>
+#include <torch/csrc/distributed/c10d/Types.hpp>
 #include <vector>
 
 #include "collectives/allgather_bytes.h"
@@ -13,13 +14,13 @@
 
 namespace sparsecomm {
 
-// Every rank sends its coalesced entries to all others, and each reduces them in rank order, so that all get the
-// same bits. A rank without an entry counts as zero there. float16 and bfloat16 are reduced in float32 and rounded
-// once.
+// Every rank sends its coalesced entries to all others, and each reduces them in rank order, so
+// that all get the same bits. A rank without an entry counts as zero there. float16 and bfloat16
+// are reduced in float32 and rounded once.
 class CooAllreduce final : public Operation {
  public:
-  // The result replaces the contents of `tensor`, coalesced; a failed operation leaves them as they were. `gather`
-  // must stay until the operation has ended, and is used by one operation at a time.
+  // The result replaces the contents of `tensor`, coalesced; a failed operation leaves them as they
+  // were. `gather` must stay until the operation has ended, and is used by one operation at a time.
   CooAllreduce(at::Tensor tensor, c10d::ReduceOp::RedOpType op, BytesAllgather& gather);
 
   Proposal prepare() override;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <mutex>
 #include <set>
+#include <utility>
 
 #include "distributed_error.h"
 
@@ -11,9 +12,8 @@ namespace sparsecomm {
 
 // A bucket is done when all groups that have parameters in it are.
 struct HookState::PendingBucket {
-  at::Tensor buffer;
-  c10::intrusive_ptr<c10::ivalue::Future> future =
-      c10::make_intrusive<c10::ivalue::Future>(c10::TensorType::get());
+  c10::IValue value;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
   std::mutex mutex;
   std::size_t open_groups = 0;
   std::exception_ptr error;
@@ -27,7 +27,7 @@ struct HookState::PendingBucket {
     if (error) {
       future->setError(as_distributed_error(error));
     } else {
-      future->markCompleted(buffer);
+      future->markCompleted(value);
     }
   }
 };
@@ -51,7 +51,8 @@ void HookState::connect(std::unique_ptr<Transport> transport) {
   communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket) {
+c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket, c10::IValue value,
+                                                       c10::TypePtr type) {
   at::Tensor& buffer = bucket.getBufferRef();
   require(communicator_ != nullptr, "this state has no process group yet");
   require(buffer.layout() == at::kStrided,
@@ -70,7 +71,8 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket)
   form_group(parameters, buffer.scalar_type());
 
   auto const pending = std::make_shared<PendingBucket>();
-  pending->buffer = buffer;
+  pending->value = std::move(value);
+  pending->future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
   std::set<ParameterGroup*> touched;
   std::vector<ParameterGroup*> complete;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -85,14 +87,18 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket)
   }
   pending->open_groups = touched.size();
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
-  if (touched.empty()) pending->future->markCompleted(buffer);
+  if (touched.empty()) pending->future->markCompleted(pending->value);
   for (ParameterGroup* const group : complete) {
     group->submit([buckets = std::move(waiting_[group])](std::exception_ptr const& error) {
       for (auto const& waiting : buckets) waiting->group_done(error);
     });
     waiting_.erase(group);
   }
-  if (bucket.isLast() && !sealed_) finish_first_step();
+  if (bucket.isLast() && !sealed_) {
+    sealed_ = true;
+    if (loaded_) check_all_loaded();
+    loaded_.reset();
+  }
   return pending->future;
 }
 
@@ -105,6 +111,8 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     if (places_.contains(parameter.unsafeGetTensorImpl())) continue;
     require(!sealed_, "a parameter of shape ", parameter.sizes(),
             " was not in this state's first step: a state belongs to one model; make one per model");
+    require(!parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
+            " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
     auto const numel = static_cast<std::size_t>(parameter.numel());
     members.push_back({key_of(parameter), offset, numel});
     fresh.push_back(parameter);
@@ -117,7 +125,10 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
     parameters_.push_back(fresh[i]);
   }
-  if (loaded_) restore(*groups_.back());
+  if (loaded_) {
+    check_loaded(*groups_.back());
+    restore(*groups_.back());
+  }
 }
 
 std::string HookState::key_of(at::Tensor const& parameter) {
@@ -128,10 +139,9 @@ std::string HookState::key_of(at::Tensor const& parameter) {
   return concat("parameter.", unnamed_++);
 }
 
-void HookState::restore(ParameterGroup& group) {
-  std::vector<std::string> keys;
+// Throws InvalidArgument unless the loaded checkpoint fits the group.
+void HookState::check_loaded(ParameterGroup const& group) const {
   for (ParameterGroup::Member const& member : group.members()) {
-    keys.push_back(member.key);
     auto const saved = loaded_->residuals.find(member.key);
     require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", member.key,
             "; it belongs to another model, or was saved with other parameter names");
@@ -139,28 +149,33 @@ void HookState::restore(ParameterGroup& group) {
             "the loaded residual of ", member.key, " has ", saved->second.numel(), " entries, the parameter ",
             member.numel, "; it belongs to another model");
     require(saved->second.scalar_type() == group.residual().scalar_type(), "the loaded residual of ",
-            member.key, " is ", at::toString(saved->second.scalar_type()), ", not ",
-            at::toString(group.residual().scalar_type()));
-    group.residual_of(member).copy_(saved->second.reshape(-1));
+            member.key, " is ", at::toString(saved->second.scalar_type()), ", that of this model ",
+            at::toString(group.residual().scalar_type()), "; it belongs to another model");
+  }
+}
+
+void HookState::restore(ParameterGroup& group) {
+  std::vector<std::string> keys;
+  for (ParameterGroup::Member const& member : group.members()) {
+    keys.push_back(member.key);
+    group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(-1));
   }
   // Thresholds and boundaries fit only the group they were found for; a new grouping finds its own.
   ExchangeState state;
   for (HookCheckpoint::Group const& saved : loaded_->groups) {
+    if (saved.parameters == keys) {
+      group.load_state(saved.state);
+      return;
+    }
     state.step = std::max(state.step, saved.state.step);
-  }
-  for (HookCheckpoint::Group const& saved : loaded_->groups) {
-    if (saved.parameters == keys) state = saved.state;
   }
   group.load_state(state);
 }
 
-void HookState::finish_first_step() {
-  sealed_ = true;
-  if (!loaded_) return;
+void HookState::check_all_loaded() const {
   require(loaded_->residuals.size() == places_.size(), "the loaded state_dict has residuals for ",
           loaded_->residuals.size(), " parameters, the model has ", places_.size(),
           "; it belongs to another model");
-  loaded_.reset();
 }
 
 void HookState::set_density(double density) {
@@ -205,9 +220,16 @@ HookCheckpoint HookState::checkpoint() const {
 
 void HookState::load(HookCheckpoint checkpoint) {
   require_idle("load a state");
-  loaded_ = std::move(checkpoint);
+  std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
+  try {
+    for (auto const& group : groups_) check_loaded(*group);
+    if (sealed_) check_all_loaded();
+  } catch (InvalidArgument const&) {
+    loaded_ = before;
+    throw;
+  }
   for (auto const& group : groups_) restore(*group);
-  if (sealed_) finish_first_step();
+  if (sealed_) loaded_.reset();
 }
 
 void HookState::require_idle(char const* what) const {

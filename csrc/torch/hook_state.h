@@ -42,9 +42,11 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void connect(std::unique_ptr<Transport> transport);
   bool connected() const { return communicator_ != nullptr; }
 
-  // Exchanges the bucket; the future's value is the bucket's own buffer, averaged. Throws InvalidArgument on
-  // buckets that cannot be exchanged; what fails later completes the future with the error.
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket);
+  // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as whoever waits
+  // for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be exchanged; what fails later
+  // completes the future with the error.
+  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket, c10::IValue value,
+                                              c10::TypePtr type);
 
   void set_density(double density);
   HookStats stats() const;
@@ -63,8 +65,9 @@ class HookState : public std::enable_shared_from_this<HookState> {
 
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
   std::string key_of(at::Tensor const& parameter);
+  void check_loaded(ParameterGroup const& group) const;
+  void check_all_loaded() const;
   void restore(ParameterGroup& group);
-  void finish_first_step();
   void require_idle(char const* what) const;
 
   ExchangeOptions options_;

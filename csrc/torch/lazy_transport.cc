@@ -1,10 +1,9 @@
 #include "lazy_transport.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
-
 #include <atomic>
 #include <mutex>
 #include <numeric>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <vector>
 
 #include "c10d_transport.h"
@@ -73,11 +72,13 @@ class LazyTransport final : public Transport {
     std::vector<int> ranks(size());
     std::iota(ranks.begin(), ranks.end(), 0);
     try {
-      auto group = gloo_->split(c10::make_intrusive<c10d::PrefixStore>("gloo", store), ranks, options_);
+      auto group =
+          gloo_->split(c10::make_intrusive<c10d::PrefixStore>("gloo", store), ranks, options_);
       return make_c10d_transport(std::move(group),
                                  c10::make_intrusive<c10d::PrefixStore>("failures", store));
     } catch (std::exception const& error) {
-      throw Aborted(concat("the ", size(), " ranks of the group could not be connected: ", error.what()));
+      throw Aborted(
+          concat("the ", size(), " ranks of the group could not be connected: ", error.what()));
     }
   }
 
@@ -121,8 +122,10 @@ class LazyTransport final : public Transport {
 
 std::unique_ptr<Transport> make_lazy_transport(c10::intrusive_ptr<c10d::Backend> gloo,
                                                c10::intrusive_ptr<c10d::Backend::Options> options,
-                                               c10::intrusive_ptr<c10d::Store> store, Duration timeout) {
-  return std::make_unique<LazyTransport>(std::move(gloo), std::move(options), std::move(store), timeout);
+                                               c10::intrusive_ptr<c10d::Store> store,
+                                               Duration timeout) {
+  return std::make_unique<LazyTransport>(std::move(gloo), std::move(options), std::move(store),
+                                         timeout);
 }
 
 }  // namespace sparsecomm

@@ -2,11 +2,11 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <optional>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "coo_allreduce.h"
 #include "distributed_error.h"
@@ -74,7 +74,8 @@ class JointWork final : public c10d::Work {
   std::vector<ProcessGroup::WorkPtr> works_;
 };
 
-// Threads that end here may still want the interpreter: a caller who holds it and waits for them lets go of it.
+// Threads that end here may still want the interpreter: a caller who holds it and waits for them
+// lets go of it.
 class InterpreterRelease {
  public:
   InterpreterRelease() {
@@ -144,7 +145,8 @@ c10d::ErrorType ProcessGroup::getError() {
 ProcessGroup::BackendPtr ProcessGroup::nccl() {
   if (BackendPtr made = nccl_if_made()) return made;
   TORCH_CHECK(has_nccl(),
-              "backend sparsecomm: CUDA tensors go through NCCL, which this torch does not have; install a torch "
+              "backend sparsecomm: CUDA tensors go through NCCL, which this torch does not have; "
+              "install a torch "
               "with CUDA, or move the tensors to the CPU");
   BackendPtr made = parts_.make_nccl();  // takes the interpreter, so not under the lock
   made->setGroupUid(getGroupUid());
@@ -162,7 +164,8 @@ ProcessGroup::BackendPtr ProcessGroup::nccl_if_made() {
 
 ProcessGroup::BackendPtr ProcessGroup::inner(at::Device device) {
   if (device.is_cpu()) return parts_.gloo;
-  TORCH_CHECK(device.is_cuda(), "backend sparsecomm: tensors must be on the CPU or on a CUDA device, not on ",
+  TORCH_CHECK(device.is_cuda(),
+              "backend sparsecomm: tensors must be on the CPU or on a CUDA device, not on ",
               device);
   return nccl();
 }
@@ -181,8 +184,8 @@ ProcessGroup::WorkPtr ProcessGroup::forward(char const* title, at::Device device
   WorkPtr work = start(*group);
   if (record && work) {
     if (auto const future = work->getFuture()) {
-      future->addCallback(at::wrapPropagateTLSState(
-          [record](c10::ivalue::Future& /*future*/) { record->end(); }));
+      future->addCallback(
+          at::wrapPropagateTLSState([record](c10::ivalue::Future& /*future*/) { record->end(); }));
     }
   }
   if (device.is_cpu()) {
@@ -258,8 +261,10 @@ void ProcessGroup::abort() {
   if (BackendPtr const nccl = nccl_if_made()) nccl->abort();
 }
 
-ProcessGroup::WorkPtr ProcessGroup::allreduce(Tensors& tensors, c10d::AllreduceOptions const& opts) {
-  if (!tensors.empty() && tensors.front().layout() == at::kSparse) return allreduce_sparse(tensors, opts);
+ProcessGroup::WorkPtr ProcessGroup::allreduce(Tensors& tensors,
+                                              c10d::AllreduceOptions const& opts) {
+  if (!tensors.empty() && tensors.front().layout() == at::kSparse)
+    return allreduce_sparse(tensors, opts);
   return forward("sparsecomm:all_reduce", device_of(tensors),
                  [&](Backend& group) { return group.allreduce(tensors, opts); });
 }
@@ -273,25 +278,27 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
   if (!communicator_) {
     engine_options_->timeout = parts_.timeout;
     auto transport = make_lazy_transport(
-        parts_.gloo, engine_options_, c10::make_intrusive<c10d::PrefixStore>("sparsecomm", parts_.store),
-        parts_.timeout);
+        parts_.gloo, engine_options_,
+        c10::make_intrusive<c10d::PrefixStore>("sparsecomm", parts_.store), parts_.timeout);
     CommunicatorOptions options;
     options.timeout = parts_.timeout;
     communicator_ = std::make_shared<Communicator>(std::move(transport), options);
   }
   auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
-  last_ = communicator_->submit(std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, gather_),
-                                [work](std::exception_ptr const& error) { work->end(error); });
+  last_ =
+      communicator_->submit(std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, gather_),
+                            [work](std::exception_ptr const& error) { work->end(error); });
   return work;
 }
 
-ProcessGroup::WorkPtr ProcessGroup::broadcast(Tensors& tensors, c10d::BroadcastOptions const& opts) {
+ProcessGroup::WorkPtr ProcessGroup::broadcast(Tensors& tensors,
+                                              c10d::BroadcastOptions const& opts) {
   return forward("sparsecomm:broadcast", device_of(tensors),
                  [&](Backend& group) { return group.broadcast(tensors, opts); });
 }
 
-ProcessGroup::WorkPtr ProcessGroup::allreduce_coalesced(Tensors& tensors,
-                                                        c10d::AllreduceCoalescedOptions const& opts) {
+ProcessGroup::WorkPtr ProcessGroup::allreduce_coalesced(
+    Tensors& tensors, c10d::AllreduceCoalescedOptions const& opts) {
   return forward("sparsecomm:all_reduce", device_of(tensors),
                  [&](Backend& group) { return group.allreduce_coalesced(tensors, opts); });
 }

@@ -1,14 +1,13 @@
-// The torch.distributed backend "sparsecomm": gloo (on CUDA tensors NCCL), but for the allreduce of sparse COO
-// tensors, which runs on our engine.
+// The torch.distributed backend "sparsecomm": gloo (on CUDA tensors NCCL), but for the allreduce of
+// sparse COO tensors, which runs on our engine.
 #pragma once
-
-#include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
 #include <memory>
 #include <mutex>
 #include <string>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
 #include "collectives/allgather_bytes.h"
@@ -47,14 +46,17 @@ class ProcessGroup final : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device device) override;
   c10d::ErrorType getError() override;
 
-  // NCCL must be told which point-to-point calls belong together; those of gloo meanwhile are only collected.
+  // NCCL must be told which point-to-point calls belong together; those of gloo meanwhile are only
+  // collected.
   bool supportsCoalescing() const override { return has_nccl(); }
   void startCoalescing() override;
   WorkPtr endCoalescing() override;
 
   bool supportsSplitting() const override { return !has_nccl(); }
-  BackendPtr split(StorePtr const& store, std::vector<int> const& ranks, OptionsPtr const& opts) override;
-  BackendPtr merge(StorePtr const& store, OptionsPtr const& opts, int const& rank, int const& size) override;
+  BackendPtr split(StorePtr const& store, std::vector<int> const& ranks,
+                   OptionsPtr const& opts) override;
+  BackendPtr merge(StorePtr const& store, OptionsPtr const& opts, int const& rank,
+                   int const& size) override;
 
   // Waits for the sparse allreduces that were started, then closes their connections.
   void shutdown() override;
@@ -65,9 +67,11 @@ class ProcessGroup final : public c10d::Backend {
   WorkPtr allreduce_sparse(Tensors& tensors, c10d::AllreduceOptions const& opts) override;
 
   WorkPtr broadcast(Tensors& tensors, c10d::BroadcastOptions const& opts) override;
-  WorkPtr allreduce_coalesced(Tensors& tensors, c10d::AllreduceCoalescedOptions const& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors,
+                              c10d::AllreduceCoalescedOptions const& opts) override;
   WorkPtr reduce(Tensors& tensors, c10d::ReduceOptions const& opts) override;
-  WorkPtr allgather(TensorLists& outputs, Tensors& inputs, c10d::AllgatherOptions const& opts) override;
+  WorkPtr allgather(TensorLists& outputs, Tensors& inputs,
+                    c10d::AllgatherOptions const& opts) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input,
                           c10d::AllgatherOptions const& opts) override;
   WorkPtr allgather_coalesced(TensorLists& outputs, Tensors& inputs,
@@ -82,7 +86,8 @@ class ProcessGroup final : public c10d::Backend {
                                c10d::ReduceScatterOptions const& opts) override;
   WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                           c10d::ReduceScatterOptions const& opts) override;
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<std::int64_t>& output_sizes,
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input,
+                        std::vector<std::int64_t>& output_sizes,
                         std::vector<std::int64_t>& input_sizes,
                         c10d::AllToAllOptions const& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, c10d::AllToAllOptions const& opts) override;
@@ -97,7 +102,8 @@ class ProcessGroup final : public c10d::Backend {
   BackendPtr nccl();
   BackendPtr nccl_if_made();
   BackendPtr inner(at::Device device);
-  // Starts an operation of the inner group for this device; a profiler sees it under `title`, if there is one.
+  // Starts an operation of the inner group for this device; a profiler sees it under `title`, if
+  // there is one.
   template <class F>
   WorkPtr forward(char const* title, at::Device device, F&& start);
   BackendPtr wrap(BackendPtr gloo, StorePtr const& store) const;

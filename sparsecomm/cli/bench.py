@@ -232,9 +232,10 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         ("apply", "(us)", [optional(row.apply_us) for row in rows]),
     ]
     lines = [
-        f"# allreduce: {ranks} ranks, transport {settings.transport}, pattern "
-        f"{settings.pattern.name}, density {settings.density:g} (k = {settings.k}), index codec "
-        f"{settings.index_codec}, seed {settings.seed}",
+        f"# allreduce: {ranks} {'rank' if ranks == 1 else 'ranks'}, transport "
+        f"{settings.transport}, pattern {settings.pattern.name}, density "
+        f"{settings.density:g} (k = {settings.k}), index codec {settings.index_codec}, "
+        f"seed {settings.seed}",
         f"# {settings.iters} iterations after {settings.warmup} of warm-up, interleaved; results "
         "are the same bits on every rank",
     ]

@@ -3,7 +3,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <cmath>
 #include <cstdint>
@@ -12,8 +11,6 @@
 #include <random>
 #include <span>
 #include <string>
-#include <tuple>
-#include <utility>
 #include <vector>
 
 #include "kernels/magnitude.h"
@@ -105,42 +102,42 @@ struct Packed {
 
   Packed(std::size_t room) : indices(room + packed_slack), values(room + packed_slack) {}
   PackedSpan<V> span() { return {indices, values}; }
-  void trim() {
-    indices.resize(stats.count);
-    values.resize(stats.count);
-  }
+  void trim() { indices.resize(stats.count), values.resize(stats.count); }
 };
 
-template <class T>
-Packed<accumulate_t<T>> run_fused(KernelTable<T> const& table, Problem<T>& problem,
-                                  Threshold<accumulate_t<T>> threshold, std::size_t limit,
-                                  std::uint32_t first_index = 7) {
-  Packed<accumulate_t<T>> packed(std::min(limit, problem.size()));
-  packed.stats = table.fused_error_feedback(problem.gradient(), problem.residual(), threshold,
-                                            first_index, limit, packed.span());
+template <class V, class Kernel>
+Packed<V> run(Kernel&& kernel, std::size_t room, Threshold<V> threshold) {
+  Packed<V> packed(room);
+  packed.stats = kernel(threshold, packed.span());
   packed.ties_left = threshold.ties;
   packed.trim();
   return packed;
 }
 
-template <class T>
-Packed<accumulate_t<T>> run_select(KernelTable<T> const& table, std::span<const T> x,
-                                   Threshold<accumulate_t<T>> threshold, std::size_t limit,
-                                   std::uint32_t first_index = 7) {
-  Packed<accumulate_t<T>> packed(std::min(limit, x.size()));
-  packed.stats = table.select(x, threshold, first_index, limit, packed.span());
-  packed.ties_left = threshold.ties;
-  packed.trim();
-  return packed;
+template <class T, class V = accumulate_t<T>>
+Packed<V> run_fused(KernelTable<T> const& table, Problem<T>& problem, Threshold<V> threshold,
+                    std::size_t limit, std::uint32_t first_index = 7) {
+  auto const kernel = [&](Threshold<V>& threshold, PackedSpan<V> out) {
+    return table.fused_error_feedback(problem.gradient(), problem.residual(), threshold,
+                                      first_index, limit, out);
+  };
+  return run<V>(kernel, std::min(limit, problem.size()), threshold);
+}
+
+template <class T, class V = accumulate_t<T>>
+Packed<V> run_select(KernelTable<T> const& table, std::span<const T> x, Threshold<V> threshold,
+                     std::size_t limit, std::uint32_t first_index = 7) {
+  auto const kernel = [&](Threshold<V>& threshold, PackedSpan<V> out) {
+    return table.select(x, threshold, first_index, limit, out);
+  };
+  return run<V>(kernel, std::min(limit, x.size()), threshold);
 }
 
 template <class V>
 void expect_same(Packed<V> const& actual, Packed<V> const& expected) {
   EXPECT_EQ(actual.indices, expected.indices);
   EXPECT_TRUE(same_entries(actual.values, expected.values));
-  EXPECT_EQ(actual.stats.count, expected.stats.count);
-  EXPECT_TRUE(same(actual.stats.max_magnitude, expected.stats.max_magnitude))
-      << actual.stats.max_magnitude << " against " << expected.stats.max_magnitude;
+  EXPECT_EQ(actual.stats.max_magnitude, expected.stats.max_magnitude);
   EXPECT_EQ(actual.stats.finite, expected.stats.finite);
   EXPECT_EQ(actual.stats.complete, expected.stats.complete);
   EXPECT_EQ(actual.ties_left, expected.ties_left);
@@ -166,6 +163,15 @@ std::vector<V> sorted_magnitudes(auto& problem) {
   return magnitudes;
 }
 
+// How many entries a selection of k takes: no zeros, and all that are not finite.
+template <class V>
+std::size_t expected_count(std::vector<V> const& magnitudes, std::size_t k) {
+  std::size_t const zeros = std::count(magnitudes.begin(), magnitudes.end(), V(0));
+  std::size_t const finite = std::count_if(magnitudes.begin(), magnitudes.end(),
+                                           [](V value) { return std::isfinite(value); });
+  return std::max(std::min(k, magnitudes.size() - zeros), magnitudes.size() - finite);
+}
+
 template <class T>
 class Kernels : public testing::Test {
  public:
@@ -181,7 +187,7 @@ class Kernels : public testing::Test {
     for (std::size_t const size : sizes) {
       for (std::size_t i = 0; i < all.size(); ++i) {
         for (std::size_t const j : {std::size_t{0}, std::size_t{4}, i}) {
-          SCOPED_TRACE(all[i].name + " + " + all[j].name + ", size " + std::to_string(size));
+          SCOPED_TRACE(concat(all[i].name, " + ", all[j].name, ", size ", size));
           f(size, all[i], all[j], random);
           if (testing::Test::HasFailure()) return;
         }
@@ -189,22 +195,18 @@ class Kernels : public testing::Test {
     }
   }
 
+  static std::vector<std::size_t> limits(std::size_t size) {
+    return {0, 1, size / 3, size, no_limit};
+  }
+
   static std::vector<Threshold<V>> thresholds() {
     using Limits = std::numeric_limits<V>;
-    return {{V(0), 0},
-            {V(0), 9},
-            {V(2), 0},
-            {V(2), 1},
-            {V(2), 37},
-            {V(2), 1u << 30},
-            {V(4), 3},
-            {V(1.5), 5},
-            {V(-1), 5},
-            {V(-0.0), 5},
-            {Limits::max(), 2},
-            {Limits::infinity(), 2},
-            {Limits::denorm_min(), 3},
-            {Limits::quiet_NaN(), 2}};
+    std::vector<Threshold<V>> all;
+    for (V const magnitude : {V(0), V(2), V(4), V(1.5), V(-1), V(-0.0), Limits::max(),
+                              Limits::infinity(), Limits::denorm_min(), Limits::quiet_NaN()}) {
+      for (std::uint64_t const ties : {0, 1, 37, 1 << 30}) all.push_back({magnitude, ties});
+    }
+    return all;
   }
 };
 
@@ -220,32 +222,24 @@ TYPED_TEST(Kernels, TheBestTargetOfThisMachineRuns) {
   EXPECT_EQ(tables.front().target, "scalar");
   EXPECT_EQ(tables.back().target, kernels<TypeParam>().target);
 #if defined(__x86_64__)
-  bool const avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                    __builtin_cpu_supports("bmi2");
-  bool const avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
-                      __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512cd");
+  // One feature of those of each level; no processor has had it without the others.
+  bool const avx2 = __builtin_cpu_supports("avx2");
+  bool const avx512 = __builtin_cpu_supports("avx512vl");
   std::string const best(kernels<TypeParam>().target);
-  this->RecordProperty("target", best);
-  if (avx512) {
-    EXPECT_EQ(best.substr(0, 4), "AVX3") << "this machine has AVX-512";
-  } else if (avx2) {
-    EXPECT_EQ(best, "AVX2");
-  }
+  EXPECT_EQ(best.substr(0, 4), avx512 ? "AVX3" : avx2 ? "AVX2" : "SSE4");
 #endif
 }
 
 TYPED_TEST(Kernels, FusedErrorFeedbackEqualsTheOracle) {
-  auto const check = [](std::size_t size, auto const& fill, auto const& residual_fill,
-                        std::mt19937_64& random, std::size_t limit, auto threshold) {
+  auto const check = [](std::size_t size, auto& fill, auto& residual_fill, std::mt19937_64& random,
+                        std::size_t limit, auto threshold) {
     Problem<TypeParam> const problem(size, random() % 16, fill, residual_fill, random);
     auto expected_problem = problem;
     auto const expected =
         run_fused(kernel_tables<TypeParam>().front(), expected_problem, threshold, limit);
     for (auto const& table : kernel_tables<TypeParam>()) {
-      SCOPED_TRACE(std::string(table.target) + ", limit " + std::to_string(limit) + ", threshold " +
-                   std::to_string(threshold.magnitude) + " with " + std::to_string(threshold.ties) +
-                   " ties");
+      SCOPED_TRACE(concat(table.target, ", limit ", limit, ", threshold ", threshold.magnitude,
+                          " with ", threshold.ties, " ties"));
       auto actual_problem = problem;
       auto const actual = run_fused(table, actual_problem, threshold, limit);
       expect_same(actual, expected);
@@ -253,10 +247,9 @@ TYPED_TEST(Kernels, FusedErrorFeedbackEqualsTheOracle) {
       EXPECT_TRUE(same_entries(actual_problem.residual_storage, expected_problem.residual_storage));
     }
   };
-  this->for_each_input(small_sizes, [&](std::size_t size, auto const& g, auto const& r,
-                                        std::mt19937_64& random) {
+  this->for_each_input(small_sizes, [&](std::size_t size, auto& g, auto& r, auto& random) {
     for (auto const& threshold : this->thresholds()) {
-      for (std::size_t const limit : {std::size_t{0}, std::size_t{1}, size / 3, size, no_limit}) {
+      for (std::size_t const limit : this->limits(size)) {
         check(size, g, r, random, limit, threshold);
       }
     }
@@ -269,12 +262,11 @@ TYPED_TEST(Kernels, FusedErrorFeedbackEqualsTheOracle) {
 }
 
 TYPED_TEST(Kernels, SelectEqualsTheOracle) {
-  this->for_each_input(small_sizes, [&](std::size_t size, auto const& fill, auto const&,
-                                        std::mt19937_64& random) {
+  this->for_each_input(small_sizes, [&](std::size_t size, auto& fill, auto&, auto& random) {
     Problem<TypeParam> problem(size, random() % 16, fill, fill, random);
     std::span<const TypeParam> const x = problem.gradient();
     for (auto const& threshold : this->thresholds()) {
-      for (std::size_t const limit : {std::size_t{0}, std::size_t{1}, size / 3, size, no_limit}) {
+      for (std::size_t const limit : this->limits(size)) {
         auto const expected = run_select(kernel_tables<TypeParam>().front(), x, threshold, limit);
         for (auto const& table : kernel_tables<TypeParam>()) {
           SCOPED_TRACE(table.target);
@@ -307,37 +299,30 @@ TYPED_TEST(Kernels, AllFiniteFindsEachEntry) {
 TYPED_TEST(Kernels, ScansEqualTheOracle) {
   using V = accumulate_t<TypeParam>;
   constexpr unsigned bits = std::bit_width(magnitude_mask<V>);
-  this->for_each_input({0, 1, 17, 64, 100, 1000, 40000}, [&](std::size_t size, auto const& g,
-                                                             auto const& r,
-                                                             std::mt19937_64& random) {
+  this->for_each_input({0, 1, 64, 1000, 40000}, [&](std::size_t size, auto& g, auto& r,
+                                                    auto& random) {
     Problem<TypeParam> problem(size, random() % 16, g, r, random);
     auto const& oracle = kernel_tables<TypeParam>().front();
     std::uint64_t const at_two = magnitude_bits(V(2));
     for (auto const& table : kernel_tables<TypeParam>()) {
       SCOPED_TRACE(table.target);
-      for (auto const& [shift, base, bins] : {std::tuple{bits - 11, std::uint64_t{0}, 2048u},
-                                              {bits - 8, 3, 100},
-                                              {0u, at_two, 1},
-                                              {1u, at_two >> 1, 7},
-                                              {bits, 0, 2},
-                                              {0u, ~std::uint64_t{0}, 3},
-                                              {3u, 0, 0}}) {
-        std::vector<std::uint64_t> expected(bins, 5);
-        auto actual = expected;
-        oracle.magnitude_histogram(problem.gradient(), problem.residual(), shift, base, expected);
-        table.magnitude_histogram(problem.gradient(), problem.residual(), shift, base, actual);
-        EXPECT_EQ(actual, expected) << "shift " << shift << ", base " << base;
+      for (unsigned const shift : {0u, 1u, bits - 11, bits}) {
+        for (std::uint64_t const base : {std::uint64_t{0}, at_two >> shift, ~std::uint64_t{0}}) {
+          for (std::size_t const bins : {0, 1, 100, 2048}) {
+            std::vector<std::uint64_t> expected(bins, 5);
+            auto actual = expected;
+            oracle.magnitude_histogram(problem.gradient(), problem.residual(), shift, base,
+                                       expected);
+            table.magnitude_histogram(problem.gradient(), problem.residual(), shift, base, actual);
+            EXPECT_EQ(actual, expected) << "shift " << shift << ", base " << base;
+          }
+        }
       }
       std::uint64_t const end = std::uint64_t{1} << bits;
-      for (auto const& [low, high] : {std::pair{std::uint64_t{0}, end},
-                                      {1, end},
-                                      {at_two, at_two + 1},
-                                      {at_two, end},
-                                      {0, at_two},
-                                      {at_two, 1},
-                                      {end, end},
-                                      {end, ~std::uint64_t{0}},
-                                      {0, 0}}) {
+      std::vector<std::uint64_t> const bounds{0, 1, at_two, at_two + 1, end, ~std::uint64_t{0}};
+      for (std::size_t pair = 0; pair < bounds.size() * bounds.size(); ++pair) {
+        std::uint64_t const low = bounds[pair / bounds.size()];
+        std::uint64_t const high = bounds[pair % bounds.size()];
         std::vector<V> expected{V(42)};
         auto actual = expected;
         auto const above =
@@ -396,8 +381,7 @@ TYPED_TEST(Kernels, RefusesTooLittleRoom) {
 }
 
 TYPED_TEST(Kernels, NothingIsLostOrCountedTwice) {
-  this->for_each_input({1000, 4099}, [&](std::size_t size, auto const& g, auto const& r,
-                                         std::mt19937_64& random) {
+  this->for_each_input({1000, 4099}, [&](std::size_t size, auto& g, auto& r, auto& random) {
     for (auto const& table : kernel_tables<TypeParam>()) {
       SCOPED_TRACE(table.target);
       Problem<TypeParam> problem(size, 0, g, r, random);
@@ -418,8 +402,7 @@ TYPED_TEST(Kernels, NothingIsLostOrCountedTwice) {
 }
 
 TYPED_TEST(Kernels, ChainedSegmentsEqualOne) {
-  this->for_each_input({0, 1000, 4099}, [&](std::size_t size, auto const& g, auto const& r,
-                                            std::mt19937_64& random) {
+  this->for_each_input({0, 1000, 4099}, [&](std::size_t size, auto& g, auto& r, auto& random) {
     using V = accumulate_t<TypeParam>;
     for (auto const& table : kernel_tables<TypeParam>()) {
       SCOPED_TRACE(table.target);
@@ -454,35 +437,28 @@ TYPED_TEST(Kernels, ChainedSegmentsEqualOne) {
 TYPED_TEST(Kernels, ExactThresholdSelectsTheKLargest) {
   using V = accumulate_t<TypeParam>;
   std::vector<V> scratch;
-  this->for_each_input({1, 2, 17, 1000, 4095, 4096, 50000}, [&](std::size_t size, auto const& g,
-                                                                auto const& r,
-                                                                std::mt19937_64& random) {
-    Problem<TypeParam> problem(size, 0, g, r, random);
-    auto const segments = as_segments(problem, 1 + random() % (size + 1));
-    std::vector<V> const sorted = sorted_magnitudes<V>(problem);
-    auto const is_zero = [](V value) { return value == 0; };
-    auto const is_finite = [](V value) { return std::isfinite(value); };
-    std::size_t const nonzero = size - std::count_if(sorted.begin(), sorted.end(), is_zero);
-    std::size_t const not_finite = size - std::count_if(sorted.begin(), sorted.end(), is_finite);
-    for (std::size_t const k : {std::size_t{1}, std::size_t{2}, size / 100, size / 3, size - 1,
-                                size, size + 1, nonzero, nonzero + 1}) {
-      if (k == 0) continue;
-      auto const threshold =
-          exact_threshold<TypeParam>(std::span<const Segment<TypeParam>>(segments), k, scratch);
-      if (k <= nonzero && k < size && k > not_finite) {
-        EXPECT_EQ(threshold.magnitude, sorted[k - 1]) << "k " << k;
-      }
-      Problem<TypeParam> selected = problem;
-      auto const packed = run_fused(kernels<TypeParam>(), selected, threshold, no_limit, 0);
-      std::size_t const expected = std::max(std::min(k, nonzero), not_finite);
-      EXPECT_EQ(packed.stats.count, expected) << "k " << k << " of " << nonzero << " non-zeros";
-    }
-  });
+  this->for_each_input(
+      {1, 2, 17, 4095, 4096, 50000}, [&](std::size_t size, auto& g, auto& r, auto& random) {
+        Problem<TypeParam> problem(size, 0, g, r, random);
+        auto const segments = as_segments(problem, 1 + random() % (size + 1));
+        std::vector<V> const sorted = sorted_magnitudes<V>(problem);
+        for (std::size_t const k :
+             {std::size_t{1}, std::size_t{2}, size / 100, size / 3, size - 1, size, size + 1}) {
+          if (k == 0) continue;
+          auto const threshold =
+              exact_threshold<TypeParam>(std::span<const Segment<TypeParam>>(segments), k, scratch);
+          Problem<TypeParam> selected = problem;
+          auto const packed = run_fused(kernels<TypeParam>(), selected, threshold, no_limit, 0);
+          EXPECT_EQ(packed.stats.count, expected_count(sorted, k)) << "k " << k;
+          auto const is_less = [&](V value) { return std::abs(value) < std::abs(sorted[k - 1]); };
+          EXPECT_TRUE(k > size || std::ranges::none_of(packed.values, is_less)) << "k " << k;
+        }
+      });
   EXPECT_THROW(exact_threshold<TypeParam>({}, 0, scratch), InvalidArgument);
   EXPECT_EQ(exact_threshold<TypeParam>({}, 1, scratch).magnitude, 0);
 }
 
-TYPED_TEST(Kernels, SampledThresholdComesWithinATenthOfK) {
+TYPED_TEST(Kernels, SampledThresholdComesCloseToK) {
   using V = accumulate_t<TypeParam>;
   std::uint64_t const seed = std::random_device()();
   SCOPED_TRACE("seed " + std::to_string(seed));
@@ -492,18 +468,13 @@ TYPED_TEST(Kernels, SampledThresholdComesWithinATenthOfK) {
     SCOPED_TRACE(fill.name);
     Problem<TypeParam> problem(large_size, 0, fill, fill, random);
     std::vector<V> const sorted = sorted_magnitudes<V>(problem);
-    auto const is_zero = [](V value) { return value == 0; };
-    auto const is_finite = [](V value) { return std::isfinite(value); };
-    std::size_t const nonzero = large_size - std::count_if(sorted.begin(), sorted.end(), is_zero);
-    std::size_t const not_finite =
-        large_size - std::count_if(sorted.begin(), sorted.end(), is_finite);
     auto const segments = as_segments(problem, 300000);
     for (std::size_t const k : {large_size / 10, large_size / 100, std::size_t{10}}) {
       auto const threshold = sampled_threshold<TypeParam>(
           std::span<const Segment<TypeParam>>(segments), k, 97, random(), scratch);
       Problem<TypeParam> selected = problem;
       auto const chosen = run_fused(kernels<TypeParam>(), selected, threshold, no_limit, 0);
-      double const expected = static_cast<double>(std::max(std::min(k, nonzero), not_finite));
+      auto const expected = static_cast<double>(expected_count(sorted, k));
       // Five deviations of the smallest sample, so that a rare seed does not fail the test.
       EXPECT_NEAR(static_cast<double>(chosen.stats.count), expected, 0.19 * expected) << "k " << k;
     }

@@ -15,6 +15,8 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import hosts  # noqa: E402
+import lab  # noqa: E402
 from hosts import Hosts, HostsError, missing, parse_rate  # noqa: E402
 
 
@@ -59,10 +61,10 @@ def test_allreduce_between_hosts(tmp_path: Path) -> None:
         ],
         stdout=subprocess.PIPE,
         text=True,
-    ) as lab:
-        output, _ = lab.communicate()
-    assert lab.returncode == 0
-    assert namespaces(lab.pid) == []
+    ) as process:
+        output, _ = process.communicate()
+    assert process.returncode == 0
+    assert namespaces(process.pid) == []
     result = json.loads(file.read_text())
     assert [row["algorithm"] for row in result["rows"]] == ["gloo_dense", "oktopk", "topk_a"]
     assert all(row["world_size"] == 2 for row in result["rows"])
@@ -94,11 +96,11 @@ else:
     peer.recv(1)
 """
     rate = 80e6
-    with Hosts(2, "80mbit") as hosts:
+    with Hosts(2, "80mbit") as pair:
         file = Path(f"/tmp/sparsecomm-{os.getpid()}-seconds")
         command = [sys.executable, "-c", code, str(int(rate / 8 * seconds)), str(file)]
         try:
-            hosts.run([command] * 2, [{}] * 2)
+            pair.run([command] * 2, [{}] * 2)
             measured = float(file.read_text())
         finally:
             file.unlink(missing_ok=True)
@@ -110,10 +112,10 @@ def test_a_command_that_fails_ends_the_others() -> None:
     needs_namespaces()
     start = time.monotonic()
     with (
-        Hosts(2, None) as hosts,
+        Hosts(2, None) as pair,
         pytest.raises(HostsError, match=r"failed on host2 \(status 3\)$"),
     ):
-        hosts.run([["sleep", "100"], ["sh", "-c", "exit 3"]], [{}] * 2)
+        pair.run([["sleep", "100"], ["sh", "-c", "exit 3"]], [{}] * 2)
     assert time.monotonic() - start < 30
     assert namespaces(os.getpid()) == []
 
@@ -142,16 +144,33 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
     assert namespaces(process.pid) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to give it up")
-def test_without_root() -> None:
-    result = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "lab.py")],
-        user=65534,
-        env={**os.environ, "HOME": "/tmp"},
-        capture_output=True,
-        text=True,
-    )
-    if "PermissionError" in result.stderr or "Permission denied" in result.stderr:
-        pytest.skip("this interpreter is not readable by others")
-    assert result.returncode == 1
-    assert "lab: needs root" in result.stderr
+def test_without_root(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert lab.main([]) == 1
+    assert capsys.readouterr().err.startswith("lab: needs root")
+
+
+def test_without_iproute2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts, "_path", lambda: "/nonexistent")
+    assert lab.main([]) == 1
+    assert capsys.readouterr().err.startswith("lab: needs ip and tc: install iproute2")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--hosts", "1"], "--hosts 1: it takes 2 or more"),
+        (["--rate", "fast"], "'fast' is not a rate such as 1gbit"),
+        (["--parts", "all"], "invalid choice: 'all'"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as status:
+        lab.main(arguments)
+    assert status.value.code == 2
+    assert complaint in capsys.readouterr().err

@@ -1,0 +1,99 @@
+"""Runs a function on several ranks, a process each, and never longer than asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+class RankError(AssertionError):
+    """One or more ranks raised; the message holds their tracebacks."""
+
+
+def _main(
+    rank: int,
+    size: int,
+    port: int,
+    backend: str,
+    pipe: Connection,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        pipe.send(("result", function(*args)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except BaseException:
+        pipe.send(("error", traceback.format_exc()))
+
+
+def run_ranks(
+    size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float = 60,
+    may_die: tuple[int, ...] = (),
+) -> list[Any]:
+    """Calls ``function(*args)`` on every rank of an initialised process group of ``size`` ranks.
+
+    The store lives in this process, as it lives in torchrun's agent. Whatever still runs after ``timeout`` seconds is
+    killed.
+
+    Returns:
+        What each rank returned; ``None`` for ranks of ``may_die`` that ended without a result.
+
+    Raises:
+        RankError: a rank raised, ended without a result, or was killed.
+    """
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for rank in range(size):
+        here, there = context.Pipe()
+        process = context.Process(
+            target=_main, args=(rank, size, store.port, backend, there, function, args), daemon=True
+        )
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    results: dict[int, tuple[str, Any]] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < size and (left := deadline - time.monotonic()) > 0:
+            open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
+            for pipe in wait(open_pipes, left):
+                assert isinstance(pipe, Connection)
+                try:
+                    results[pipes.index(pipe)] = pipe.recv()
+                except EOFError:
+                    results[pipes.index(pipe)] = ("died", "ended without a result")
+        for process in processes:
+            process.join(max(0.0, min(10.0, deadline - time.monotonic())))
+    finally:
+        for process in processes:
+            if process.is_alive():
+                process.kill()
+            process.join()
+    problems = []
+    for rank in range(size):
+        kind, value = results.get(rank, ("killed", f"still running after {timeout:g} s"))
+        if kind != "result" and not (kind == "died" and rank in may_die):
+            problems.append(f"rank {rank}: {value}")
+    if problems:
+        raise RankError("\n".join(problems))
+    return [results[rank][1] if results[rank][0] == "result" else None for rank in range(size)]

@@ -1,0 +1,443 @@
+"""The DDP hooks: what they exchange, keep, save and refuse."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsecomm
+from sparsecomm import CompressionState, OkTopkState, ThresholdSchedule, TopkState
+
+HOOKS: dict[type[CompressionState], Callable[..., Any]] = {
+    OkTopkState: sparsecomm.oktopk_hook,
+    TopkState: sparsecomm.topk_hook,
+}
+
+
+def make_model(seed: int = 0, width: int = 40, dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(seed)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*layers, nn.Linear(width, 3)).to(dtype)
+
+
+def make_ddp(model: nn.Module) -> DistributedDataParallel:
+    # Several buckets, whose composition changes when DDP rebuilds them after the first step.
+    return DistributedDataParallel(model, bucket_cap_mb=0.01)
+
+
+def register(ddp: DistributedDataParallel, state: CompressionState, native: bool) -> None:
+    if native:
+        sparsecomm.register_comm_hook(ddp, state)
+    else:
+        ddp.register_comm_hook(state, HOOKS[type(state)])
+
+
+def batch(step: int, width: int = 40, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
+    return torch.randn(8, width, generator=generator).to(dtype)
+
+
+def train(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: Iterator[int] | range
+) -> None:
+    width = next(ddp.parameters()).shape[1]
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(batch(step, width, next(ddp.parameters()).dtype)).square().mean().backward()
+        optimizer.step()
+
+
+def flat(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+
+
+def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
+    everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, tensor.contiguous())
+    return everyone
+
+
+# ---- what is exchanged
+
+
+def check_density_one_equals_dense() -> None:
+    """At density 1 every method is plain DDP: bit for bit, where P divides exactly."""
+    for dtype in (torch.float32, torch.float64):
+        for kind in HOOKS:
+            for native in (False, True):
+                plain, hooked = make_ddp(make_model(dtype=dtype)), make_ddp(make_model(dtype=dtype))
+                register(hooked, kind(density=1.0), native)
+                for ddp in (plain, hooked):
+                    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), range(4))
+                expected, result = flat(plain.parameters()), flat(hooked.parameters())
+                if dist.get_world_size() <= 2:
+                    assert torch.equal(result, expected), (kind, native, dtype)
+                else:
+                    torch.testing.assert_close(result, expected)
+
+
+def check_conservation_and_replicas() -> None:
+    """Contracts 1 and 2, through DDP: nothing is lost, and replicas have the same bits."""
+    size = dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
+        for kind in HOOKS:
+            model = make_model(dtype=dtype)
+            reference = make_model(dtype=dtype)
+            ddp = make_ddp(model)
+            state = kind(density=0.05)
+            register(ddp, state, native=True)
+            carried = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+            for step in range(5):
+                model.zero_grad()
+                reference.zero_grad()
+                ddp(batch(step, dtype=dtype)).square().mean().backward()
+                reference(batch(step, dtype=dtype)).square().mean().backward()
+                local = flat([p.grad for p in reference.parameters() if p.grad is not None])
+                carried += sum(gathered(local.double()))
+                result = flat([p.grad for p in model.parameters() if p.grad is not None])
+                assert all(torch.equal(other, result) for other in gathered(result)), (kind, dtype)
+                carried -= size * result.double()
+                residuals = state.state_dict()["residuals"]
+                kept = flat([residuals[name] for name, _ in model.named_parameters()])
+                tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+                if dtype in (torch.float16, torch.bfloat16):
+                    tolerance = 2e-2  # the result is rounded to the gradient's dtype
+                torch.testing.assert_close(
+                    sum(gathered(kept.double())), carried, rtol=tolerance, atol=tolerance
+                )
+            stats = state.stats()
+            assert stats["steps"] == 5
+            assert 0.8 * 0.05 < stats["realised_density"] < 1.2 * 0.05
+            assert stats["sent_bytes"] > 0 or size == 1
+            assert stats["select_seconds"] > 0
+
+
+def check_python_and_native_hook_agree() -> None:
+    for kind in HOOKS:
+        results = []
+        for native in (False, True):
+            ddp = make_ddp(make_model())
+            register(ddp, kind(density=0.05), native)
+            train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(6))
+            results.append(flat(ddp.parameters()))
+        assert torch.equal(results[0], results[1]), kind
+
+
+def check_non_finite() -> None:
+    """Contract 5: one rank's overflow reaches every rank and touches no residual."""
+    last = dist.get_world_size() - 1
+    for kind in HOOKS:
+        ddp = make_ddp(make_model())
+        state = kind(density=0.05)
+        register(ddp, state, native=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        train(ddp, optimizer, range(2))
+        before = state.state_dict()["residuals"]
+        optimizer.zero_grad()
+        factor = math.inf if dist.get_rank() == last else 1.0
+        (factor * ddp(batch(2)).square().mean()).backward()
+        for parameter in ddp.parameters():
+            assert parameter.grad is not None
+            assert not parameter.grad.isfinite().all()
+        after = state.state_dict()["residuals"]
+        assert all(torch.equal(before[key], after[key]) for key in before)
+        train(ddp, optimizer, range(3, 5))
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in ddp.parameters())
+
+
+def check_accumulation_and_density() -> None:
+    ddp = make_ddp(make_model())
+    state = OkTopkState(density=0.5)
+    register(ddp, state, native=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.no_sync():
+        ddp(batch(0)).square().mean().backward()
+    train(ddp, optimizer, range(2))
+    assert state.stats()["steps"] == 2
+    state.density = 0.01
+    train(ddp, optimizer, range(2, 12))
+    assert 0.5 * 2 / 12 < state.stats()["realised_density"] < 1.3 * (0.5 * 2 + 0.01 * 10) / 12
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_exchange(size: int) -> None:
+    run_ranks(size, _check_exchange, timeout=100)
+
+
+def _check_exchange() -> None:
+    check_density_one_equals_dense()
+    check_conservation_and_replicas()
+    check_python_and_native_hook_agree()
+    check_non_finite()
+    check_accumulation_and_density()
+
+
+# ---- checkpoints
+
+
+def _check_resume() -> None:
+    for kind, native, schedule in [
+        (OkTopkState, True, None),
+        (OkTopkState, False, ThresholdSchedule.oktopk(tau_prime=4)),
+        (TopkState, True, None),
+    ]:
+
+        def start(
+            kind: type[CompressionState] = kind,
+            native: bool = native,
+            schedule: ThresholdSchedule | None = schedule,
+        ) -> tuple[DistributedDataParallel, torch.optim.Optimizer, CompressionState]:
+            ddp = make_ddp(make_model())
+            state = kind(density=0.05, schedule=schedule, partition_period=3)
+            register(ddp, state, native)
+            return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), state
+
+        ddp, optimizer, state = start()
+        train(ddp, optimizer, range(7))
+        file = io.BytesIO()
+        torch.save([ddp.state_dict(), optimizer.state_dict(), state.state_dict()], file)
+        train(ddp, optimizer, range(7, 14))
+
+        file.seek(0)
+        saved_model, saved_optimizer, saved_state = torch.load(file, weights_only=True)
+        resumed, resumed_optimizer, resumed_state = start()
+        resumed.load_state_dict(saved_model)
+        resumed_optimizer.load_state_dict(saved_optimizer)
+        resumed_state.load_state_dict(saved_state)
+        # Saving again before the first step gives the same back.
+        again = resumed_state.state_dict()
+        assert again.keys() == saved_state.keys()
+        assert again["groups"] == saved_state["groups"]
+        train(resumed, resumed_optimizer, range(7, 14))
+        assert torch.equal(flat(resumed.parameters()), flat(ddp.parameters())), (kind, native)
+        expected, found = state.state_dict(), resumed_state.state_dict()
+        assert expected["groups"] == found["groups"]
+        for key, residual in expected["residuals"].items():
+            assert torch.equal(residual, found["residuals"][key]), key
+
+        # What belongs to another model, rank or world is refused.
+        for change, message in [
+            ({"rank": 99}, "rank"),
+            ({"world_size": 99}, "world_size"),
+            ({"algorithm": "dense"}, "algorithm"),
+        ]:
+            with pytest.raises(ValueError, match=message):
+                resumed_state.load_state_dict({**saved_state, **change})
+        with pytest.raises(ValueError, match="lacks groups"):
+            resumed_state.load_state_dict({k: v for k, v in saved_state.items() if k != "groups"})
+        name = next(iter(saved_state["residuals"]))
+        for residuals in (
+            {**saved_state["residuals"], name: torch.zeros(1)},
+            {k: v for k, v in saved_state["residuals"].items() if k != name},
+            {**saved_state["residuals"], "one too many": torch.zeros(1)},
+        ):
+            other, other_optimizer, other_state = start()
+            other_state.load_state_dict({**saved_state, "residuals": residuals})
+            with pytest.raises((ValueError, RuntimeError), match="another model"):
+                train(other, other_optimizer, range(1))
+            before = resumed_state.state_dict()
+            with pytest.raises(ValueError, match="another model"):
+                resumed_state.load_state_dict({**saved_state, "residuals": residuals})
+            after = resumed_state.state_dict()
+            assert all(torch.equal(v, after["residuals"][k]) for k, v in before["residuals"].items())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_resumed_run_is_bit_identical(size: int) -> None:
+    run_ranks(size, _check_resume)
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize("density", [0, -0.1, 1.5, math.nan, math.inf])
+def test_density_outside_its_range(density: float) -> None:
+    with pytest.raises(ValueError, match=r"density=.* is not in \(0, 1\]"):
+        OkTopkState(density=density)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"density": "much"}, TypeError, "density must be a number"),
+        ({"partition_period": 0}, ValueError, "partition_period"),
+        ({"balance_factor": 0.5}, ValueError, "balance_factor"),
+        ({"index_codec": "zip"}, ValueError, "index codec 'zip'"),
+        ({"schedule": 32}, TypeError, "ThresholdSchedule"),
+        ({"timeout": timedelta(0)}, ValueError, "timeout"),
+    ],
+)
+def test_arguments_out_of_range(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        OkTopkState(**arguments)
+
+
+def test_schedule_out_of_range() -> None:
+    with pytest.raises(ValueError, match="between"):
+        ThresholdSchedule(between="guessed")
+    with pytest.raises(ValueError, match="period"):
+        ThresholdSchedule(period=0)
+    assert ThresholdSchedule.oktopk(128) == ThresholdSchedule("reused", 128)
+
+
+def test_without_a_process_group() -> None:
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        OkTopkState().state_dict()
+
+
+def _check_misuse() -> None:
+    def loss(ddp: DistributedDataParallel) -> torch.Tensor:
+        return ddp(batch(0)).square().mean()  # type: ignore[no-any-return]
+
+    ddp = make_ddp(make_model())
+    state = OkTopkState()
+    sparsecomm.register_comm_hook(ddp, state)
+    with pytest.raises(RuntimeError, match="has a communication hook already"):
+        sparsecomm.register_comm_hook(ddp, TopkState())
+    with pytest.raises(RuntimeError, match="serves another model"):
+        sparsecomm.register_comm_hook(make_ddp(make_model()), state)
+    with pytest.raises(TypeError, match="DistributedDataParallel"):
+        sparsecomm.register_comm_hook(make_model(), OkTopkState())  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="OkTopkState, TopkState"):
+        sparsecomm.register_comm_hook(make_ddp(make_model()), object())  # type: ignore[arg-type]
+
+    late = make_ddp(make_model())
+    loss(late).backward()
+    with pytest.raises(RuntimeError, match="before the first backward"):
+        sparsecomm.register_comm_hook(late, OkTopkState())
+
+    wrong = make_ddp(make_model())
+    wrong.register_comm_hook(TopkState(), sparsecomm.oktopk_hook)
+    with pytest.raises(TypeError, match="oktopk_hook needs a OkTopkState, not TopkState"):
+        loss(wrong).backward()
+
+    shared = OkTopkState()
+    first, second = make_ddp(make_model()), make_ddp(make_model(seed=1))
+    first.register_comm_hook(shared, sparsecomm.oktopk_hook)
+    second.register_comm_hook(shared, sparsecomm.oktopk_hook)
+    loss(first).backward()
+    with pytest.raises((ValueError, RuntimeError), match="a state belongs to one model"):
+        loss(second).backward()
+
+    embedding = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
+    sparsecomm.register_comm_hook(embedding, OkTopkState())
+    with pytest.raises((ValueError, RuntimeError), match="sparse=False"):
+        embedding(torch.tensor([1, 2])).sum().backward()
+
+
+def _check_complex_dtype() -> None:
+    class Complex(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (self.weight * x).abs().sum()
+
+    ddp = DistributedDataParallel(Complex())
+    sparsecomm.register_comm_hook(ddp, OkTopkState())
+    with pytest.raises((ValueError, RuntimeError), match="ComplexFloat cannot be exchanged sparsely"):
+        ddp(torch.ones(4)).backward()
+
+
+def test_misuse() -> None:
+    run_ranks(1, _check_misuse)
+    run_ranks(1, _check_complex_dtype)
+
+
+def _check_disagreement() -> list[str]:
+    rank = dist.get_rank()
+    messages = []
+    for density, width in [(0.01 * (1 + rank), 40), (0.01, 40 if rank == 0 else 41)]:
+        ddp = DistributedDataParallel(nn.Linear(40, 40), init_sync=False)
+        if width != 40:
+            ddp = DistributedDataParallel(nn.Linear(40, width), init_sync=False)
+        sparsecomm.register_comm_hook(ddp, OkTopkState(density=density))
+        with pytest.raises(RuntimeError) as raised:
+            ddp(batch(0)).sum().backward()
+        messages.append(str(raised.value))
+        del ddp
+    return messages
+
+
+def test_ranks_that_disagree_raise_the_same_text() -> None:
+    first, second, third = run_ranks(3, _check_disagreement)
+    assert first == second == third
+    assert "density: 0.01 on rank 0 but 0.02 on rank 1" in first[0]
+    assert "numel: 1640 on rank 0 but 1681 on ranks 1, 2" in first[1]
+
+
+# ---- failures
+
+
+def _lose_a_rank(how: str) -> tuple[str, float]:
+    ddp = make_ddp(make_model(width=200))
+    sparsecomm.register_comm_hook(ddp, OkTopkState(timeout=timedelta(seconds=4)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    train(ddp, optimizer, range(3))
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == 1:
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif how == "raise":
+            # In the middle of the backward pass, when some buckets are on their way.
+            next(ddp.module.parameters()).register_hook(_fail)
+        else:
+            os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        train(ddp, optimizer, range(3, 5))
+    except RuntimeError as error:
+        if "on purpose" in str(error):
+            os._exit(1)  # as a script without a handler would, but at once
+        message, seconds = str(error), time.monotonic() - start
+        assert isinstance(error, dist.DistBackendError), type(error)
+        with pytest.raises(RuntimeError, match="make a new one"):
+            train(ddp, optimizer, range(1))
+        return message, seconds
+    raise AssertionError("the loss of rank 1 went unnoticed")
+
+
+def _fail(_: torch.Tensor) -> None:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("how", ["kill", "raise"])
+def test_survivors_name_a_rank_that_died(how: str, size: int) -> None:
+    results = run_ranks(size, _lose_a_rank, how, may_die=(1,), timeout=40)
+    for rank in range(size):
+        if rank != 1:
+            message, seconds = results[rank]
+            assert "rank 1 left" in message, message
+            assert seconds < 4, "the failing path is as quick as the good one"
+
+
+def test_survivors_name_a_rank_that_hangs() -> None:
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match="rank 1: still running"):
+        run_ranks(3, _expect_timeout, timeout=25)
+    assert time.monotonic() - start < 60
+
+
+def _expect_timeout() -> None:
+    message, seconds = _lose_a_rank("stop")
+    assert "rank 1 did not take part before the deadline (4 s)" in message, message
+    assert seconds < 8, seconds
