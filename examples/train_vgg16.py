@@ -220,7 +220,12 @@ class Training:
         self.optimizer = torch.optim.SGD(
             self.model.parameters(), options.lr, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY
         )
-        self.exchange = make_exchange(options.hook, options.density, options.python_hook)
+        self.exchange = make_exchange(
+            options.hook,
+            options.density,
+            timedelta(seconds=options.timeout),
+            options.python_hook,
+        )
         sample, _ = data.train.take(torch.zeros(options.batch, dtype=torch.int64), None)
         self.exchange.attach(self.ddp, sample)
 
@@ -420,12 +425,15 @@ class Training:
         if different:
             raise CheckpointError(f"{folder}: of another run: {'; '.join(different)}")
         own = checkpoint.load_own(folder, epoch)
-        self.model.load_state_dict(shared["model"])
-        self.optimizer.load_state_dict(shared["optimizer"])
-        self.exchange.load_state_dict(own["exchange"])
-        self.history = History(**own["history"])
-        torch.set_rng_state(own["random"])
-        self.first_epoch, self.step = shared["epoch"], shared["step"]
+        try:
+            self.model.load_state_dict(shared["model"])
+            self.optimizer.load_state_dict(shared["optimizer"])
+            self.exchange.load_state_dict(own["exchange"])
+            self.history = History(**own["history"])
+            torch.set_rng_state(own["random"])
+            self.first_epoch, self.step = shared["epoch"], shared["step"]
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"{folder}: epoch {epoch} does not fit: {error}") from error
         if self.rank == 0:
             print(f"going on after epoch {epoch}, step {self.step}", flush=True)
 

@@ -26,10 +26,10 @@ HWY_INLINE hn::Vec<D> load_values(D d, ReadOnly<T> const& source, std::size_t i)
   return load(d, source.x + i);
 }
 
-// `left`: the values, zero where they were taken.
 template <class D, class T>
-HWY_INLINE void settle_vector(D d, ErrorFeedback<T> const& source, std::size_t i, hn::Vec<D> left) {
-  hn::StoreU(left, d, source.residual + i);
+HWY_INLINE void settle_vector(D d, ErrorFeedback<T> const& source, std::size_t i,
+                              hn::Vec<D> value) {
+  hn::StoreU(value, d, source.residual + i);
   store_zeros(d, source.gradient + i);
 }
 template <class D, class T>

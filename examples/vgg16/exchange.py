@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ class SparseExchange(Exchange):
 
     bytes_source = "counted by the transport"
 
-    def __init__(self, hook: str, density: float, in_python: bool) -> None:
+    def __init__(self, hook: str, density: float, timeout: timedelta, in_python: bool) -> None:
         super().__init__()
         try:
             import sparsecomm
@@ -132,10 +133,10 @@ class SparseExchange(Exchange):
         self._hook: Callable[[Any, Any], Any]
         self.state: sparsecomm.OkTopkState | sparsecomm.TopkState
         if hook == "oktopk":
-            self.state = sparsecomm.OkTopkState(density=density)
+            self.state = sparsecomm.OkTopkState(density=density, timeout=timeout)
             self._hook = sparsecomm.oktopk_hook
         else:
-            self.state = sparsecomm.TopkState(density=density)
+            self.state = sparsecomm.TopkState(density=density, timeout=timeout)
             self._hook = sparsecomm.topk_hook
         self._seen: dict[str, float] = {}
 
@@ -150,11 +151,13 @@ class SparseExchange(Exchange):
         self.state.density = density
 
     def after_step(self) -> None:
-        stats = self._stats()
+        seen, stats = self._seen, self._stats()
         self.totals.steps += 1
-        self.totals.sent_bytes += stats["sent_bytes"] - self._seen["sent_bytes"]
-        self.totals.exchange_seconds += stats["exchange_seconds"] - self._seen["exchange_seconds"]
-        self.totals.density += stats["realised_density"]
+        self.totals.sent_bytes += stats["sent_bytes"] - seen["sent_bytes"]
+        self.totals.exchange_seconds += stats["exchange_seconds"] - seen["exchange_seconds"]
+        # The state tells the mean over its steps; what this step adds to their sum is wanted.
+        self.totals.density += stats["realised_density"] * stats["steps"]
+        self.totals.density -= seen["realised_density"] * seen["steps"]
         self._seen = stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,11 +172,14 @@ class SparseExchange(Exchange):
         return {name: float(value) for name, value in self.state.stats().items()}
 
 
-def make_exchange(hook: str, density: float, in_python: bool = False) -> Exchange:
+def make_exchange(
+    hook: str, density: float, timeout: timedelta, in_python: bool = False
+) -> Exchange:
+    """The hook of that name; the sparse ones wait for another rank no longer than `timeout`."""
     if hook == "dense":
         return DenseExchange()
     if hook in HOOKS:
-        return SparseExchange(hook, density, in_python)
+        return SparseExchange(hook, density, timeout, in_python)
     raise HookError(f"unknown hook {hook!r}: expected one of {', '.join(HOOKS)}")
 
 

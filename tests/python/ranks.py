@@ -54,7 +54,8 @@ def run_ranks(
     killed.
 
     Returns:
-        What each rank returned; ``None`` for ranks of ``may_die`` that ended without a result.
+        What each rank returned; ``None`` for ranks of ``may_die`` that ended, or hung, without a result. Those are
+        not waited for once all others have ended.
 
     Raises:
         RankError: a rank raised, ended without a result, or was killed.
@@ -74,7 +75,8 @@ def run_ranks(
     results: dict[int, tuple[str, Any]] = {}
     deadline = time.monotonic() + timeout
     try:
-        while len(results) < size and (left := deadline - time.monotonic()) > 0:
+        needed = set(range(size)) - set(may_die)
+        while not needed <= results.keys() and (left := deadline - time.monotonic()) > 0:
             open_pipes = [pipe for rank, pipe in enumerate(pipes) if rank not in results]
             for pipe in wait(open_pipes, left):
                 assert isinstance(pipe, Connection)
@@ -82,8 +84,8 @@ def run_ranks(
                     results[pipes.index(pipe)] = pipe.recv()
                 except EOFError:
                     results[pipes.index(pipe)] = ("died", "ended without a result")
-        for process in processes:
-            process.join(max(0.0, min(10.0, deadline - time.monotonic())))
+        for rank in needed:
+            processes[rank].join(max(0.0, min(10.0, deadline - time.monotonic())))
     finally:
         for process in processes:
             if process.is_alive():
@@ -92,7 +94,7 @@ def run_ranks(
     problems = []
     for rank in range(size):
         kind, value = results.get(rank, ("killed", f"still running after {timeout:g} s"))
-        if kind != "result" and not (kind == "died" and rank in may_die):
+        if kind != "result" and not (kind in ("died", "killed") and rank in may_die):
             problems.append(f"rank {rank}: {value}")
     if problems:
         raise RankError("\n".join(problems))

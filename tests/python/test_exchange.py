@@ -1,0 +1,166 @@
+"""Contracts 1 to 4, 6 and 9 for every algorithm in the table, over real processes and gloo."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ranks import run_ranks
+
+from sparsecomm import _C
+from sparsecomm.groups import dedicated_gloo
+
+ALGORITHMS = [row["name"] for row in _C.algorithms()]
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+PATTERNS = ["uniform", "clustered", "shared", "zero", "zero on odd ranks", "equal"]
+
+
+def make_gradient(
+    pattern: str, rank: int, numel: int, step: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """Small integers, so that all sums are exact in every dtype."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    gradient = torch.randint(-8, 9, (numel,), generator=generator)
+    if pattern == "clustered":
+        gradient[numel // 8 :] = 0
+    elif pattern == "shared":
+        gradient = torch.where(torch.arange(numel) % 11 == 3, 10 + gradient % 3, gradient % 2)
+    elif pattern == "zero" or (pattern == "zero on odd ranks" and rank % 2):
+        gradient.zero_()
+    elif pattern == "equal":
+        gradient.fill_(3)
+    return gradient.to(dtype)
+
+
+def make_options(algorithm: str, density: float, between: str = "sampled") -> _C.ExchangeOptions:
+    return _C.ExchangeOptions(
+        algorithm=algorithm,
+        density=density,
+        between=between,
+        threshold_period=3,
+        partition_period=2,
+        balance_factor=1.2,
+        index_codec="smallest",
+        average=False,
+    )
+
+
+def _check_matrix() -> tuple[int, int]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    communicator = _C.Communicator(*dedicated_gloo(None, timedelta(seconds=30)), timedelta(seconds=30))
+    for algorithm in ALGORITHMS:
+        for dtype in DTYPES:
+            for pattern in PATTERNS:
+                for numel in (0, 1, 2049):
+                    options = make_options(algorithm, 0.03)
+                    exchange = _C.Exchange(communicator, numel, dtype, options)
+                    carried = torch.zeros(numel, dtype=torch.float64)
+                    for step in range(3):
+                        gradient = make_gradient(pattern, rank, numel, step, dtype)
+                        for other in range(size):
+                            carried += make_gradient(pattern, other, numel, step, dtype)
+                        exchange.run(gradient)
+                        carried -= gradient.double()
+                        kept = exchange.residual.to(torch.float64, copy=True)
+                        dist.all_reduce(kept)
+                        where = (algorithm, dtype, pattern, numel, step)
+                        assert torch.equal(kept, carried), where
+                        bits = gradient.view(torch.uint8) if numel else gradient
+                        first = bits.clone()
+                        dist.broadcast(first, 0)
+                        assert torch.equal(first, bits), where
+    counters = communicator.counters()
+    return counters["sent_bytes"], counters["received_bytes"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_conservation_and_identical_replicas(size: int) -> None:
+    counted = run_ranks(size, _check_matrix, timeout=100)
+    sent, received = (sum(column) for column in zip(*counted, strict=True))
+    assert sent == received
+
+
+def _check_against_torch() -> None:
+    """Against torch.topk and torch's own sparse sum: u = TopK(sum of TopK(G))."""
+    rank, size, numel, k = dist.get_rank(), dist.get_world_size(), 20_000, 200
+    communicator = _C.Communicator(*dedicated_gloo(None, timedelta(seconds=30)), timedelta(seconds=30))
+    selections = []
+    for other in range(size):
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(other))
+        places = gradient.abs().topk(k).indices
+        selections.append(torch.sparse_coo_tensor(places[None], gradient[places], (numel,)))
+    total = torch.stack(selections).sum(0).to_dense()
+    largest = torch.zeros_like(total)
+    places = total.abs().topk(k).indices
+    largest[places] = total[places]
+    for algorithm, expected in [("topk_a", total), ("oktopk", largest)]:
+        exchange = _C.Exchange(
+            communicator, numel, torch.float32, make_options(algorithm, k / numel, "exact")
+        )
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+        exchange.run(gradient)
+        assert torch.equal(gradient != 0, expected != 0), algorithm
+        torch.testing.assert_close(gradient, expected)
+    gradient = torch.randn(numel, generator=torch.Generator().manual_seed(rank))
+    expected = gradient.clone()
+    dist.all_reduce(expected)
+    _C.Exchange(communicator, numel, torch.float32, make_options("dense", 1.0)).run(gradient)
+    torch.testing.assert_close(gradient, expected)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_against_torch(size: int) -> None:
+    run_ranks(size, _check_against_torch)
+
+
+@pytest.fixture(scope="module")
+def lone_communicator() -> _C.Communicator:
+    store = dist.HashStore()
+    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
+    return _C.Communicator(gloo, dist.HashStore(), timedelta(seconds=10))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    gradients=st.lists(
+        st.lists(st.integers(-4, 4), min_size=23, max_size=23), min_size=1, max_size=5
+    ),
+    density=st.floats(0.01, 1.0),
+    algorithm=st.sampled_from([name for name in ALGORITHMS if name != "dense"]),
+    between=st.sampled_from(["exact", "reused", "sampled"]),
+)
+def test_error_feedback_of_one_rank(
+    lone_communicator: _C.Communicator,
+    gradients: list[list[int]],
+    density: float,
+    algorithm: str,
+    between: str,
+) -> None:
+    exchange = _C.Exchange(
+        lone_communicator, 23, torch.float32, make_options(algorithm, density, between)
+    )
+    residual = np.zeros(23)
+    for values in gradients:
+        gradient = torch.tensor(values, dtype=torch.float32)
+        exchange.run(gradient)
+        total = residual + np.array(values)
+        residual = exchange.residual.numpy().astype(np.float64)
+        assert (gradient.numpy() + residual == total).all()
+        # An entry is sent whole or not at all.
+        assert ((gradient.numpy() == 0) | (residual == 0)).all()
+
+
+def test_wrong_gradients_are_refused(lone_communicator: _C.Communicator) -> None:
+    exchange = _C.Exchange(lone_communicator, 10, torch.float32, make_options("oktopk", 0.1))
+    for gradient in (torch.zeros(11), torch.zeros(10, dtype=torch.float64), torch.zeros(20)[::2]):
+        with pytest.raises(ValueError, match="contiguous CPU tensor of 10 elements of Float"):
+            exchange.run(gradient)
+    with pytest.raises(ValueError, match="Int cannot be exchanged sparsely"):
+        _C.Exchange(lone_communicator, 10, torch.int32, make_options("oktopk", 0.1))
+    with pytest.raises(ValueError, match="choose one of dense, topk_a, oktopk"):
+        make_options("allreduce", 0.1)
