@@ -3,7 +3,7 @@
 Importing this package also registers the ``torch.distributed`` backend ``"sparsecomm"``.
 """
 
-from sparsecomm import backend as _backend
+from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
 from sparsecomm.hooks import (
     CompressionState,
@@ -27,4 +27,4 @@ __all__ = [
     "topk_hook",
 ]
 
-_backend.register()
+register_backend()

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,21 +21,26 @@ _FORMAT = 1  # of state_dict()
 class CompressionState:
     """What the hooks' states have in common; use one of the subclasses.
 
-    A state belongs to one DDP model. It keeps, per parameter, the residual: the part of the gradients that has not
-    been sent yet (float32, float64 for float64 parameters). Buckets must be on the CPU and of dtype float32, float64,
-    float16 or bfloat16.
+    A state belongs to one DDP model. It keeps, per parameter, the residual: the part of the
+    gradients that has not been sent yet (float32, float64 for float64 parameters). Buckets must be
+    on the CPU and of dtype float32, float64, float16 or bfloat16.
 
     Args:
-        density: share of the gradient's entries that each rank selects and that the result holds, in (0, 1].
-        process_group: the ranks that exchange; the default group if ``None``. Give DDP the same one.
+        density: share of the gradient's entries that each rank selects and that the result holds,
+            in (0, 1].
+        process_group: the ranks that exchange; the default group if ``None``. Give DDP the same
+            one.
         schedule: where thresholds come from.
-        partition_period: steps between two agreements on the regions that the ranks reduce (the paper's tau).
-        balance_factor: shares of the result are evened out when the largest exceeds the average by this factor.
-        index_codec: ``"smallest"`` picks the smaller encoding per message, ``"raw32"`` and ``"delta"`` force one.
+        partition_period: steps between two agreements on the regions that the ranks reduce (the
+            paper's tau).
+        balance_factor: shares of the result are evened out when the largest exceeds the average by
+            this factor.
+        index_codec: ``"smallest"`` picks the smaller encoding per message, ``"raw32"`` and
+            ``"delta"`` force one.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
-        named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of ``state_dict()``;
-            without them, parameters are numbered in the order in which DDP's first buckets hold them.
-            :func:`register_comm_hook` sets them itself.
+        named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
+            ``state_dict()``; without them, parameters are numbered in the order in which DDP's
+            first buckets hold them. :func:`register_comm_hook` sets them itself.
 
     Raises:
         ValueError: an argument outside its range.
@@ -97,9 +103,10 @@ class CompressionState:
     def stats(self) -> dict[str, float]:
         """Totals of this rank since the state was made.
 
-        ``steps``; ``realised_density`` (entries selected over entries seen) and ``result_density`` (entries of the
-        results over entries seen); ``sent_bytes``, ``received_bytes`` and ``messages`` (sent), control messages
-        included; ``select_seconds``, ``exchange_seconds`` and ``apply_seconds``, each summed over the buckets.
+        ``steps``; ``realised_density`` (entries selected over entries seen) and ``result_density``
+        (entries of the results over entries seen); ``sent_bytes``, ``received_bytes`` and
+        ``messages`` (sent), control messages included; ``select_seconds``, ``exchange_seconds`` and
+        ``apply_seconds``, each summed over the buckets.
 
         Raises:
             ValueError: an exchange is in progress.
@@ -108,9 +115,10 @@ class CompressionState:
         return stats
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a resumed run needs to be bit-identical: tensors, numbers, strings, lists and dicts only.
+        """Returns what a resumed run needs to be bit-identical.
 
-        Residuals differ from rank to rank, so every rank saves its own.
+        It holds tensors, numbers, strings, lists and dicts only. Residuals differ from rank to
+        rank, so every rank saves its own.
 
         Raises:
             ValueError: an exchange is in progress.
@@ -128,25 +136,32 @@ class CompressionState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on the same rank of a run with as many ranks.
 
-        Before the first step, residuals are matched with the parameters as these appear; what does not fit raises
-        in that step.
+        Before the first step, residuals are matched with the parameters as these appear; what does
+        not fit raises in that step.
 
         Raises:
-            ValueError: not a state_dict of this kind of state, of another rank or world size, or of another model.
+            ValueError: not a state_dict of this kind of state, of another rank or world size, or of
+                another model.
         """
         missing = {"format", "algorithm", "density", "rank", "world_size", "residuals", "groups"}
         missing -= state_dict.keys()
         if missing:
             raise ValueError(
-                f"this is no state_dict of {type(self).__name__}: it lacks {', '.join(sorted(missing))}"
+                f"this is no state_dict of {type(self).__name__}: it lacks "
+                + ", ".join(sorted(missing))
             )
         rank, world_size = self._place()
-        expected = {"format": _FORMAT, "algorithm": self.algorithm, "rank": rank, "world_size": world_size}
+        expected = {
+            "format": _FORMAT,
+            "algorithm": self.algorithm,
+            "rank": rank,
+            "world_size": world_size,
+        }
         for key, value in expected.items():
             if state_dict[key] != value:
                 raise ValueError(
-                    f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load on each rank what "
-                    "that rank saved, with the same hook and number of ranks"
+                    f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load on "
+                    "each rank what that rank saved, with the same hook and number of ranks"
                 )
         self._native.load(
             {"residuals": dict(state_dict["residuals"]), "groups": list(state_dict["groups"])}
@@ -159,7 +174,8 @@ class CompressionState:
     def _place(self) -> tuple[int, int]:
         if not dist.is_initialized():
             raise RuntimeError(
-                "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+                "torch.distributed is not initialised; call "
+                "torch.distributed.init_process_group first"
             )
         return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
 
@@ -167,40 +183,40 @@ class CompressionState:
         if not self._native.connected:
             self._native.connect(*dedicated_gloo(self._process_group, self._timeout))
 
-    def _run(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._connect()
         future: torch.futures.Future[torch.Tensor] = self._native.run(bucket).get_future()
         return future
 
 
 class OkTopkState(CompressionState):
-    """State of :func:`oktopk_hook`: Ok-Topk's O(k) sparse allreduce (Li and Hoefler 2022, Algorithms 1 and 2).
+    """State of :func:`oktopk_hook`: Ok-Topk's O(k) sparse allreduce.
 
-    The result holds the k entries of largest magnitude of the sum of the ranks' selections; what was selected but did
-    not get there stays in the residual. Each rank receives at most 6k(P-1)/P words, whatever the number of ranks P.
+    Li and Hoefler 2022, Algorithms 1 and 2. The result holds the k entries of largest magnitude of
+    the sum of the ranks' selections; what was selected but did not get there stays in the residual.
+    Each rank receives at most 6k(P-1)/P words, whatever the number of ranks P.
     """
 
     algorithm = "oktopk"
 
 
 class TopkState(CompressionState):
-    """State of :func:`topk_hook`: every rank's top k, gathered by all and summed (TopkA; SparCML section 8.1).
+    """State of :func:`topk_hook`: every rank's top k, gathered by all and summed.
 
-    The result holds the union of the selections. Each rank receives 2k(P-1) words, so this suits few ranks.
+    TopkA in Li and Hoefler 2022, Table 1; SparCML, section 8.1. The result holds the union of the
+    selections. Each rank receives 2k(P-1) words, so this suits few ranks.
     """
 
     algorithm = "topk_a"
 
 
-def oktopk_hook(
-    state: OkTopkState, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(OkTopkState(density=0.01), oktopk_hook)``."""
+def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(OkTopkState(), oktopk_hook)``."""
     return _checked_state(state, OkTopkState, "oktopk_hook")._run(bucket)
 
 
-def topk_hook(state: TopkState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(TopkState(density=0.01), topk_hook)``."""
+def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(TopkState(), topk_hook)``."""
     return _checked_state(state, TopkState, "topk_hook")._run(bucket)
 
 
@@ -213,15 +229,19 @@ _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Te
 def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) -> None:
     """Registers the hook that belongs to ``state`` with DDP's reducer, in C++.
 
-    The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, and ``state_dict()`` gets the
-    model's parameter names. Collective: it connects the ranks.
+    The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, and
+    ``state_dict()`` gets the model's parameter names. Collective: it connects the ranks.
 
     Raises:
-        TypeError: ``ddp`` is not a DistributedDataParallel model, or ``state`` not one of our states.
-        RuntimeError: the model has a hook already or has run a backward pass, or the state serves another model.
+        TypeError: ``ddp`` is not a DistributedDataParallel model, or ``state`` not one of our
+            states.
+        RuntimeError: the model has a hook already or has run a backward pass, or the state serves
+            another model.
     """
     if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(f"register_comm_hook needs a DistributedDataParallel model, not {type(ddp).__name__}")
+        raise TypeError(
+            f"register_comm_hook needs a DistributedDataParallel model, not {type(ddp).__name__}"
+        )
     if type(state) not in _HOOKS:
         known = ", ".join(kind.__name__ for kind in _HOOKS)
         raise TypeError(f"state must be one of {known}, not {type(state).__name__}")
@@ -236,8 +256,9 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
     state._native.name_parameters(list(ddp.module.named_parameters()))
     state._connect()
     _C.register_hook(ddp.reducer, state._native)
-    # What DDP.register_comm_hook does besides, so that its logger and compiled DDP know of the hook.
+    # What DDP.register_comm_hook does besides, for its log and for compiled DDP.
     ddp._comm_hooks.append((_HOOKS[type(state)], state))
+    assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
 

@@ -11,13 +11,14 @@ SOURCES = ("exact", "reused", "sampled")
 class ThresholdSchedule:
     """A schedule of threshold sources.
 
-    The threshold is the exact k-th largest magnitude at every step that ``period`` divides and wherever no earlier
-    threshold exists; between these steps it comes from ``between``:
+    The threshold is the exact k-th largest magnitude at every step that ``period`` divides and
+    wherever no earlier threshold exists; between these steps it comes from ``between``:
 
-    - ``"sampled"``: estimated anew at every step, the local one from a strided sample of gradient and residual, the
-      global one from one histogram per rank. Keeps the number selected close to k from the first step on.
-    - ``"reused"``: the last exact one, as in Ok-Topk (section 3.1.3). Cheapest; the number selected drifts while
-      the gradients still change quickly.
+    - ``"sampled"``: estimated anew at every step, the local one from a strided sample of gradient
+      and residual, the global one from one histogram per rank. Keeps the number selected close to k
+      from the first step on.
+    - ``"reused"``: the last exact one, as in Ok-Topk (section 3.1.3). Cheapest; the number
+      selected drifts while the gradients still change quickly.
     - ``"exact"``: exact at every step.
 
     Args:
@@ -39,7 +40,10 @@ class ThresholdSchedule:
 
     @classmethod
     def oktopk(cls, tau_prime: int = 32) -> ThresholdSchedule:
-        """The paper's: exact every ``tau_prime`` steps, reused between (32 for VGG16 and LSTM, 128 for BERT)."""
+        """The paper's: exact every ``tau_prime`` steps, reused between.
+
+        It used 32 for VGG16 and LSTM, 128 for BERT.
+        """
         return cls(between="reused", period=tau_prime)
 
     @classmethod

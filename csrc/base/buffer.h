@@ -1,5 +1,5 @@
-// Reusable scratch: grows to the largest size asked for and is never zero-filled, so that pages which are
-// reserved for a worst case but never written cost no memory.
+// Reusable scratch: grows to the largest size asked for and is never zero-filled, so that pages
+// which are reserved for a worst case but never written cost no memory.
 #pragma once
 
 #include <cstddef>
@@ -11,7 +11,8 @@ namespace sparsecomm {
 template <class T>
 class Buffer {
  public:
-  // `size` elements whose contents are unspecified. Invalidates spans handed out before when it has to grow.
+  // `size` elements whose contents are unspecified. Invalidates spans handed out before when it has
+  // to grow.
   std::span<T> take(std::size_t size) {
     if (size > capacity_) {
       data_ = std::make_unique_for_overwrite<T[]>(size);

@@ -24,7 +24,8 @@ inline Clock const& steady_clock() {
   return clock;
 }
 
-// One deadline for a whole operation: every wait inside it gets what is left, never a fresh allowance.
+// One deadline for a whole operation: every wait inside it gets what is left, never a fresh
+// allowance.
 class Deadline {
  public:
   Deadline(Clock const& clock, Duration allowance)

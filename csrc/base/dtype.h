@@ -46,7 +46,8 @@ struct Half {
     } else if (magnitude >= 0x477ff000u) {
       result = 0x7c00u;  // rounds to infinity
     } else if (magnitude < 0x38800000u) {
-      // Subnormal: adding 0.5 aligns the mantissa so that the sum's low bits are the rounded result.
+      // Subnormal: adding 0.5 aligns the mantissa so that the sum's low bits are the rounded
+      // result.
       float const aligned = std::bit_cast<float>(magnitude) + 0.5f;
       result = std::bit_cast<std::uint32_t>(aligned) - std::bit_cast<std::uint32_t>(0.5f);
     } else {

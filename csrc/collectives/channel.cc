@@ -36,7 +36,8 @@ std::span<const FrameView> FrameAllgather::run(Channel& channel, Phase phase,
                                                std::size_t max_frame_bytes) {
   int const rank = channel.rank();
   int const size = channel.size();
-  // Blocks lie in the order rank, rank + 1, ... (mod size), so that every message is one contiguous prefix.
+  // Blocks lie in the order rank, rank + 1, ... (mod size), so that every message is one contiguous
+  // prefix.
   auto const buffer = buffer_.take(own.size() + (size - 1) * max_frame_bytes);
   std::copy(own.begin(), own.end(), buffer.begin());
   blocks_.resize(size);

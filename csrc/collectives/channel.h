@@ -11,7 +11,8 @@
 
 namespace sparsecomm {
 
-// The steps of an operation; part of the tag, so that a message can only meet the receive it is meant for.
+// The steps of an operation; part of the tag, so that a message can only meet the receive it is
+// meant for.
 enum class Phase : std::uint8_t { agree, explain, reduce, partition, threshold, balance, gather };
 
 class Channel {
@@ -32,8 +33,8 @@ class Channel {
   std::size_t wait(Request& request) { return transport_.wait(request, deadline_); }
   void wait_all(std::span<Request> requests);
 
-  // Waits for a message of exactly frames.size() frames and validates each. Throws PeerInvalid, naming the
-  // peer and the field, where one is malformed.
+  // Waits for a message of exactly frames.size() frames and validates each. Throws PeerInvalid,
+  // naming the peer and the field, where one is malformed.
   void wait_frames(Request& request, int peer, std::span<const std::byte> buffer,
                    std::span<FrameView> frames);
   FrameView wait_frame(Request& request, int peer, std::span<const std::byte> buffer);
@@ -50,19 +51,18 @@ class Channel {
   [[noreturn]] void blame(int peer, std::exception const& error) const;
 
  private:
-  Tag tag(Phase phase) const {
-    return ((operation_ & 0x0fffffffu) << 3) | static_cast<Tag>(phase);
-  }
+  Tag tag(Phase phase) const { return ((operation_ & 0x0fffffffu) << 3) | static_cast<Tag>(phase); }
   Transport& transport_;
   std::uint32_t operation_;
   Deadline deadline_;
 };
 
-// Bruck allgather of one frame per rank: ceil(log2 P) messages, and every frame crosses P - 1 links in all.
+// Bruck allgather of one frame per rank: ceil(log2 P) messages, and every frame crosses P - 1 links
+// in all.
 class FrameAllgather {
  public:
-  // `max_frame_bytes` bounds each rank's frame. Element r of the result is rank r's frame, own included; it
-  // and the result are valid until the next run().
+  // `max_frame_bytes` bounds each rank's frame. Element r of the result is rank r's frame, own
+  // included; it and the result are valid until the next run().
   std::span<const FrameView> run(Channel& channel, Phase phase, std::span<const std::byte> own,
                                  std::size_t max_frame_bytes);
 

@@ -15,7 +15,8 @@ void DenseAllreduce<T>::run(Channel& channel, std::span<T> data, accumulate_t<T>
   auto const region = [&](int part) {
     return data.subspan(first(part), first(part + 1) - first(part));
   };
-  std::size_t const max_frame = header_bytes + region(0).size_bytes();  // the first part is the largest
+  std::size_t const max_frame =
+      header_bytes + region(0).size_bytes();  // the first part is the largest
   std::vector<Request> sends;
   auto const outgoing = send_.take(max_frame * (size - 1));
   auto const incoming = receive_.take(max_frame);
@@ -43,19 +44,21 @@ void DenseAllreduce<T>::run(Channel& channel, std::span<T> data, accumulate_t<T>
 
   std::ranges::transform(sum_, incoming_.begin(), [&](V x) { return static_cast<T>(x / divisor); });
   auto const share = own_.take(max_frame);
-  std::size_t const length = encode_dense<T>(
-      channel.operation(), static_cast<std::uint32_t>(first(rank)), std::span<const T>(incoming_), share);
+  std::size_t const length =
+      encode_dense<T>(channel.operation(), static_cast<std::uint32_t>(first(rank)),
+                      std::span<const T>(incoming_), share);
   auto const frames = gather_.run(channel, Phase::gather, share.first(length), max_frame);
   for (int part = 0; part < size; ++part) {
-    // parse_frame has vouched for the payload; a region of another place or size is caught before any write.
+    // parse_frame has vouched for the payload; a region of another place or size is caught before
+    // any write.
     channel.decode_from(part, [&] {
       FrameHeader const& header = frames[part].header;
-      require<MalformedFrame>(header.kind == FrameKind::dense && header.dtype == dtype_of<T>() &&
-                                  header.first_index == first(part) &&
-                                  header.count == region(part).size(),
-                              "kind ", int(header.kind), ", dtype ", name(header.dtype), ", first_index ",
-                              header.first_index, ", count ", header.count, " are not region ", part,
-                              " of ", data.size(), " elements of ", name(dtype_of<T>()));
+      require<MalformedFrame>(
+          header.kind == FrameKind::dense && header.dtype == dtype_of<T>() &&
+              header.first_index == first(part) && header.count == region(part).size(),
+          "kind ", int(header.kind), ", dtype ", name(header.dtype), ", first_index ",
+          header.first_index, ", count ", header.count, " are not region ", part, " of ",
+          data.size(), " elements of ", name(dtype_of<T>()));
     });
   }
   for (int part = 0; part < size; ++part) {

@@ -9,8 +9,8 @@
 
 namespace sparsecomm {
 
-// `bins` bins of `width` bit patterns from `low` up. counts[0] holds what lies above them, counts[1 + b] bin
-// b, counts[1 + bins] what lies below.
+// `bins` bins of `width` bit patterns from `low` up. counts[0] holds what lies above them, counts[1
+// + b] bin b, counts[1 + bins] what lies below.
 template <class V>
 struct GlobalCut<V>::Window {
   std::uint64_t low = 0;
@@ -104,7 +104,8 @@ Cut GlobalCut<V>::run(Channel& channel, std::span<const V> values, std::uint64_t
       above += in_bin;
     }
     if (bin == window.bins) {
-      if (above < k && above + total(window.bins + 1) <= k) {  // no more than k in all: nothing is cut
+      if (above < k &&
+          above + total(window.bins + 1) <= k) {  // no more than k in all: nothing is cut
         for (int rank = 0; rank < size; ++rank) {
           for (std::size_t slot = 0; slot < slots; ++slot) kept_[rank] += count(rank, slot);
         }
@@ -133,7 +134,8 @@ Cut GlobalCut<V>::run(Channel& channel, std::span<const V> values, std::uint64_t
     }
     return cut;
   }
-  throw Error("the ranks' histograms contradict one another; a rank counts values that it does not hold");
+  throw Error(
+      "the ranks' histograms contradict one another; a rank counts values that it does not hold");
 }
 
 template class GlobalCut<float>;

@@ -32,7 +32,8 @@ class OkTopk final : public SparseAllreduce<V> {
  public:
   explicit OkTopk(AlgorithmOptions const& options) : options_(options) {}
 
-  SparseView<V> run(Channel& channel, SparseView<V> selection, SparseProblem const& problem) override {
+  SparseView<V> run(Channel& channel, SparseView<V> selection,
+                    SparseProblem const& problem) override {
     partition(channel, selection.indices, problem);
     SparseView<V> const region = split_and_reduce(channel, selection, problem);
     keep_top_k(channel, region, problem);
@@ -49,7 +50,8 @@ class OkTopk final : public SparseAllreduce<V> {
   }
 
  private:
-  void partition(Channel& channel, std::span<const std::uint32_t> indices, SparseProblem const& problem);
+  void partition(Channel& channel, std::span<const std::uint32_t> indices,
+                 SparseProblem const& problem);
   SparseView<V> split_and_reduce(Channel& channel, SparseView<V> selection,
                                  SparseProblem const& problem);
   void keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem);
@@ -59,16 +61,17 @@ class OkTopk final : public SparseAllreduce<V> {
   // Region `part` is [first, last); the last one ends with the extent.
   std::uint32_t region_first(int part) const { return part == 0 ? 0 : state_.boundaries[part - 1]; }
   std::uint32_t region_last(int part, SparseProblem const& problem) const {
-    return part < static_cast<int>(state_.boundaries.size()) ? state_.boundaries[part]
-                                                             : static_cast<std::uint32_t>(problem.extent);
+    return part < static_cast<int>(state_.boundaries.size())
+               ? state_.boundaries[part]
+               : static_cast<std::uint32_t>(problem.extent);
   }
   std::span<const std::byte> encode(Channel const& channel, std::uint32_t first, std::uint32_t last,
                                     SparseView<V> part, std::span<std::byte> out) const {
-    return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices, part.values,
-                                      options_.frame, out));
+    return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices,
+                                      part.values, options_.frame, out));
   }
-  void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first, std::uint32_t last,
-              Stream<V>& out) const {
+  void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
+              std::uint32_t last, Stream<V>& out) const {
     channel.decode_from(
         peer, [&] { decode_sparse<V>(frame, first, last - first, out.indices, out.values); });
   }
@@ -147,8 +150,7 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
       int const destination = rotated_destination(rank, step, size);
       std::uint32_t const begins = region_first(destination);
       std::uint32_t const ends = region_last(destination, problem);
-      auto const frame =
-          encode(channel, begins, ends, selection.range(begins, ends), outgoing);
+      auto const frame = encode(channel, begins, ends, selection.range(begins, ends), outgoing);
       outgoing = outgoing.subspan(frame.size());
       sends_.push_back(channel.isend(destination, Phase::reduce, frame));
     }
@@ -216,7 +218,8 @@ void OkTopk<V>::balance(Channel& channel, SparseProblem const& problem) {
       receives_.push_back(channel.irecv(transfer.source, Phase::balance, buffer));
     } else if (transfer.source == rank) {
       auto const part = share_.view().slice(transfer.offset, transfer.offset + transfer.count);
-      auto const frame = encode(channel, part.indices.front(), part.indices.back() + 1, part, outgoing);
+      auto const frame =
+          encode(channel, part.indices.front(), part.indices.back() + 1, part, outgoing);
       outgoing = outgoing.subspan(frame.size());
       sends_.push_back(channel.isend(transfer.destination, Phase::balance, frame));
     }
@@ -269,24 +272,25 @@ std::unique_ptr<SparseAllreduce<V>> make_oktopk(AlgorithmOptions const& options)
 template std::unique_ptr<SparseAllreduce<float>> make_oktopk(AlgorithmOptions const&);
 template std::unique_ptr<SparseAllreduce<double>> make_oktopk(AlgorithmOptions const&);
 
-// With even regions and shares, reduce, balance and allgather receive k(P-1)/P pairs each. An allgather of shares
-// that needed no balancing may receive all k, but then balance receives nothing, and k <= 2k(P-1)/P.
+// With even regions and shares, reduce, balance and allgather receive k(P-1)/P pairs each. An
+// allgather of shares that needed no balancing may receive all k, but then balance receives
+// nothing, and k <= 2k(P-1)/P.
 Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const&) {
   if (shape.ranks == 1) return {};
   double const peers = shape.ranks - 1;
   double const share = std::ceil(static_cast<double>(shape.k) / shape.ranks) *
                        (4.0 + static_cast<double>(shape.value_bytes));
   Cost const boundaries = allgather_cost(shape.ranks, header_bytes + 4 * peers);
-  int const histograms =
-      1 + (shape.value_bytes == 8 ? GlobalCut<double>::exact_rounds(shape.k)
-                                  : GlobalCut<float>::exact_rounds(shape.k));
+  int const histograms = 1 + (shape.value_bytes == 8 ? GlobalCut<double>::exact_rounds(shape.k)
+                                                     : GlobalCut<float>::exact_rounds(shape.k));
   Cost const histogram = allgather_cost(
       shape.ranks, header_bytes + 4.0 * static_cast<double>(GlobalCut<float>::bins(shape.k) + 2));
   Cost const gather = allgather_cost(shape.ranks, header_bytes + share);
   double const transfers = 2 * peers + 1;
-  return {boundaries.messages + peers + histograms * histogram.messages + transfers + gather.messages,
-          boundaries.bytes + peers * (header_bytes + share) + histograms * histogram.bytes +
-              transfers * header_bytes + peers * share + gather.bytes};
+  return {
+      boundaries.messages + peers + histograms * histogram.messages + transfers + gather.messages,
+      boundaries.bytes + peers * (header_bytes + share) + histograms * histogram.bytes +
+          transfers * header_bytes + peers * share + gather.bytes};
 }
 
 }  // namespace sparsecomm

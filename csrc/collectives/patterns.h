@@ -10,17 +10,15 @@
 namespace sparsecomm {
 
 // Rounds of a Bruck (dissemination) allgather: ceil(log2 size).
-constexpr int bruck_rounds(int size) {
-  return std::bit_width(static_cast<unsigned>(size - 1));
-}
+constexpr int bruck_rounds(int size) { return std::bit_width(static_cast<unsigned>(size - 1)); }
 
-// Rotated destinations (003 Figure 2b): in step s = 1 .. size-1 a rank sends to rank + s and receives from
-// rank - s, so that no rank is everyone's target at once.
+// Rotated destinations (003 Figure 2b): in step s = 1 .. size-1 a rank sends to rank + s and
+// receives from rank - s, so that no rank is everyone's target at once.
 constexpr int rotated_destination(int rank, int step, int size) { return (rank + step) % size; }
 constexpr int rotated_source(int rank, int step, int size) { return (rank - step + size) % size; }
 
-// Part `part` of `extent` split into `parts` ranges whose sizes differ by at most one: it starts here and
-// ends where part + 1 starts.
+// Part `part` of `extent` split into `parts` ranges whose sizes differ by at most one: it starts
+// here and ends where part + 1 starts.
 constexpr std::uint64_t even_split(std::uint64_t extent, std::uint64_t parts, std::uint64_t part) {
   return extent / parts * part + std::min(part, extent % parts);
 }
@@ -33,16 +31,17 @@ struct Transfer {
   std::uint64_t count;
 };
 
-// Moves entries between ranks so that rank j ends with an even share of the sequence formed by all ranks'
-// entries in rank order, which keeps the sequence sorted (003 section 3.1.2). Ordered by source, then
-// destination; a transfer of a rank to itself is what it keeps. At most 2 size - 1 transfers.
+// Moves entries between ranks so that rank j ends with an even share of the sequence formed by all
+// ranks' entries in rank order, which keeps the sequence sorted (003 section 3.1.2). Ordered by
+// source, then destination; a transfer of a rank to itself is what it keeps. At most 2 size - 1
+// transfers.
 std::vector<Transfer> plan_balance(std::span<const std::uint64_t> counts);
 
 // True when the largest share exceeds `factor` times the average.
 bool needs_balance(std::span<const std::uint64_t> counts, double factor);
 
-// size - 1 boundaries that split sorted `indices` of [0, extent) into parts of even nnz: part j starts at
-// boundary j-1. With no indices the range itself is split evenly (003 section 3.1.1).
+// size - 1 boundaries that split sorted `indices` of [0, extent) into parts of even nnz: part j
+// starts at boundary j-1. With no indices the range itself is split evenly (003 section 3.1.1).
 void local_boundaries(std::span<const std::uint32_t> indices, std::uint64_t extent, int size,
                       std::span<std::uint32_t> boundaries);
 

@@ -8,7 +8,8 @@ class TopkA final : public SparseAllreduce<V> {
  public:
   explicit TopkA(AlgorithmOptions const& options) : options_(options) {}
 
-  SparseView<V> run(Channel& channel, SparseView<V> selection, SparseProblem const& problem) override {
+  SparseView<V> run(Channel& channel, SparseView<V> selection,
+                    SparseProblem const& problem) override {
     auto const extent = static_cast<std::uint32_t>(problem.extent);
     std::size_t const capacity = max_sparse_frame_bytes<V>(problem.limit, extent);
     auto const own = send_.take(capacity);

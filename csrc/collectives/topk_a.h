@@ -1,5 +1,6 @@
-// Sparse allreduce by allgather: every rank receives every selection and sums them itself, in rank order, so
-// that all get the same bits. log P messages, 2k(P-1) words. Source: 003 Table 1 (TopkA); 001 section 8.1.
+// Sparse allreduce by allgather: every rank receives every selection and sums them itself, in rank
+// order, so that all get the same bits. log P messages, 2k(P-1) words. Source: 003 Table 1 (TopkA);
+// 001 section 8.1.
 #pragma once
 
 #include "collectives/algorithm.h"

@@ -5,8 +5,8 @@
 namespace sparsecomm {
 namespace {
 
-// One in this many entries is looked at by a sampled threshold. Prime, so that it does not fall into step
-// with the rows of a weight matrix.
+// One in this many entries is looked at by a sampled threshold. Prime, so that it does not fall
+// into step with the rows of a weight matrix.
 constexpr std::size_t sample_stride = 97;
 
 }  // namespace
@@ -41,10 +41,11 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
   std::size_t count = 0;
   std::uint32_t first_index = 0;
   for (Segment<T> const& segment : segments) {
-    count += kernels<T>()
-                 .fused_error_feedback(segment.gradient, segment.residual, threshold, first_index,
-                                       limit - count, {indices.subspan(count), values.subspan(count)})
-                 .count;
+    count +=
+        kernels<T>()
+            .fused_error_feedback(segment.gradient, segment.residual, threshold, first_index,
+                                  limit - count, {indices.subspan(count), values.subspan(count)})
+            .count;
     first_index += static_cast<std::uint32_t>(segment.gradient.size());
   }
   selection_ = {indices.first(count), values.first(count)};

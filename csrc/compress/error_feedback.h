@@ -13,14 +13,15 @@
 
 namespace sparsecomm {
 
-// The most entries one selection may hold when k are wanted: a stale or estimated threshold that lets more
-// pass leaves the rest in the residual.
+// The most entries one selection may hold when k are wanted: a stale or estimated threshold that
+// lets more pass leaves the rest in the residual.
 constexpr std::uint64_t selection_limit(std::uint64_t extent, std::uint64_t k) {
   return std::min(extent, 4 * k + 1024);
 }
 
-// Selects about k entries of residual + gradient by magnitude and keeps the rest in the residual. One object
-// per group of parameters; the residuals themselves belong to the caller. Source: 003 Algorithms 1 and 2.
+// Selects about k entries of residual + gradient by magnitude and keeps the rest in the residual.
+// One object per group of parameters; the residuals themselves belong to the caller. Source: 003
+// Algorithms 1 and 2.
 template <class T>
 class ErrorFeedback {
  public:
@@ -31,13 +32,15 @@ class ErrorFeedback {
   // The threshold of this step, by the schedule. Reads at most the gradient and the residual.
   void find_threshold(std::span<const Segment<T>> segments, std::uint64_t k, std::uint64_t step);
 
-  // Packs what passes, leaves the rest in the residual and zeroes the gradient, in one pass over memory. The
-  // result is valid until the next call.
+  // Packs what passes, leaves the rest in the residual and zeroes the gradient, in one pass over
+  // memory. The result is valid until the next call.
   SparseView<V> select(std::span<const Segment<T>> segments, std::uint64_t k);
 
-  // Puts the selected entries whose index is not in `delivered` (sorted) back into the residual, and forgets the
-  // selection: with nothing delivered, this undoes select() but for the gradient, now part of the residual.
-  void restore_missing(std::span<const Segment<T>> segments, std::span<const std::uint32_t> delivered);
+  // Puts the selected entries whose index is not in `delivered` (sorted) back into the residual,
+  // and forgets the selection: with nothing delivered, this undoes select() but for the gradient,
+  // now part of the residual.
+  void restore_missing(std::span<const Segment<T>> segments,
+                       std::span<const std::uint32_t> delivered);
 
   // The whole selection has been delivered: there is nothing left to restore.
   void forget() { selection_ = {}; }

@@ -24,7 +24,8 @@ std::span<const ThresholdSourceEntry> threshold_sources();
 std::string_view name(ThresholdSource source);
 ThresholdSource find_threshold_source(std::string_view name);
 
-// Exact at every step that `period` (tau') divides, and wherever no earlier threshold exists; `between` otherwise.
+// Exact at every step that `period` (tau') divides, and wherever no earlier threshold exists;
+// `between` otherwise.
 struct ThresholdSchedule {
   ThresholdSource between = ThresholdSource::sampled;
   std::uint64_t period = 32;

@@ -36,7 +36,8 @@ std::map<std::string, std::string> fields_of(std::string_view text) {
 
 // "numel: 10 on ranks 0, 1 but 12 on rank 2; dtype: ...", each field that differs.
 std::string differences(std::span<const std::string> texts) {
-  std::map<std::string, std::map<std::string, std::vector<int>>> ranks_with;  // field -> value -> ranks
+  std::map<std::string, std::map<std::string, std::vector<int>>>
+      ranks_with;  // field -> value -> ranks
   std::vector<std::map<std::string, std::string>> proposals;
   for (std::string const& text : texts) {
     for (auto const& field : proposals.emplace_back(fields_of(text))) ranks_with[field.first];
@@ -72,9 +73,12 @@ FailureReport report_of(std::exception_ptr const& error, std::uint64_t operation
                         Counters const& counters) {
   using Cause = FailureReport::Cause;
   auto const report = [&](Cause cause, std::vector<int> suspects) {
-    return FailureReport{operation,   cause,
-                         std::move(suspects), what(error),
-                         counters.sent_messages, counters.received_messages};
+    return FailureReport{operation,
+                         cause,
+                         std::move(suspects),
+                         what(error),
+                         counters.sent_messages,
+                         counters.received_messages};
   };
   try {
     std::rethrow_exception(error);
@@ -129,7 +133,8 @@ Communicator::~Communicator() {
   thread_.join();
 }
 
-Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation, Completion completion) {
+Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
+                                          Completion completion) {
   Handle handle;
   handle.state_ = std::make_shared<Handle::State>();
   {
@@ -196,8 +201,8 @@ void Communicator::execute(Operation& operation) {
   }
 }
 
-// Returns whether every rank's contribution is finite; throws the same Mismatch on every rank where proposals
-// differ or one could not be made. The proposals themselves travel only then.
+// Returns whether every rank's contribution is finite; throws the same Mismatch on every rank where
+// proposals differ or one could not be made. The proposals themselves travel only then.
 bool Communicator::agree(Channel& channel, Operation& operation) {
   Proposal proposal;
   bool failed = false;
@@ -211,7 +216,8 @@ bool Communicator::agree(Channel& channel, Operation& operation) {
   Fingerprint const own{fnv1a(proposal.text), proposal.finite, failed};
 
   std::vector<std::byte> frame(header_bytes + max_proposal_bytes);
-  auto const allgather = [&](Phase phase, std::span<const std::byte> payload, std::size_t capacity) {
+  auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
+                             std::size_t capacity) {
     std::size_t const length = encode_bytes(channel.operation(), payload, frame);
     return gather_.run(channel, phase, std::span(frame).first(length), header_bytes + capacity);
   };
@@ -240,7 +246,8 @@ bool Communicator::agree(Channel& channel, Operation& operation) {
     auto const bytes = explained[rank].values;
     std::string const text(reinterpret_cast<char const*>(bytes.data()), bytes.size());
     if (failures[rank]) {
-      message += concat(message.empty() ? "" : "; ", "rank ", rank, " failed before the exchange: ", text);
+      message +=
+          concat(message.empty() ? "" : "; ", "rank ", rank, " failed before the exchange: ", text);
     } else {
       texts.push_back(text);
     }
@@ -265,9 +272,10 @@ void Communicator::fail(std::exception_ptr error) {
   broken_ = concat("operation ", next_operation_, " on rank ", rank(), ": ", verdict.text);
   if (verdict.culprits == std::vector{rank()}) std::rethrow_exception(error);
   if (verdict.timed_out) {
-    throw Timeout(concat(verdict.text, " (", std::chrono::duration<double>(options_.timeout).count(),
-                         " s); ", "this rank saw: ", what(error)),
-                  verdict.culprits);
+    throw Timeout(
+        concat(verdict.text, " (", std::chrono::duration<double>(options_.timeout).count(), " s); ",
+               "this rank saw: ", what(error)),
+        verdict.culprits);
   }
   throw PeerLost(concat(verdict.text, "; this rank saw: ", what(error)), verdict.culprits);
 }

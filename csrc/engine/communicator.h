@@ -1,9 +1,9 @@
 // Runs operations one after another, in the order of submission, on one progress thread.
 //
-// Before an operation moves data all ranks compare what they are about to do (see Proposal). Where they differ
-// every rank throws the same Mismatch, nothing has been touched, and the communicator stays usable. When a peer
-// is lost or a deadline passes, every surviving rank throws PeerLost or Timeout with the same culprits, and the
-// communicator is done: later operations throw Aborted.
+// Before an operation moves data all ranks compare what they are about to do (see Proposal). Where
+// they differ every rank throws the same Mismatch, nothing has been touched, and the communicator
+// stays usable. When a peer is lost or a deadline passes, every surviving rank throws PeerLost or
+// Timeout with the same culprits, and the communicator is done: later operations throw Aborted.
 #pragma once
 
 #include <condition_variable>
@@ -30,18 +30,20 @@ struct Proposal {
 class Operation {
  public:
   virtual ~Operation() = default;
-  // Local preparation on the progress thread, before anything is exchanged. An exception here becomes an error
-  // on every rank, and the communicator stays usable.
+  // Local preparation on the progress thread, before anything is exchanged. An exception here
+  // becomes an error on every rank, and the communicator stays usable.
   virtual Proposal prepare() = 0;
   // The exchange. `all_finite`: every rank's proposal was finite.
   virtual void run(Channel& channel, bool all_finite) = 0;
-  // Undoes what prepare() and run() did to the caller's data so that nothing is lost; called after a failure.
+  // Undoes what prepare() and run() did to the caller's data so that nothing is lost; called after
+  // a failure.
   virtual void roll_back() noexcept {}
 };
 
 struct CommunicatorOptions {
-  Duration timeout = std::chrono::minutes(30);         // of one operation, from the moment it starts
-  Duration failure_grace = std::chrono::seconds(1);  // how long survivors wait for each other's reports
+  Duration timeout = std::chrono::minutes(30);  // of one operation, from the moment it starts
+  Duration failure_grace =
+      std::chrono::seconds(1);  // how long survivors wait for each other's reports
 };
 
 class Communicator {
@@ -91,10 +93,10 @@ class Communicator {
   std::unique_ptr<Transport> transport_;
   CommunicatorOptions options_;
   Clock const& clock_;
-  FrameAllgather gather_;            // progress thread only
+  FrameAllgather gather_;             // progress thread only
   std::uint64_t next_operation_ = 0;  // progress thread only
-  std::string broken_;               // progress thread only: why, once the transport has failed
-  mutable std::mutex mutex_;         // guards what follows
+  std::string broken_;                // progress thread only: why, once the transport has failed
+  mutable std::mutex mutex_;          // guards what follows
   std::condition_variable changed_;
   std::deque<Item> queue_;
   bool closing_ = false;

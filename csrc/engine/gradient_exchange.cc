@@ -11,7 +11,8 @@ namespace {
 
 class Stopwatch {
  public:
-  Stopwatch(Clock const& clock, Duration& total) : clock_(clock), total_(total), start_(clock.now()) {}
+  Stopwatch(Clock const& clock, Duration& total)
+      : clock_(clock), total_(total), start_(clock.now()) {}
   ~Stopwatch() { total_ += clock_.now() - start_; }
   Stopwatch(Stopwatch const&) = delete;
   Stopwatch& operator=(Stopwatch const&) = delete;
@@ -36,9 +37,11 @@ void validate(ExchangeOptions const& options) {
           " is not in (0, 1]; 0.01 sends one entry in a hundred");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
           " is not a number of steps; use 1 or more");
-  require(options.collective.partition_period >= 1, "partition_period = ",
-          options.collective.partition_period, " is not a number of steps; use 1 or more");
-  require(options.collective.balance_factor >= 1, "balance_factor = ", options.collective.balance_factor,
+  require(options.collective.partition_period >= 1,
+          "partition_period = ", options.collective.partition_period,
+          " is not a number of steps; use 1 or more");
+  require(options.collective.balance_factor >= 1,
+          "balance_factor = ", options.collective.balance_factor,
           " is below 1; the largest share is never below the average");
   require(options.collective.window >= 1, "window = ", options.collective.window,
           " receives at a time is below 1");
@@ -64,8 +67,9 @@ template <class T>
 void GradientExchange<T>::bind(std::vector<Segment<T>> segments) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
-    require(!algorithm_.sparse || segment.residual.size() == segment.gradient.size(), "a gradient of ",
-            segment.gradient.size(), " entries has a residual of ", segment.residual.size());
+    require(!algorithm_.sparse || segment.residual.size() == segment.gradient.size(),
+            "a gradient of ", segment.gradient.size(), " entries has a residual of ",
+            segment.residual.size());
     total += segment.gradient.size();
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
@@ -102,18 +106,22 @@ typename GradientExchange<T>::V GradientExchange<T>::divisor() const {
 template <class T>
 Proposal GradientExchange<T>::prepare() {
   Stopwatch const watch(communicator_.clock(), stats_.select);
-  bool const finite = std::ranges::all_of(
-      segments_, [](Segment<T> const& segment) { return kernels<T>().all_finite(segment.gradient); });
+  bool const finite = std::ranges::all_of(segments_, [](Segment<T> const& segment) {
+    return kernels<T>().all_finite(segment.gradient);
+  });
   std::ostringstream text;
-  text << std::setprecision(std::numeric_limits<double>::max_digits10) << "operation=gradient exchange"
+  text << std::setprecision(std::numeric_limits<double>::max_digits10)
+       << "operation=gradient exchange"
        << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
        << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";density=" << options_.density
-       << ";average=" << options_.average << ";schedule=" << sparsecomm::name(options_.schedule.between)
-       << '/' << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
+       << ";average=" << options_.average
+       << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
+       << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
        << ";balance_factor=" << options_.collective.balance_factor << ";step=" << state_.step
        << ";global_threshold=" << state_.collective.global_threshold
        << ";boundaries=" << state_.collective.boundaries.size();
-  if (finite && algorithm_.sparse && extent_ > 0) feedback_.find_threshold(segments_, k(), state_.step);
+  if (finite && algorithm_.sparse && extent_ > 0)
+    feedback_.find_threshold(segments_, k(), state_.step);
   return {text.str(), finite};
 }
 
@@ -122,7 +130,8 @@ void GradientExchange<T>::run(Channel& channel, bool all_finite) {
   if (!all_finite) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
     V const nan = std::numeric_limits<V>::quiet_NaN();
-    for (Segment<T> const& segment : segments_) std::ranges::fill(segment.gradient, static_cast<T>(nan));
+    for (Segment<T> const& segment : segments_)
+      std::ranges::fill(segment.gradient, static_cast<T>(nan));
   } else if (algorithm_.sparse) {
     run_sparse(channel);
   } else {
@@ -143,7 +152,8 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   SparseView<V> result;
   {
     Stopwatch const watch(communicator_.clock(), stats_.exchange);
-    result = sparse_->run(channel, selection, {extent_, k(), selection_limit(extent_, k()), state_.step});
+    result = sparse_->run(channel, selection,
+                          {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
   Stopwatch const watch(communicator_.clock(), stats_.apply);
   if (algorithm_.top_k_result) {
@@ -155,7 +165,8 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   for (Segment<T> const& segment : segments_) {
     std::uint64_t const last = first + segment.gradient.size();
     SparseView<V> const part = result.range(first, last);
-    scatter<T>(segment.gradient, part.indices, part.values, divisor(), static_cast<std::uint32_t>(first));
+    scatter<T>(segment.gradient, part.indices, part.values, divisor(),
+               static_cast<std::uint32_t>(first));
     first = last;
   }
   stats_.selected += selection.nnz();

@@ -1,4 +1,5 @@
-// One group of parameters of a data-parallel model: its options, its schedule state and its exchange.
+// One group of parameters of a data-parallel model: its options, its schedule state and its
+// exchange.
 #pragma once
 
 #include <cstdint>
@@ -16,10 +17,10 @@ namespace sparsecomm {
 
 struct ExchangeOptions {
   std::string algorithm = "oktopk";
-  double density = 0.01;       // k = density * N, at least 1
-  ThresholdSchedule schedule;  // of the local and the global threshold
+  double density = 0.01;        // k = density * N, at least 1
+  ThresholdSchedule schedule;   // of the local and the global threshold
   AlgorithmOptions collective;  // its schedule is replaced by the one above
-  bool average = true;         // the result is the mean over ranks, as DDP expects; false: the sum
+  bool average = true;          // the result is the mean over ranks, as DDP expects; false: the sum
 };
 
 // Throws InvalidArgument, naming the option, its value and its range.
@@ -35,15 +36,16 @@ struct ExchangeState {
 // Sums over all calls so far.
 struct ExchangeStats {
   std::uint64_t steps = 0;
-  std::uint64_t selected = 0;         // entries this rank packed
-  std::uint64_t result_nnz = 0;       // entries of the results
-  std::uint64_t numel = 0;            // entries of the gradients
+  std::uint64_t selected = 0;    // entries this rank packed
+  std::uint64_t result_nnz = 0;  // entries of the results
+  std::uint64_t numel = 0;       // entries of the gradients
   Duration select{}, exchange{}, apply{};
 };
 
-// Exchanges a gradient that lies in segments: afterwards every rank's gradient holds the same bits, the average
-// of what was exchanged, and the residuals hold what was not. Contracts 1, 2, 4, 5, 6 and 7 of
-// docs/architecture.md are kept here. T is the gradient's type, accumulate_t<T> the residual's.
+// Exchanges a gradient that lies in segments: afterwards every rank's gradient holds the same bits,
+// the average of what was exchanged, and the residuals hold what was not. Contracts 1, 2, 4, 5, 6
+// and 7 of docs/architecture.md are kept here. T is the gradient's type, accumulate_t<T> the
+// residual's.
 template <class T>
 class GradientExchange final : public Operation {
  public:
@@ -53,8 +55,8 @@ class GradientExchange final : public Operation {
   GradientExchange(std::string name, std::uint64_t extent, ExchangeOptions const& options,
                    Communicator& communicator);
 
-  // What the next submission works on: the sizes of the segments add up to the extent. The memory must stay
-  // until the operation has ended.
+  // What the next submission works on: the sizes of the segments add up to the extent. The memory
+  // must stay until the operation has ended.
   void bind(std::vector<Segment<T>> segments);
   void set_density(double density);
 

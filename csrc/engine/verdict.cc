@@ -8,7 +8,8 @@ namespace sparsecomm {
 namespace {
 
 // The suspect had sent more to the waiter than the waiter received.
-bool message_missing(FailureReport const& waiting, int waiter, FailureReport const& suspected, int suspect) {
+bool message_missing(FailureReport const& waiting, int waiter, FailureReport const& suspected,
+                     int suspect) {
   auto const count = [](std::vector<std::uint64_t> const& counts, int rank) {
     return rank < static_cast<int>(counts.size()) ? counts[rank] : 0;
   };
@@ -49,13 +50,15 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
       bool const missing =
           in_operation(rank) && message_missing(*reports[waiter], waiter, *reports[rank], rank);
       if (missing) silent.insert(rank);
-      // A connection that broke may have taken a message with it; a whole deadline is time enough for one.
-      if (!in_operation(rank) || (missing && reports[waiter]->cause == Cause::timeout)) ends.insert(rank);
+      // A connection that broke may have taken a message with it; a whole deadline is time enough
+      // for one.
+      if (!in_operation(rank) || (missing && reports[waiter]->cause == Cause::timeout))
+        ends.insert(rank);
     }
   }
 
-  std::set<int> const& culprits = !invalid.empty() ? invalid
-                                  : !own.empty()   ? own
+  std::set<int> const& culprits = !invalid.empty()  ? invalid
+                                  : !own.empty()    ? own
                                   : !ends.empty()   ? ends
                                   : !silent.empty() ? silent
                                                     : suspects;

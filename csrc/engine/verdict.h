@@ -1,4 +1,5 @@
-// Who is to blame when an operation fails: drawn from all survivors' reports, so that all name the same ranks.
+// Who is to blame when an operation fails: drawn from all survivors' reports, so that all name the
+// same ranks.
 #pragma once
 
 #include <optional>
@@ -16,15 +17,16 @@ struct Verdict {
   std::string text;
 };
 
-// reports[r] is rank r's, if it made one; at least one is present. The earliest operation that failed is looked
-// at. A rank whose message was seen to be invalid is to blame; else one that failed by itself; else the ends of
-// the chains of who waited for whom: suspects that did not report waiting for somebody else in that operation, or
-// that claim to have sent what the waiting rank's whole deadline was not enough to bring. Where all wait in a circle,
-// those whose messages are missing.
+// reports[r] is rank r's, if it made one; at least one is present. The earliest operation that
+// failed is looked at. A rank whose message was seen to be invalid is to blame; else one that
+// failed by itself; else the ends of the chains of who waited for whom: suspects that did not
+// report waiting for somebody else in that operation, or that claim to have sent what the waiting
+// rank's whole deadline was not enough to bring. Where all wait in a circle, those whose messages
+// are missing.
 Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 
-// True when no further report can come: every rank has reported, or is gone without, as a rank posts its report before
-// it closes its connections.
+// True when no further report can come: every rank has reported, or is gone without, as a rank
+// posts its report before it closes its connections.
 bool settled(std::span<const std::optional<FailureReport>> reports);
 
 }  // namespace sparsecomm

@@ -1,6 +1,7 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
+
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
@@ -16,7 +17,8 @@ namespace {
 
 double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
-// A communicator of its own and an exchange of one tensor at a time: what benchmarks and tests drive.
+// A communicator of its own and an exchange of one tensor at a time: what benchmarks and tests
+// drive.
 class Exchange {
  public:
   Exchange(std::shared_ptr<Communicator> communicator, std::int64_t numel, at::ScalarType dtype,
@@ -30,8 +32,8 @@ class Exchange {
     require(gradient.is_contiguous() && gradient.device().is_cpu() &&
                 gradient.scalar_type() == group_->dtype() &&
                 gradient.numel() == group_->residual().numel(),
-            "the gradient must be a contiguous CPU tensor of ", group_->residual().numel(), " elements of ",
-            at::toString(group_->dtype()), ", not ", gradient.numel(), " of ",
+            "the gradient must be a contiguous CPU tensor of ", group_->residual().numel(),
+            " elements of ", at::toString(group_->dtype()), ", not ", gradient.numel(), " of ",
             at::toString(gradient.scalar_type()), " on ", gradient.device().str());
     group_->arrive(group_->members().front(), gradient.data_ptr());
     std::exception_ptr failure;
@@ -87,7 +89,8 @@ IndexCodecChoice find_index_codec(std::string const& name) {
   if (name == "smallest") return IndexCodecChoice::smallest;
   if (name == "raw32") return IndexCodecChoice::raw32;
   if (name == "delta") return IndexCodecChoice::delta;
-  throw InvalidArgument(concat("index codec '", name, "' is unknown; choose one of smallest, raw32, delta"));
+  throw InvalidArgument(
+      concat("index codec '", name, "' is unknown; choose one of smallest, raw32, delta"));
 }
 
 ExchangeOptions make_options(std::string algorithm, double density, std::string const& between,
@@ -155,7 +158,8 @@ void bind_engine(py::module_& module) {
            py::arg("balance_factor"), py::arg("index_codec"), py::arg("average"));
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
+      .def(py::init([](c10::intrusive_ptr<c10d::Backend> group,
+                       c10::intrusive_ptr<c10d::Store> store,
                        std::chrono::duration<double> timeout) {
              CommunicatorOptions options;
              options.timeout = std::chrono::duration_cast<Duration>(timeout);
@@ -182,8 +186,8 @@ void bind_engine(py::module_& module) {
       .def("threshold", [](Exchange const& self) { return self.state().local_threshold; });
 
   module.def("algorithms", &describe_algorithms);
-  module.def("cost", &cost_of, py::arg("algorithm"), py::arg("ranks"), py::arg("extent"), py::arg("k"),
-             py::arg("value_bytes"));
+  module.def("cost", &cost_of, py::arg("algorithm"), py::arg("ranks"), py::arg("extent"),
+             py::arg("k"), py::arg("value_bytes"));
   module.def("build_info", &build_info);
 }
 

@@ -1,11 +1,11 @@
 #include <pybind11/chrono.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/Store.hpp>
-#include <torch/csrc/distributed/c10d/Work.hpp>
-#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
 #include <optional>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+#include <torch/csrc/distributed/c10d/Work.hpp>
+#include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings.h"
 #include "c10d_transport.h"
@@ -52,14 +52,16 @@ class PythonValue final : public c10::ivalue::PyObjectHolder {
 // Hands a future to Python: Work is what torch has bound, with get_future().
 class FutureWork final : public c10d::Work {
  public:
-  explicit FutureWork(c10::intrusive_ptr<c10::ivalue::Future> future) : future_(std::move(future)) {}
+  explicit FutureWork(c10::intrusive_ptr<c10::ivalue::Future> future)
+      : future_(std::move(future)) {}
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
 
  private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
-// The progress thread may have to take the GIL to drop a Python object, so whoever joins it must not hold the GIL.
+// The progress thread may have to take the GIL to drop a Python object, so whoever joins it must
+// not hold the GIL.
 void delete_without_gil(HookState* state) {
   std::optional<py::gil_scoped_release> release;
   if (PyGILState_Check() != 0) release.emplace();
@@ -100,7 +102,9 @@ HookCheckpoint from_dict(py::dict const& saved) {
 
 py::dict stats_dict(HookState const& state) {
   HookStats const stats = state.stats();
-  auto const seconds = [](Duration duration) { return std::chrono::duration<double>(duration).count(); };
+  auto const seconds = [](Duration duration) {
+    return std::chrono::duration<double>(duration).count();
+  };
   auto const per_element = [&](std::uint64_t count) {
     return stats.exchange.numel == 0
                ? 0.0

@@ -5,8 +5,8 @@
 
 namespace sparsecomm {
 
-void bind_engine(pybind11::module_& module);         // options, Communicator, Exchange, build information
-void bind_hooks(pybind11::module_& module);          // HookState, register_hook
+void bind_engine(pybind11::module_& module);  // options, Communicator, Exchange, build information
+void bind_hooks(pybind11::module_& module);   // HookState, register_hook
 void bind_process_group(pybind11::module_& module);  // the backend "sparsecomm"
 
 }  // namespace sparsecomm

@@ -1,9 +1,8 @@
 #include "c10d_transport.h"
 
-#include <torch/csrc/distributed/c10d/Work.hpp>
-
 #include <mutex>
 #include <sstream>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
@@ -76,7 +75,8 @@ class C10dTransport final : public Transport {
                              deadline.allowance_seconds(), " s"),
                       {slot.peer});
       }
-      throw PeerLost(concat("the connection to rank ", slot.peer, " broke: ", error.what()), {slot.peer});
+      throw PeerLost(concat("the connection to rank ", slot.peer, " broke: ", error.what()),
+                     {slot.peer});
     }
     return slot.bytes;  // gloo does not say how many came
   }
@@ -90,7 +90,8 @@ class C10dTransport final : public Transport {
     try {
       store_->set(board_key(rank()), serialize(report));
     } catch (std::exception const&) {
-      // The board is gone, most likely with the rank that served it: each survivor judges by itself.
+      // The board is gone, most likely with the rank that served it: each survivor judges by
+      // itself.
     }
   }
 

@@ -9,8 +9,8 @@
 
 namespace sparsecomm {
 
-// A lost peer, a timeout or an aborted operation becomes torch.distributed.DistBackendError, in Python too; other
-// errors stay what they are.
+// A lost peer, a timeout or an aborted operation becomes torch.distributed.DistBackendError, in
+// Python too; other errors stay what they are.
 inline std::exception_ptr as_distributed_error(std::exception_ptr const& error) {
   auto const convert = [](std::exception const& exception) {
     return std::make_exception_ptr(

@@ -55,14 +55,16 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
                                                        c10::TypePtr type) {
   at::Tensor& buffer = bucket.getBufferRef();
   require(communicator_ != nullptr, "this state has no process group yet");
-  require(buffer.layout() == at::kStrided,
-          "bucket ", bucket.getIndex(), " holds a sparse gradient; this hook compresses dense gradients: use "
+  require(buffer.layout() == at::kStrided, "bucket ", bucket.getIndex(),
+          " holds a sparse gradient; this hook compresses dense gradients: use "
           "torch.nn.Embedding(sparse=False), or no hook and the backend \"sparsecomm\"");
   require(buffer.device().is_cpu(), "bucket ", bucket.getIndex(), " is on ", buffer.device().str(),
-          "; this build exchanges CPU gradients only: move the model to the CPU, or train without the hook");
+          "; this build exchanges CPU gradients only: move the model to the CPU, or train without "
+          "the hook");
 
   if (bucket.getIndex() == 0) {
-    // A step that was broken off, by an exception in the backward pass say, may have left gradients here.
+    // A step that was broken off, by an exception in the backward pass say, may have left gradients
+    // here.
     for (auto const& group : groups_) group->discard_arrivals();
     waiting_.clear();
   }
@@ -109,10 +111,12 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
   std::size_t offset = 0;
   for (at::Tensor const& parameter : parameters) {
     if (places_.contains(parameter.unsafeGetTensorImpl())) continue;
-    require(!sealed_, "a parameter of shape ", parameter.sizes(),
-            " was not in this state's first step: a state belongs to one model; make one per model");
-    require(!parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
-            " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
+    require(
+        !sealed_, "a parameter of shape ", parameter.sizes(),
+        " was not in this state's first step: a state belongs to one model; make one per model");
+    require(
+        !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
+        " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
     auto const numel = static_cast<std::size_t>(parameter.numel());
     members.push_back({key_of(parameter), offset, numel});
     fresh.push_back(parameter);
@@ -120,7 +124,8 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
   }
   if (members.empty()) return;
   std::string const name = concat(groups_.size(), " from ", members.front().key);
-  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_));
+  groups_.push_back(
+      ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_));
   for (std::size_t i = 0; i < fresh.size(); ++i) {
     places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
     parameters_.push_back(fresh[i]);
@@ -135,7 +140,8 @@ std::string HookState::key_of(at::Tensor const& parameter) {
   auto const name = names_.find(parameter.unsafeGetTensorImpl());
   if (name != names_.end()) return name->second;
   require(names_.empty(), "a parameter of shape ", parameter.sizes(),
-          " is not among the named parameters of this state: a state belongs to one model; make one per model");
+          " is not among the named parameters of this state: a state belongs to one model; make "
+          "one per model");
   return concat("parameter.", unnamed_++);
 }
 
@@ -143,13 +149,14 @@ std::string HookState::key_of(at::Tensor const& parameter) {
 void HookState::check_loaded(ParameterGroup const& group) const {
   for (ParameterGroup::Member const& member : group.members()) {
     auto const saved = loaded_->residuals.find(member.key);
-    require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", member.key,
-            "; it belongs to another model, or was saved with other parameter names");
+    require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ",
+            member.key, "; it belongs to another model, or was saved with other parameter names");
     require(saved->second.numel() == static_cast<std::int64_t>(member.numel),
-            "the loaded residual of ", member.key, " has ", saved->second.numel(), " entries, the parameter ",
-            member.numel, "; it belongs to another model");
-    require(saved->second.scalar_type() == group.residual().scalar_type(), "the loaded residual of ",
-            member.key, " is ", at::toString(saved->second.scalar_type()), ", that of this model ",
+            "the loaded residual of ", member.key, " has ", saved->second.numel(),
+            " entries, the parameter ", member.numel, "; it belongs to another model");
+    require(saved->second.scalar_type() == group.residual().scalar_type(),
+            "the loaded residual of ", member.key, " is ",
+            at::toString(saved->second.scalar_type()), ", that of this model ",
             at::toString(group.residual().scalar_type()), "; it belongs to another model");
   }
 }
@@ -234,7 +241,8 @@ void HookState::load(HookCheckpoint checkpoint) {
 
 void HookState::require_idle(char const* what) const {
   bool const idle = std::ranges::none_of(groups_, [](auto const& group) { return group->busy(); });
-  require(idle, "cannot ", what, " while gradients are being exchanged; do it after backward() has returned");
+  require(idle, "cannot ", what,
+          " while gradients are being exchanged; do it after backward() has returned");
 }
 
 }  // namespace sparsecomm

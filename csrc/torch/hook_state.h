@@ -2,12 +2,12 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -31,28 +31,30 @@ struct HookStats {
   Counters counters;       // of the communicator
 };
 
-// Not thread-safe but for what run() and the progress thread share: called by whoever runs the backward pass.
+// Not thread-safe but for what run() and the progress thread share: called by whoever runs the
+// backward pass.
 class HookState : public std::enable_shared_from_this<HookState> {
  public:
   HookState(ExchangeOptions options, CommunicatorOptions communicator_options);
 
-  // Before the first run(). The names become the keys of the checkpoint; without them keys count up in the order
-  // in which the first step brings the parameters.
+  // Before the first run(). The names become the keys of the checkpoint; without them keys count up
+  // in the order in which the first step brings the parameters.
   void name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters);
   void connect(std::unique_ptr<Transport> transport);
   bool connected() const { return communicator_ != nullptr; }
 
-  // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as whoever waits
-  // for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be exchanged; what fails later
-  // completes the future with the error.
+  // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
+  // whoever waits for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be
+  // exchanged; what fails later completes the future with the error.
   c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket, c10::IValue value,
                                               c10::TypePtr type);
 
   void set_density(double density);
   HookStats stats() const;
 
-  // Both throw InvalidArgument while a step is being exchanged. A checkpoint loaded before the first step is
-  // applied as parameters appear, and what fits none of them is an error at the end of that step.
+  // Both throw InvalidArgument while a step is being exchanged. A checkpoint loaded before the
+  // first step is applied as parameters appear, and what fits none of them is an error at the end
+  // of that step.
   HookCheckpoint checkpoint() const;
   void load(HookCheckpoint checkpoint);
 

@@ -11,8 +11,9 @@
 namespace sparsecomm {
 namespace {
 
-// How long one look at the store may block, and so delay an abort().
-constexpr std::chrono::milliseconds patience{250};
+// Between two looks at the store.
+constexpr Duration shortest_pause = std::chrono::milliseconds(1);
+constexpr Duration longest_pause = std::chrono::milliseconds(50);
 
 std::string join_key(int rank) { return concat("joined/", rank); }
 
@@ -82,31 +83,32 @@ class LazyTransport final : public Transport {
     }
   }
 
-  // Waits until every rank has come here.
+  // Waits until every rank has come here. Asks again and again, since a wait of the store's cannot
+  // be broken off.
   void meet(c10d::Store& store) const {
     Deadline const deadline(steady_clock(), timeout_);
-    std::vector<std::string> keys;
-    for (int rank = 0; rank < size(); ++rank) keys.push_back(join_key(rank));
     store.set(join_key(rank()), std::vector<std::uint8_t>{1});
-    while (!store.check(keys)) {
+    if (store.add("joined", 1) >= size()) store.set("complete", std::vector<std::uint8_t>{1});
+    for (Duration pause = shortest_pause; !store.check({"complete"});
+         pause = std::min(2 * pause, longest_pause)) {
       require<Aborted>(!aborted_, "the group was closed before all ranks had joined the operation");
       if (deadline.passed()) {
-        std::vector<int> missing;
-        for (int rank = 0; rank < size(); ++rank) {
-          if (!store.check({join_key(rank)})) missing.push_back(rank);
-        }
+        std::vector<int> const missing = absent(store);
         if (missing.empty()) return;
         throw Timeout(concat(join_ranks(missing), " did not join the operation within ",
                              deadline.allowance_seconds(), " s"),
                       missing);
       }
-      try {
-        auto const left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
-        store.wait(keys, std::clamp(left, std::chrono::milliseconds(1), patience));
-      } catch (std::exception const&) {
-        // Not yet; where the store itself is gone, check() throws.
-      }
+      std::this_thread::sleep_for(std::min(pause, deadline.remaining()));
     }
+  }
+
+  std::vector<int> absent(c10d::Store& store) const {
+    std::vector<int> ranks;
+    for (int rank = 0; rank < size(); ++rank) {
+      if (!store.check({join_key(rank)})) ranks.push_back(rank);
+    }
+    return ranks;
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;

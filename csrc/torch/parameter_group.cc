@@ -56,9 +56,10 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
     case at::kBFloat16:
       return typed.template operator()<BFloat16>();
     default:
-      throw InvalidArgument(concat("gradients of dtype ", at::toString(dtype),
-                                   " cannot be exchanged sparsely; parameters must be float32, float64, "
-                                   "float16 or bfloat16"));
+      throw InvalidArgument(
+          concat("gradients of dtype ", at::toString(dtype),
+                 " cannot be exchanged sparsely; parameters must be float32, float64, "
+                 "float16 or bfloat16"));
   }
 }
 
@@ -66,7 +67,8 @@ ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members
                                Communicator& communicator)
     : dtype_(dtype), members_(std::move(members)), communicator_(communicator) {
   for (Member const& member : members_) numel_ += member.numel;
-  residual_ = at::zeros({static_cast<std::int64_t>(numel_)}, dtype == at::kDouble ? at::kDouble : at::kFloat);
+  residual_ = at::zeros({static_cast<std::int64_t>(numel_)},
+                        dtype == at::kDouble ? at::kDouble : at::kFloat);
 }
 
 at::Tensor ParameterGroup::residual_of(Member const& member) const {
@@ -75,7 +77,8 @@ at::Tensor ParameterGroup::residual_of(Member const& member) const {
 }
 
 bool ParameterGroup::arrive(Member const& member, void* data) {
-  require(!busy_, "the gradients of a new step arrived while those of the last one are being exchanged");
+  require(!busy_,
+          "the gradients of a new step arrived while those of the last one are being exchanged");
   arrivals_.push_back({member.offset, static_cast<std::byte*>(data), member.numel});
   arrived_ += member.numel;
   require(arrived_ <= numel_, "parameter ", member.key, " arrived twice in one step");

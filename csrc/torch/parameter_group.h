@@ -1,8 +1,9 @@
 // Parameters whose gradients are exchanged together, with their residuals.
 //
-// A group is formed by the first bucket that brings its parameters, and stays as it is: DDP rebuilds its buckets
-// after the first iteration, and a run that is resumed starts with the initial ones again, but what is selected
-// must not depend on that. So a group waits until the buckets of a step have brought all of its parameters.
+// A group is formed by the first bucket that brings its parameters, and stays as it is: DDP
+// rebuilds its buckets after the first iteration, and a run that is resumed starts with the initial
+// ones again, but what is selected must not depend on that. So a group waits until the buckets of a
+// step have brought all of its parameters.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -27,7 +28,8 @@ class ParameterGroup {
   // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16.
   static std::unique_ptr<ParameterGroup> make(std::string const& name, at::ScalarType dtype,
                                               std::vector<Member> members,
-                                              ExchangeOptions const& options, Communicator& communicator);
+                                              ExchangeOptions const& options,
+                                              Communicator& communicator);
   virtual ~ParameterGroup() = default;
 
   std::vector<Member> const& members() const { return members_; }
@@ -36,7 +38,8 @@ class ParameterGroup {
   at::Tensor const& residual() const { return residual_; }
   at::Tensor residual_of(Member const& member) const;
 
-  // A member's gradient for this step: its numel elements start at `data`. True when it was the last one.
+  // A member's gradient for this step: its numel elements start at `data`. True when it was the
+  // last one.
   bool arrive(Member const& member, void* data);
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();

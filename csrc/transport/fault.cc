@@ -20,7 +20,9 @@ class FaultyTransport final : public Transport {
   void post_failure(FailureReport const& report) noexcept override {
     if (!died_) inner_->post_failure(report);
   }
-  std::vector<std::optional<FailureReport>> failures() noexcept override { return inner_->failures(); }
+  std::vector<std::optional<FailureReport>> failures() noexcept override {
+    return inner_->failures();
+  }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {

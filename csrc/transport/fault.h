@@ -1,4 +1,5 @@
-// Fault injection: a transport that misbehaves at one chosen message. For tests of everything above it.
+// Fault injection: a transport that misbehaves at one chosen message. For tests of everything above
+// it.
 #pragma once
 
 #include <memory>

@@ -40,15 +40,18 @@ class InprocTransport final : public Transport {
     if (!slot.receive) return 0;
     std::unique_lock lock(hub_->mutex);
     auto& queue = hub_->mailboxes[rank()].messages[{slot.peer, slot.tag}];
-    auto const settled = [&] { return !queue.empty() || hub_->gone[slot.peer] || hub_->gone[rank()]; };
+    auto const settled = [&] {
+      return !queue.empty() || hub_->gone[slot.peer] || hub_->gone[rank()];
+    };
     bool const in_time = hub_->changed.wait_for(lock, deadline.remaining(), settled);
     if (hub_->gone[rank()]) throw PeerLost("this rank's transport was aborted", {slot.peer});
     if (queue.empty()) {
       if (in_time) {
         throw PeerLost(concat("rank ", slot.peer, " is gone"), {slot.peer});
       }
-      throw Timeout(concat("rank ", slot.peer, " sent nothing within ", deadline.allowance_seconds(), " s"),
-                    {slot.peer});
+      throw Timeout(
+          concat("rank ", slot.peer, " sent nothing within ", deadline.allowance_seconds(), " s"),
+          {slot.peer});
     }
     Hub::Message const message = std::move(queue.front());
     queue.pop_front();

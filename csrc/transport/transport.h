@@ -1,4 +1,5 @@
-// Point-to-point messages between the ranks of one communicator. One thread uses a transport at a time (the communicator's progress thread).
+// Point-to-point messages between the ranks of one communicator. One thread uses a transport at a
+// time (the communicator's progress thread).
 #pragma once
 
 #include <cstddef>
@@ -38,8 +39,8 @@ struct Counters {
 // What a rank publishes when an operation fails under it; engine/verdict.h draws the conclusion.
 struct FailureReport {
   enum class Cause : std::uint8_t {
-    own = 0,      // something on this rank itself: no suspects
-    lost = 1,     // the connection to a suspect broke, perhaps because it failed for its own reasons
+    own = 0,   // something on this rank itself: no suspects
+    lost = 1,  // the connection to a suspect broke, perhaps because it failed for its own reasons
     timeout = 2,  // the deadline passed while waiting for a suspect
     invalid = 3,  // a suspect's message failed validation: first-hand evidence
   };
@@ -47,14 +48,16 @@ struct FailureReport {
   Cause cause = Cause::own;
   std::vector<int> suspects;
   std::string text;
-  // Messages to and from each peer so far: tell a message that was never sent from one that was lost.
+  // Messages to and from each peer so far: tell a message that was never sent from one that was
+  // lost.
   std::vector<std::uint64_t> sent{}, received{};
 };
 
 class Transport {
  public:
   Transport(int rank, int size) : rank_(rank), size_(size), counters_(size) {
-    require(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " is not one of ", size, " ranks");
+    require(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " is not one of ", size,
+            " ranks");
   }
   virtual ~Transport() = default;
   Transport(Transport const&) = delete;
@@ -76,18 +79,19 @@ class Transport {
     check_peer(peer);
     return do_irecv(peer, tag, bytes);
   }
-  // Blocks until the request is complete and releases it. Returns how many bytes arrived; an engine that cannot
-  // tell returns the size of the buffer. Throws PeerLost when the peer is gone or the transport
-  // has been aborted, Timeout when the deadline passes; either way the request is released.
+  // Blocks until the request is complete and releases it. Returns how many bytes arrived; an engine
+  // that cannot tell returns the size of the buffer. Throws PeerLost when the peer is gone or the
+  // transport has been aborted, Timeout when the deadline passes; either way the request is
+  // released.
   virtual std::size_t wait(Request& request, Deadline const& deadline) = 0;
 
-  // Breaks the transport for good: every pending and later operation of this rank throws, and peers that wait
-  // for this rank learn of it as soon as the engine can tell them. Never throws.
+  // Breaks the transport for good: every pending and later operation of this rank throws, and peers
+  // that wait for this rank learn of it as soon as the engine can tell them. Never throws.
   virtual void abort() noexcept = 0;
 
-  // The failure board, out of band: used only after something went wrong. post_failure() publishes this rank's
-  // report; failures() reads those published so far, [rank], its own included. Neither throws: where the
-  // board itself is unreachable the reports are missing.
+  // The failure board, out of band: used only after something went wrong. post_failure() publishes
+  // this rank's report; failures() reads those published so far, [rank], its own included. Neither
+  // throws: where the board itself is unreachable the reports are missing.
   virtual void post_failure(FailureReport const& report) noexcept = 0;
   virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
 
@@ -104,8 +108,8 @@ class Transport {
 
  private:
   void check_peer(int peer) const {
-    require(peer >= 0 && peer < size_ && peer != rank_, "peer ", peer, " is not another one of ", size_,
-            " ranks (this is rank ", rank_, ")");
+    require(peer >= 0 && peer < size_ && peer != rank_, "peer ", peer, " is not another one of ",
+            size_, " ranks (this is rank ", rank_, ")");
   }
   int rank_, size_;
   Counters counters_;

@@ -1,6 +1,4 @@
 // Contracts 1 to 6 and 9 for every algorithm in the table.
-#include "engine/gradient_exchange.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,13 +6,15 @@
 #include <cstring>
 #include <mutex>
 
+#include "engine/gradient_exchange.h"
 #include "gradients.h"
 #include "ranks.h"
 
 namespace sparsecomm::test {
 namespace {
 
-// What one rank's exchange worked on and left behind, in double: exact for every type and value used here.
+// What one rank's exchange worked on and left behind, in double: exact for every type and value
+// used here.
 struct Outcome {
   std::vector<double> result, residual;
   std::vector<std::byte> bits;
@@ -49,8 +49,9 @@ struct Case {
   int segments = 1;
 
   std::string text() const {
-    return concat(algorithm, ", P=", ranks, ", N=", numel, ", density ", density, ", ", name(schedule.between),
-                  '/', schedule.period, ", ", pattern.name, ", segments ", segments);
+    return concat(algorithm, ", P=", ranks, ", N=", numel, ", density ", density, ", ",
+                  name(schedule.between), '/', schedule.period, ", ", pattern.name, ", segments ",
+                  segments);
   }
 };
 
@@ -67,7 +68,8 @@ void check_contracts(Case const& c) {
     options.schedule = c.schedule;
     options.collective.partition_period = 2;
     options.average = false;  // a sum of integers is exact, a third of it is not
-    auto const exchange = std::make_shared<GradientExchange<T>>("test", c.numel, options, communicator);
+    auto const exchange =
+        std::make_shared<GradientExchange<T>>("test", c.numel, options, communicator);
     std::vector<V> residual(c.numel, V{0});
     for (int step = 0; step < c.steps; ++step) {
       auto gradient = typed<T>(c.pattern.make(communicator.rank(), c.ranks, c.numel, step));
@@ -75,8 +77,8 @@ void check_contracts(Case const& c) {
       for (int s = 0; s < c.segments; ++s) {
         std::size_t const first = c.numel * s / c.segments;
         std::size_t const count = c.numel * (s + 1) / c.segments - first;
-        segments.push_back({std::span(gradient).subspan(first, count),
-                            std::span(residual).subspan(first, count)});
+        segments.push_back(
+            {std::span(gradient).subspan(first, count), std::span(residual).subspan(first, count)});
       }
       exchange->bind(segments);
       communicator.submit(exchange).wait();
@@ -98,7 +100,8 @@ void check_contracts(Case const& c) {
     for (int rank = 0; rank < c.ranks; ++rank) {
       auto const gradient = c.pattern.make(rank, c.ranks, c.numel, step);
       for (std::size_t i = 0; i < c.numel; ++i) carried[i] += gradient[i];
-      ASSERT_EQ(outcomes[step][rank].bits, outcomes[step][0].bits) << "rank " << rank << " differs at " << step;
+      ASSERT_EQ(outcomes[step][rank].bits, outcomes[step][0].bits)
+          << "rank " << rank << " differs at " << step;
     }
     std::size_t nonzero = 0;
     for (std::size_t i = 0; i < c.numel; ++i) {
@@ -107,7 +110,8 @@ void check_contracts(Case const& c) {
       carried[i] -= total;
       double kept = 0;
       for (int rank = 0; rank < c.ranks; ++rank) kept += outcomes[step][rank].residual[i];
-      ASSERT_EQ(kept, carried[i]) << "mass lost or counted twice at entry " << i << " of step " << step;
+      ASSERT_EQ(kept, carried[i]) << "mass lost or counted twice at entry " << i << " of step "
+                                  << step;
     }
     if (find_algorithm(c.algorithm).top_k_result && c.schedule.between != ThresholdSource::reused) {
       ASSERT_LE(nonzero, k);
@@ -164,15 +168,18 @@ TEST_P(ExchangeTest, SegmentsOfOneGradientAreExchangedAsOne) {
 }
 
 TEST_P(ExchangeTest, NonFiniteGradientPoisonsEveryRankAndSparesResiduals) {
-  for (float const poison : {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
-                             -std::numeric_limits<float>::infinity()}) {
+  for (float const poison :
+       {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+        -std::numeric_limits<float>::infinity()}) {
     for (int const ranks : {1, 2, 5}) {
       auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
         ExchangeOptions options;
         options.algorithm = GetParam();
-        auto const exchange = std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
+        auto const exchange =
+            std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
         std::vector<float> residual(100, 0.0f);
-        std::vector<float> gradient = typed<float>(patterns[0].make(communicator.rank(), ranks, 100, 0));
+        std::vector<float> gradient =
+            typed<float>(patterns[0].make(communicator.rank(), ranks, 100, 0));
         exchange->bind({{gradient, residual}});
         communicator.submit(exchange).wait();
         auto const before = residual;
@@ -181,7 +188,8 @@ TEST_P(ExchangeTest, NonFiniteGradientPoisonsEveryRankAndSparesResiduals) {
         exchange->bind({{gradient, residual}});
         communicator.submit(exchange).wait();
         EXPECT_FALSE(std::isfinite(gradient[42])) << "on rank " << communicator.rank();
-        EXPECT_EQ(std::memcmp(before.data(), residual.data(), 400), 0) << "on rank " << communicator.rank();
+        EXPECT_EQ(std::memcmp(before.data(), residual.data(), 400), 0)
+            << "on rank " << communicator.rank();
         // And the next step is an ordinary one.
         gradient = typed<float>(patterns[0].make(communicator.rank(), ranks, 100, 2));
         exchange->bind({{gradient, residual}});
@@ -199,10 +207,12 @@ TEST_P(ExchangeTest, AveragesExactlyWhereTheAverageIsRepresentable) {
       ExchangeOptions options;
       options.algorithm = GetParam();
       options.density = 1.0;
-      auto const exchange = std::make_shared<GradientExchange<float>>("test", 50, options, communicator);
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", 50, options, communicator);
       std::vector<float> residual(50, 0.0f);
       std::vector<float> gradient(50);
-      for (int i = 0; i < 50; ++i) gradient[i] = static_cast<float>(i * (communicator.rank() == 0 ? ranks : 0));
+      for (int i = 0; i < 50; ++i)
+        gradient[i] = static_cast<float>(i * (communicator.rank() == 0 ? ranks : 0));
       exchange->bind({{gradient, residual}});
       communicator.submit(exchange).wait();
       for (int i = 0; i < 50; ++i) EXPECT_EQ(gradient[i], static_cast<float>(i));
@@ -224,7 +234,8 @@ TEST_P(ExchangeTest, CountedMessagesAndBytesStayUnderTheCostFormula) {
       options.density = density;
       options.schedule = {ThresholdSource::exact, 1};
       options.collective.frame = {IndexCodecChoice::raw32, false};
-      auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
       std::vector<float> residual(numel, 0.0f);
       auto gradient = std::vector<float>(numel);
       auto random = generator(communicator.rank(), 0);
@@ -288,7 +299,8 @@ TEST(OkTopkTest, ResultIsTheTopKOfTheSumOfTheTopKs) {
       options.density = static_cast<double>(k) / numel;
       options.schedule = {ThresholdSource::exact, 1};
       options.average = false;
-      auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
       std::vector<float> residual(numel, 0.0f);
       auto gradient = gradient_of(communicator.rank());
       exchange->bind({{gradient, residual}});
@@ -307,7 +319,8 @@ TEST(OkTopkTest, DefaultScheduleKeepsTheNumberSelectedWithin15PercentOfK) {
   auto const errors = run_ranks(2, [&](Communicator& communicator) {
     ExchangeOptions options;
     options.density = 0.02;
-    auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+    auto const exchange =
+        std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
     std::vector<float> residual(numel, 0.0f);
     std::vector<float> gradient(numel);
     auto random = generator(communicator.rank(), 3);
@@ -315,7 +328,8 @@ TEST(OkTopkTest, DefaultScheduleKeepsTheNumberSelectedWithin15PercentOfK) {
     double const k = options.density * numel;
     std::uint64_t selected = 0, nnz = 0;
     for (int step = 0; step < 12; ++step) {
-      float const scale = std::exp2(static_cast<float>(step % 5) - 2);  // gradients that change quickly
+      float const scale =
+          std::exp2(static_cast<float>(step % 5) - 2);  // gradients that change quickly
       for (float& x : gradient) x = scale * heavy_tailed(random);
       exchange->bind({{gradient, residual}});
       communicator.submit(exchange).wait();
@@ -336,8 +350,10 @@ TEST(OkTopkTest, AResumedExchangeIsBitIdentical) {
       ExchangeOptions options;
       options.schedule = {source.id, 4};
       options.collective.partition_period = 3;
-      auto const straight = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
-      auto resumed = std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      auto const straight =
+          std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      auto resumed =
+          std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
       std::vector<float> residuals[2] = {std::vector<float>(numel), std::vector<float>(numel)};
       for (std::uint64_t step = 0; step < 10; ++step) {
         if (step == 6) {

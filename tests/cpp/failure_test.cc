@@ -13,7 +13,9 @@ namespace {
 
 using std::chrono::milliseconds;
 
-CommunicatorOptions quick() { return {.timeout = milliseconds(300), .failure_grace = milliseconds(300)}; }
+CommunicatorOptions quick() {
+  return {.timeout = milliseconds(300), .failure_grace = milliseconds(300)};
+}
 
 struct Survivor {
   std::string error;
@@ -38,7 +40,8 @@ ExchangeOptions failure_options(std::string const& algorithm) {
   return options;
 }
 
-std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std::size_t numel, int rank) {
+std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std::size_t numel,
+                                    int rank) {
   std::uint64_t messages = 0;
   expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
     auto const exchange = std::make_shared<GradientExchange<float>>(
@@ -50,13 +53,14 @@ std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std
       exchange->bind({{gradient, residual}});
       communicator.submit(exchange).wait();
     }
-    if (communicator.rank() == rank) messages = Counters::total(communicator.counters().sent_messages);
+    if (communicator.rank() == rank)
+      messages = Counters::total(communicator.counters().sent_messages);
   }));
   return messages;
 }
 
-// A fault at every message of rank 1. A rank that needs nothing more from the culprit may complete the operation at
-// hand, so each survivor must fail in that operation or in the next one.
+// A fault at every message of rank 1. A rank that needs nothing more from the culprit may complete
+// the operation at hand, so each survivor must fail in that operation or in the next one.
 void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind kind) {
   std::size_t const numel = 600;
   int const culprit = 1;
@@ -84,8 +88,9 @@ void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind k
             } catch (Error const& error) {
               survivor.error = error.what();
               for (std::size_t i = 0; i < numel; ++i) {
-                survivor.conserved = survivor.conserved &&
-                                     gradient[i] + residual[i] == before[i] + static_cast<float>(input[i]);
+                survivor.conserved =
+                    survivor.conserved &&
+                    gradient[i] + residual[i] == before[i] + static_cast<float>(input[i]);
               }
               try {
                 communicator.submit(exchange).wait();
@@ -107,7 +112,8 @@ void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind k
       EXPECT_TRUE(survivors[rank].conserved) << "rank " << rank << " lost gradient mass";
       EXPECT_TRUE(survivors[rank].aborted_later) << "rank " << rank;
       if (algorithm != "dense" && kind == FaultKind::die) {
-        EXPECT_NE(survivors[rank].error.find("rank 1 left"), std::string::npos) << survivors[rank].error;
+        EXPECT_NE(survivors[rank].error.find("rank 1 left"), std::string::npos)
+            << survivors[rank].error;
       }
     }
   }
@@ -132,27 +138,31 @@ TEST_P(FailureTest, AnyMessageMayNeverCome) {
 TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunicatorUsable) {
   for (int const ranks : {2, 3, 5}) {
     std::vector<std::string> messages(ranks);
-    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
-      int const rank = communicator.rank();
-      ExchangeOptions options;
-      options.algorithm = GetParam();
-      auto const attempt = [&](std::size_t numel, ExchangeOptions const& own) {
-        auto const exchange = std::make_shared<GradientExchange<float>>("test", numel, own, communicator);
-        std::vector<float> residual(numel, 0.0f);
-        std::vector<float> gradient(numel, 1.0f);
-        exchange->bind({{gradient, residual}});
-        communicator.submit(exchange).wait();
-      };
-      ExchangeOptions denser = options;
-      denser.density = rank == 1 ? 0.5 : 0.25;
-      try {
-        attempt(rank == 1 ? 120 : 100, denser);
-        ADD_FAILURE() << "rank " << rank << " did not notice";
-      } catch (Mismatch const& mismatch) {
-        messages[rank] = mismatch.what();
-      }
-      attempt(100, options);
-    }, quick());
+    auto const errors = run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          int const rank = communicator.rank();
+          ExchangeOptions options;
+          options.algorithm = GetParam();
+          auto const attempt = [&](std::size_t numel, ExchangeOptions const& own) {
+            auto const exchange =
+                std::make_shared<GradientExchange<float>>("test", numel, own, communicator);
+            std::vector<float> residual(numel, 0.0f);
+            std::vector<float> gradient(numel, 1.0f);
+            exchange->bind({{gradient, residual}});
+            communicator.submit(exchange).wait();
+          };
+          ExchangeOptions denser = options;
+          denser.density = rank == 1 ? 0.5 : 0.25;
+          try {
+            attempt(rank == 1 ? 120 : 100, denser);
+            ADD_FAILURE() << "rank " << rank << " did not notice";
+          } catch (Mismatch const& mismatch) {
+            messages[rank] = mismatch.what();
+          }
+          attempt(100, options);
+        },
+        quick());
     expect_no_errors(errors);
     for (std::string const& message : messages) EXPECT_EQ(message, messages[0]);
     EXPECT_NE(messages[0].find("numel: 100 on "), std::string::npos) << messages[0];
@@ -164,24 +174,28 @@ TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunica
 TEST(CommunicatorTest, ARankThatNeverComesIsNamedByAll) {
   int const ranks = 4;
   std::vector<std::string> messages(ranks);
-  auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
-    if (communicator.rank() == 2) {
-      std::this_thread::sleep_for(milliseconds(900));
-      return;
-    }
-    auto const exchange =
-        std::make_shared<GradientExchange<float>>("test", 10, ExchangeOptions{}, communicator);
-    std::vector<float> residual(10), gradient(10, 1.0f);
-    exchange->bind({{gradient, residual}});
-    try {
-      communicator.submit(exchange).wait();
-    } catch (Timeout const& timeout) {
-      EXPECT_EQ(timeout.ranks(), std::vector{2});
-      messages[communicator.rank()] = timeout.what();
-    }
-  }, quick());
+  auto const errors = run_ranks(
+      ranks,
+      [&](Communicator& communicator) {
+        if (communicator.rank() == 2) {
+          std::this_thread::sleep_for(milliseconds(900));
+          return;
+        }
+        auto const exchange =
+            std::make_shared<GradientExchange<float>>("test", 10, ExchangeOptions{}, communicator);
+        std::vector<float> residual(10), gradient(10, 1.0f);
+        exchange->bind({{gradient, residual}});
+        try {
+          communicator.submit(exchange).wait();
+        } catch (Timeout const& timeout) {
+          EXPECT_EQ(timeout.ranks(), std::vector{2});
+          messages[communicator.rank()] = timeout.what();
+        }
+      },
+      quick());
   expect_no_errors(errors);
-  for (int const rank : {0, 1, 3}) EXPECT_NE(messages[rank].find("rank 2 did not"), std::string::npos) << messages[rank];
+  for (int const rank : {0, 1, 3})
+    EXPECT_NE(messages[rank].find("rank 2 did not"), std::string::npos) << messages[rank];
 }
 
 class Throwing final : public Operation {
@@ -204,29 +218,37 @@ class Throwing final : public Operation {
 
 TEST(CommunicatorTest, ARankThatFailsBeforeTheExchangeFailsAllAndTheCommunicatorGoesOn) {
   std::vector<std::string> messages(3);
-  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
-    auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
-    try {
-      communicator.submit(operation).wait();
-    } catch (Mismatch const& error) {
-      messages[communicator.rank()] = error.what();
-    }
-  }, quick()));
-  for (auto const& message : messages) EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
+        try {
+          communicator.submit(operation).wait();
+        } catch (Mismatch const& error) {
+          messages[communicator.rank()] = error.what();
+        }
+      },
+      quick()));
+  for (auto const& message : messages)
+    EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
 }
 
 TEST(CommunicatorTest, ARankThatFailsInTheExchangeIsNamedWithItsReason) {
   std::vector<std::string> messages(3);
-  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
-    try {
-      communicator.submit(std::make_shared<Throwing>(false)).wait();
-    } catch (Error const& error) {
-      messages[communicator.rank()] = error.what();
-    }
-  }, quick()));
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        try {
+          communicator.submit(std::make_shared<Throwing>(false)).wait();
+        } catch (Error const& error) {
+          messages[communicator.rank()] = error.what();
+        }
+      },
+      quick()));
   EXPECT_EQ(messages[1], "a bug, say");
   for (int const rank : {0, 2}) {
-    EXPECT_NE(messages[rank].find("rank 1 failed: a bug, say"), std::string::npos) << messages[rank];
+    EXPECT_NE(messages[rank].find("rank 1 failed: a bug, say"), std::string::npos)
+        << messages[rank];
   }
 }
 

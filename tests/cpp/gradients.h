@@ -1,5 +1,5 @@
-// Input patterns for exchanges. All values are small integers, so that every sum of them is exact in every dtype
-// and results can be compared with ==.
+// Input patterns for exchanges. All values are small integers, so that every sum of them is exact
+// in every dtype and results can be compared with ==.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@ namespace sparsecomm::test {
 
 struct Pattern {
   std::string_view name;
-  // The gradient of `rank` at `step`; a pure function, so that any rank can know all ranks' gradients.
+  // The gradient of `rank` at `step`; a pure function, so that any rank can know all ranks'
+  // gradients.
   std::vector<int> (*make)(int rank, int size, std::size_t numel, std::uint64_t step);
 };
 
@@ -41,20 +42,23 @@ inline constexpr Pattern patterns[] = {
      [](int rank, int, std::size_t numel, std::uint64_t step) {
        auto random = generator(rank, step);
        std::vector<int> gradient(numel);
-       for (std::size_t i = 0; i < numel / 8; ++i) gradient[i] = static_cast<int>(random() % 17) - 8;
+       for (std::size_t i = 0; i < numel / 8; ++i)
+         gradient[i] = static_cast<int>(random() % 17) - 8;
        return gradient;
      }},
     {"disjoint ranks",
      [](int rank, int size, std::size_t numel, std::uint64_t) {
        std::vector<int> gradient(numel);
        for (std::size_t i = 0; i < numel; ++i) {
-         if (static_cast<int>(i * size / std::max<std::size_t>(numel, 1)) == rank) gradient[i] = 1 + int(i % 5);
+         if (static_cast<int>(i * size / std::max<std::size_t>(numel, 1)) == rank)
+           gradient[i] = 1 + int(i % 5);
        }
        return gradient;
      }},
     {"all equal",
      [](int, int, std::size_t numel, std::uint64_t) { return std::vector<int>(numel, 3); }},
-    {"all zero", [](int, int, std::size_t numel, std::uint64_t) { return std::vector<int>(numel, 0); }},
+    {"all zero",
+     [](int, int, std::size_t numel, std::uint64_t) { return std::vector<int>(numel, 0); }},
     {"zero on odd ranks",
      [](int rank, int, std::size_t numel, std::uint64_t step) {
        auto random = generator(rank, step);
@@ -65,7 +69,8 @@ inline constexpr Pattern patterns[] = {
     {"cancelling",  // the sum over ranks is zero for even P, while every rank has entries to send
      [](int rank, int, std::size_t numel, std::uint64_t) {
        std::vector<int> gradient(numel);
-       for (std::size_t i = 0; i < numel; ++i) gradient[i] = (rank % 2 == 0 ? 1 : -1) * (1 + int(i % 7));
+       for (std::size_t i = 0; i < numel; ++i)
+         gradient[i] = (rank % 2 == 0 ? 1 : -1) * (1 + int(i % 7));
        return gradient;
      }},
 };

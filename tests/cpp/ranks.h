@@ -23,9 +23,10 @@ struct RankFault {
 };
 
 // errors[r] is what rank r's function threw, null when it returned.
-inline std::vector<std::exception_ptr> run_ranks(
-    int size, std::function<void(Communicator&)> const& body, CommunicatorOptions const& options = {},
-    std::optional<RankFault> fault = std::nullopt) {
+inline std::vector<std::exception_ptr> run_ranks(int size,
+                                                 std::function<void(Communicator&)> const& body,
+                                                 CommunicatorOptions const& options = {},
+                                                 std::optional<RankFault> fault = std::nullopt) {
   auto transports = make_inproc_transports(size);
   if (fault) {
     transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);

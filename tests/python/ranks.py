@@ -50,12 +50,12 @@ def run_ranks(
 ) -> list[Any]:
     """Calls ``function(*args)`` on every rank of an initialised process group of ``size`` ranks.
 
-    The store lives in this process, as it lives in torchrun's agent. Whatever still runs after ``timeout`` seconds is
-    killed.
+    The store lives in this process, as it lives in torchrun's agent. Whatever still runs after
+    ``timeout`` seconds is killed.
 
     Returns:
-        What each rank returned; ``None`` for ranks of ``may_die`` that ended, or hung, without a result. Those are
-        not waited for once all others have ended.
+        What each rank returned; ``None`` for ranks of ``may_die`` that ended, or hung, without a
+        result. Those are not waited for once all others have ended.
 
     Raises:
         RankError: a rank raised, ended without a result, or was killed.

@@ -52,7 +52,8 @@ def make_options(algorithm: str, density: float, between: str = "sampled") -> _C
 
 def _check_matrix() -> tuple[int, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    communicator = _C.Communicator(*dedicated_gloo(None, timedelta(seconds=30)), timedelta(seconds=30))
+    patience = timedelta(seconds=30)
+    communicator = _C.Communicator(*dedicated_gloo(None, patience), patience)
     for algorithm in ALGORITHMS:
         for dtype in DTYPES:
             for pattern in PATTERNS:
@@ -88,7 +89,8 @@ def test_conservation_and_identical_replicas(size: int) -> None:
 def _check_against_torch() -> None:
     """Against torch.topk and torch's own sparse sum: u = TopK(sum of TopK(G))."""
     rank, size, numel, k = dist.get_rank(), dist.get_world_size(), 20_000, 200
-    communicator = _C.Communicator(*dedicated_gloo(None, timedelta(seconds=30)), timedelta(seconds=30))
+    patience = timedelta(seconds=30)
+    communicator = _C.Communicator(*dedicated_gloo(None, patience), patience)
     selections = []
     for other in range(size):
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(other))

@@ -254,7 +254,9 @@ def _check_resume() -> None:
             with pytest.raises(ValueError, match="another model"):
                 resumed_state.load_state_dict({**saved_state, "residuals": residuals})
             after = resumed_state.state_dict()
-            assert all(torch.equal(v, after["residuals"][k]) for k, v in before["residuals"].items())
+            assert all(
+                torch.equal(v, after["residuals"][k]) for k, v in before["residuals"].items()
+            )
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -353,7 +355,9 @@ def _check_complex_dtype() -> None:
 
     ddp = DistributedDataParallel(Complex())
     sparsecomm.register_comm_hook(ddp, OkTopkState())
-    with pytest.raises((ValueError, RuntimeError), match="ComplexFloat cannot be exchanged sparsely"):
+    with pytest.raises(
+        (ValueError, RuntimeError), match="ComplexFloat cannot be exchanged sparsely"
+    ):
         ddp(torch.ones(4)).backward()
 
 
@@ -408,7 +412,8 @@ def _lose_a_rank(how: str) -> tuple[str, float]:
         if "on purpose" in str(error):
             os._exit(1)  # as a script without a handler would, but at once
         message, seconds = str(error), time.monotonic() - start
-        assert isinstance(error, dist.DistBackendError), type(error)
+        if not isinstance(error, dist.DistBackendError):
+            raise
         with pytest.raises(RuntimeError, match="make a new one"):
             train(ddp, optimizer, range(1))
         return message, seconds
