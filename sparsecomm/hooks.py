@@ -160,8 +160,8 @@ class CompressionState:
         for key, value in expected.items():
             if state_dict[key] != value:
                 raise ValueError(
-                    f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load on "
-                    "each rank what that rank saved, with the same hook and number of ranks"
+                    f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load "
+                    "on each rank what that rank saved, with the same hook and number of ranks"
                 )
         self._native.load(
             {"residuals": dict(state_dict["residuals"]), "groups": list(state_dict["groups"])}

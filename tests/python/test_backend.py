@@ -23,6 +23,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ReduceOp
 from torch.nn.parallel import DistributedDataParallel
 
+import sparsecomm
 import sparsecomm.backend
 
 SIZES = (1, 2, 3)
@@ -604,6 +605,18 @@ def ddp_where_a_rank_has_no_entries(ours: Any) -> None:
 
 
 @case()
+def ddp_hooks_over_this_backend(ours: Any) -> None:
+    torch.manual_seed(7)
+    model = DistributedDataParallel(torch.nn.Linear(30, 4), process_group=ours)
+    sparsecomm.register_comm_hook(model, sparsecomm.OkTopkState(density=0.2))
+    for step in range(3):
+        model(dense(5, 30, seed=step)).square().mean().backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert len(set(everywhere(parameter.grad.numpy().tobytes()))) == 1
+
+
+@case()
 def under_detailed_debugging(_: Any) -> None:
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:
@@ -674,7 +687,7 @@ def an_aborted_group_says_so(_: Any) -> None:
 def a_rank_that_does_not_join(_: Any) -> None:
     last = dist.get_world_size() - 1
     for connected in (False, True):
-        group = dist.new_group(backend="sparsecomm", timeout=timedelta(seconds=1.5))
+        group = dist.new_group(backend="sparsecomm", timeout=timedelta(seconds=1))
         if connected:
             dist.all_reduce(row(0), group=group)
         if dist.get_rank() < last:

@@ -1,0 +1,107 @@
+"""Every snippet of the README does what it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def snippets(language: str) -> list[str]:
+    pattern = re.compile(rf"^```{language}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+    return [text for page in PAGES for text in pattern.findall(page.read_text())]
+
+
+def commands() -> list[str]:
+    lines = [line for text in snippets("sh") for line in text.splitlines()]
+    return [line.partition("  #")[0].strip() for line in lines if line.strip()]
+
+
+def run(command: list[str], cwd: Path, **environment: str) -> str:
+    result = subprocess.run(
+        command,
+        cwd=cwd,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("number", range(len(snippets("python"))))
+def test_python_snippet(number: int, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(snippets("python")[number])
+    run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)], tmp_path)
+
+
+@pytest.mark.parametrize("command", commands())
+def test_command(command: str, tmp_path: Path) -> None:
+    words = shlex.split(command)
+    if words[0] == "make":
+        if shutil.which("make") is None:
+            pytest.skip("needs make")
+        run(["make", "--dry-run", *words[1:]], ROOT)  # .ci/run runs them in earnest
+    elif words[0] == "sparsecomm":
+        run([sys.executable, "-m", "sparsecomm.cli", *words[1:]], tmp_path)
+    elif "torchrun" in words:
+        run_on_two_hosts(words, tmp_path)
+    elif words[0] == "pip":
+        assert words[1:3] == ["install", "--no-build-isolation"]  # test_install.py and make run it
+    else:
+        assert words[:3] == ["cmake", "-S", "csrc"], f"no test knows how to run: {command}"
+
+
+def run_on_two_hosts(words: list[str], tmp_path: Path) -> None:
+    """The multi-node command, both nodes on this host, for a few steps."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    arguments = words[words.index("torchrun") + 1 :]
+    short = ["--epochs", "1", "--max-steps", "2", "--limit", "64", "--batch", "2"]
+    nodes = []
+    for rank in ("0", "1"):
+        own = list(arguments)
+        own[own.index("--node-rank") + 1] = rank
+        own[own.index("--master-addr") + 1] = "127.0.0.1"
+        own[own.index("--master-port") + 1] = port
+        script = next(word for word in own if word.endswith(".py"))
+        own[own.index(script)] = str(ROOT / script)
+        nodes.append(
+            subprocess.Popen(
+                [*TORCHRUN, *own, *short, "--output", str(tmp_path / "run")],
+                cwd=tmp_path,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+        )
+    try:
+        for node in nodes:
+            output, _ = node.communicate(timeout=100)
+            assert node.returncode == 0, output
+    finally:
+        for node in nodes:
+            node.kill()
+    assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            if not target.startswith("http"):
+                assert (page.parent / target).exists(), f"{page.name} links to {target}"
