@@ -102,7 +102,8 @@ sanitize: setup ## run the C++ tests under the address, undefined-behaviour and 
 	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
 	cmake --build build/tsan --parallel $(JOBS)
-	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
+	TSAN_OPTIONS=suppressions=$(CURDIR)/scripts/tsan.supp \
+	  ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
 
 CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
 

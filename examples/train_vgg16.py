@@ -114,7 +114,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--data", default="digits", help="digits, or cifar10:FOLDER (python version)")
     add("--epochs", type=positive, default=5, help="passes over the training images")
     add("--batch", type=positive, default=16, help="images per rank and step")
-    add("--lr", type=positive_real, default=0.02, help="peak learning rate")
+    add("--lr", type=positive_real, default=0.01, help="peak learning rate")
     add("--seed", type=natural, default=1, help="of initialisation, order and augmentation")
     add("--output", type=Path, default=None, help="folder of the results (runs/vgg16-HOOK)")
     add("--checkpoint-every", type=natural, default=0, metavar="EPOCHS", help="0: never")
