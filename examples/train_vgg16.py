@@ -62,7 +62,7 @@ class History:
     test_accuracy: list[float] = field(default_factory=list)
     sent_bytes: list[float] = field(default_factory=list)  # up to each epoch's end, mean of ranks
     exchange_seconds: list[float] = field(default_factory=list)  # likewise
-    density: list[float] = field(default_factory=list)  # likewise, summed over the steps
+    selected: list[float] = field(default_factory=list)  # likewise, entries of the gradient
     iteration_seconds: list[float] = field(default_factory=list)  # one per step, of this rank
 
 
@@ -315,14 +315,14 @@ class Training:
         """Adds up what the ranks have measured in an epoch."""
         totals, history = self.exchange.totals, self.history
         sums = torch.tensor(
-            [loss, correct, totals.sent_bytes, totals.exchange_seconds, totals.density],
+            [loss, correct, totals.sent_bytes, totals.exchange_seconds, totals.selected],
             dtype=torch.float64,
         )
         dist.all_reduce(sums)
         history.loss.append(sums[0].item() / (steps * self.ranks))
         history.test_accuracy.append(sums[1].item() / len(self.data.test))
         for series, value in zip(
-            (history.sent_bytes, history.exchange_seconds, history.density),
+            (history.sent_bytes, history.exchange_seconds, history.selected),
             (sums[2:] / self.ranks).tolist(),
             strict=True,
         ):
@@ -344,11 +344,16 @@ class Training:
                 ("loss/train", history.loss[-1]),
                 ("accuracy/test", history.test_accuracy[-1]),
                 ("bytes/sent per rank", history.sent_bytes[-1]),
-                ("density/realised", history.density[-1] / totals.steps),
+                ("density/realised", self.realised_density()),
                 ("seconds/exchange per step", history.exchange_seconds[-1] / totals.steps),
                 ("learning rate", self.optimizer.param_groups[0]["lr"]),
             ):
                 writer.add_scalar(name, value, self.step)
+
+    def realised_density(self) -> float:
+        """The share of the gradient that was selected, mean over steps and ranks."""
+        entries = self.exchange.totals.steps * count_parameters(self.model)
+        return self.history.selected[-1] / entries
 
     def announce(self) -> None:
         if self.rank == 0:
@@ -465,7 +470,7 @@ class Training:
             "exchange_seconds": history.exchange_seconds[-1] / steps,
             "sent_bytes_per_iteration": history.sent_bytes[-1] / steps,
             "sent_bytes_source": self.exchange.bytes_source,
-            "realised_density": history.density[-1] / steps,
+            "realised_density": self.realised_density(),
             "parameters_sha256": digest,
             "curves": {
                 "loss": history.loss,

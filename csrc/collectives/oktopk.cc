@@ -91,7 +91,9 @@ template <class V>
 void OkTopk<V>::partition(Channel& channel, std::span<const std::uint32_t> indices,
                           SparseProblem const& problem) {
   std::size_t const parts = channel.size() - 1;
-  if (state_.boundaries.size() == parts && problem.step % options_.partition_period != 0) return;
+  bool const kept =
+      state_.boundaries.size() == parts && problem.step % options_.partition_period != 0;
+  if (parts == 0 || kept) return;
   proposal_.resize(parts);
   local_boundaries(indices, problem.extent, channel.size(), proposal_);
   auto const payload = std::as_bytes(std::span(proposal_));
@@ -108,7 +110,7 @@ void OkTopk<V>::partition(Channel& channel, std::span<const std::uint32_t> indic
     std::memcpy(proposal_.data(), frames[rank].values.data(), payload.size());
     channel.decode_from(rank, [&] {
       require<MalformedFrame>(
-          std::ranges::is_sorted(proposal_) && (parts == 0 || proposal_.back() <= problem.extent),
+          std::ranges::is_sorted(proposal_) && proposal_.back() <= problem.extent,
           "boundaries are not an ascending split of ", problem.extent);
     });
     for (std::size_t part = 0; part < parts; ++part) sums[part] += proposal_[part];

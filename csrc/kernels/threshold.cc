@@ -217,8 +217,7 @@ Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segment
   std::size_t const count = size / stride;
   if (count < minimum_sample) return exact_threshold(segments, k, scratch);
 
-  sample_magnitudes(
-      segments, count, [=](std::size_t i) { return phase + i * stride; }, scratch);
+  sample_magnitudes(segments, count, [=](std::size_t i) { return phase + i * stride; }, scratch);
   double const each = static_cast<double>(size) / static_cast<double>(count);
   auto const rank = static_cast<std::size_t>(std::llround(static_cast<double>(k) / each));
   std::size_t const place = std::clamp<std::size_t>(rank, 1, count);

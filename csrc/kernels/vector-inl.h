@@ -85,16 +85,17 @@ HWY_INLINE void store_zeros(D d, T* p) {
 // Signed, since no bit pattern of a magnitude has the highest bit and signed comparisons are
 // cheaper.
 template <class D>
-HWY_INLINE hn::Vec<Signed<D>> magnitudes(D d, hn::Vec<D> v) {
+HWY_INLINE hn::Vec<Signed<D>> magnitudes(D /*tag*/, hn::Vec<D> v) {
   Signed<D> const bits;
   return hn::And(hn::BitCast(bits, v), hn::Set(bits, hwy::LimitsMax<hn::TFromD<Signed<D>>>()));
 }
 
-// Where Highway's Compress is not an instruction, a table: Highway's own emulation copies its table
-// to the stack at each call with some compilers.
+// Where Highway's Compress is not an instruction (of 32-bit lanes on AVX-512), a table: Highway's
+// own emulation copies its table to the stack at each call with some compilers.
 template <class D>
 constexpr bool compresses() {
-  return (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3) || hn::MaxLanes(D()) > table_lanes;
+  return (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX3 && sizeof(hn::TFromD<D>) == 4) ||
+         hn::MaxLanes(D()) > table_lanes;
 }
 
 // The numbers of the lanes that are set, in the first lanes.

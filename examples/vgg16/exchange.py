@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
+from vgg16.model import count_parameters
+
 HOOKS = ("dense", "oktopk", "topk")
 
 
@@ -31,7 +33,7 @@ class Totals:
     steps: int = 0
     sent_bytes: float = 0
     exchange_seconds: float = 0
-    density: float = 0  # the sum over the steps of the density that was sent
+    selected: float = 0  # entries of the gradient
 
 
 class Exchange(ABC):
@@ -82,8 +84,8 @@ class DenseExchange(Exchange):
     def attach(self, ddp: DistributedDataParallel, sample: Tensor) -> None:
         ranks = dist.get_world_size()
         self._group = ddp.process_group
-        gradient = sum(4 * parameter.numel() for parameter in ddp.parameters())
-        self._step_bytes = 2 * (ranks - 1) / ranks * gradient
+        self._entries = count_parameters(ddp)
+        self._step_bytes = 2 * (ranks - 1) / ranks * 4 * self._entries
         ddp.register_comm_hook(None, self._hook)
         if ranks > 2:
             settle_buckets(ddp, sample)
@@ -113,7 +115,7 @@ class DenseExchange(Exchange):
         self.totals.steps += 1
         self.totals.sent_bytes += self._step_bytes
         self.totals.exchange_seconds += self._seconds
-        self.totals.density += 1
+        self.totals.selected += self._entries
         self._seconds = 0.0
 
 
@@ -141,6 +143,7 @@ class SparseExchange(Exchange):
         self._seen: dict[str, float] = {}
 
     def attach(self, ddp: DistributedDataParallel, sample: Tensor) -> None:
+        self._entries = count_parameters(ddp)
         if self._in_python:
             ddp.register_comm_hook(self.state, self._hook)
         else:
@@ -155,9 +158,7 @@ class SparseExchange(Exchange):
         self.totals.steps += 1
         self.totals.sent_bytes += stats["sent_bytes"] - seen["sent_bytes"]
         self.totals.exchange_seconds += stats["exchange_seconds"] - seen["exchange_seconds"]
-        # The state tells the mean over its steps; what this step adds to their sum is wanted.
-        self.totals.density += stats["realised_density"] * stats["steps"]
-        self.totals.density -= seen["realised_density"] * seen["steps"]
+        self.totals.selected += self._selected(stats) - self._selected(seen)
         self._seen = stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -167,6 +168,9 @@ class SparseExchange(Exchange):
         super().load_state_dict(state)
         self.state.load_state_dict(state["hook"])
         self._seen = self._stats()
+
+    def _selected(self, stats: dict[str, float]) -> int:
+        return round(stats["realised_density"] * stats["steps"] * self._entries)
 
     def _stats(self) -> dict[str, float]:
         return {name: float(value) for name, value in self.state.stats().items()}

@@ -24,7 +24,7 @@ import report_vgg16
 import train_vgg16
 from vgg16 import model
 
-HOOKS = ["dense"]
+HOOKS = ["dense", "oktopk", "topk"]
 
 # Six images in batches of two: three steps an epoch on one rank.
 SMALL = ["--limit", "6", "--batch", "2", "--epochs", "2"]
@@ -138,8 +138,9 @@ def test_ranks_train_together(tmp_path: Path, hook: str) -> None:
     assert saved == [f"{folder}/{name}.pt" for name in ("rank-0", "rank-1", "shared")]
 
 
-def test_a_lost_rank_ends_the_others(tmp_path: Path) -> None:
-    arguments = ["--hook", "dense", "--batch", "1", "--output", str(tmp_path)]
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
+    arguments = ["--hook", hook, "--batch", "1", "--output", str(tmp_path)]
     survivor, victim = launch(arguments, ranks=2, port=free_port())
     assert survivor.stdout is not None
     assert "steps per epoch" in survivor.stdout.readline()  # both are connected
