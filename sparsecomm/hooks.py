@@ -163,10 +163,11 @@ class CompressionState:
                     f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load "
                     "on each rank what that rank saved, with the same hook and number of ranks"
                 )
+        density = _checked_density(state_dict["density"])
         self._native.load(
             {"residuals": dict(state_dict["residuals"]), "groups": list(state_dict["groups"])}
         )
-        self.density = state_dict["density"]
+        self.density = density
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(density={self._density:g})"
@@ -194,7 +195,8 @@ class OkTopkState(CompressionState):
 
     Li and Hoefler 2022, Algorithms 1 and 2. The result holds the k entries of largest magnitude of
     the sum of the ranks' selections; what was selected but did not get there stays in the residual.
-    Each rank receives at most 6k(P-1)/P words, whatever the number of ranks P.
+    Each rank receives at most 6k(P-1)/P words, whatever the number of ranks P, as long as ranks
+    select in similar places, which data-parallel ranks do.
     """
 
     algorithm = "oktopk"
@@ -229,14 +231,16 @@ _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Te
 def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) -> None:
     """Registers the hook that belongs to ``state`` with DDP's reducer, in C++.
 
-    The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, and
-    ``state_dict()`` gets the model's parameter names. Collective: it connects the ranks.
+    The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, the model's
+    process group is used, and ``state_dict()`` gets the model's parameter names. Collective: it
+    connects the ranks.
 
     Raises:
         TypeError: ``ddp`` is not a DistributedDataParallel model, or ``state`` not one of our
             states.
         RuntimeError: the model has a hook already or has run a backward pass, or the state serves
             another model.
+        ValueError: the state was given another process group than the model.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
@@ -253,6 +257,9 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
         raise RuntimeError(
             "this model has run a backward pass; register the hook before the first backward pass"
         )
+    if state._process_group not in (None, ddp.process_group):
+        raise ValueError("the state's process group is not the model's; give both the same one")
+    state._process_group = ddp.process_group
     state._native.name_parameters(list(ddp.module.named_parameters()))
     state._connect()
     _C.register_hook(ddp.reducer, state._native)

@@ -65,7 +65,6 @@ void ErrorFeedback<T>::restore_missing(std::span<const Segment<T>> segments,
     }
     segment->residual[index - first] = selection_.values[i];
   });
-  selection_ = {};
 }
 
 template class ErrorFeedback<float>;

@@ -36,13 +36,12 @@ class ErrorFeedback {
   // memory. The result is valid until the next call.
   SparseView<V> select(std::span<const Segment<T>> segments, std::uint64_t k);
 
-  // Puts the selected entries whose index is not in `delivered` (sorted) back into the residual,
-  // and forgets the selection: with nothing delivered, this undoes select() but for the gradient,
-  // now part of the residual.
+  // Puts the selected entries whose index is not in `delivered` (sorted) back into the residual.
+  // With nothing delivered, this undoes select() but for the gradient, now part of the residual.
   void restore_missing(std::span<const Segment<T>> segments,
                        std::span<const std::uint32_t> delivered);
 
-  // The whole selection has been delivered: there is nothing left to restore.
+  // Forgets the selection: there is nothing left to restore.
   void forget() { selection_ = {}; }
 
   // The last threshold's magnitude; 0 before the first.

@@ -16,6 +16,7 @@ struct Fingerprint {
 };
 
 constexpr std::size_t max_proposal_bytes = 4096;
+constexpr char const* closed_by_its_owner = "it closed its communicator";
 
 std::uint64_t fnv1a(std::string_view text) {
   std::uint64_t hash = 0xcbf29ce484222325u;
@@ -129,8 +130,13 @@ Communicator::~Communicator() {
     busy = !queue_.empty();
   }
   changed_.notify_all();
-  if (busy) transport_->abort();
+  if (busy) {
+    // Before the connections close, so that peers know why.
+    transport_->post_failure({next_operation_, FailureReport::Cause::own, {}, closed_by_its_owner});
+    transport_->abort();
+  }
   thread_.join();
+  transport_.reset();  // before the buffers that its requests may still point to
 }
 
 Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
@@ -212,8 +218,8 @@ bool Communicator::agree(Channel& channel, Operation& operation) {
     failed = true;
     proposal.text = what(std::current_exception());
   }
-  proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
   Fingerprint const own{fnv1a(proposal.text), proposal.finite, failed};
+  proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
 
   std::vector<std::byte> frame(header_bytes + max_proposal_bytes);
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
@@ -257,6 +263,10 @@ bool Communicator::agree(Channel& channel, Operation& operation) {
 }
 
 void Communicator::fail(std::exception_ptr error) {
+  {
+    std::lock_guard const lock(mutex_);
+    if (closing_) error = std::make_exception_ptr(Aborted(closed_by_its_owner));
+  }
   FailureReport const own = report_of(error, next_operation_, transport_->counters());
   transport_->post_failure(own);
   transport_->abort();
@@ -270,7 +280,7 @@ void Communicator::fail(std::exception_ptr error) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   broken_ = concat("operation ", next_operation_, " on rank ", rank(), ": ", verdict.text);
-  if (verdict.culprits == std::vector{rank()}) std::rethrow_exception(error);
+  if (own.cause == FailureReport::Cause::own) std::rethrow_exception(error);
   if (verdict.timed_out) {
     throw Timeout(
         concat(verdict.text, " (", std::chrono::duration<double>(options_.timeout).count(), " s); ",

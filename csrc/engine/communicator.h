@@ -6,6 +6,7 @@
 // Timeout with the same culprits, and the communicator is done: later operations throw Aborted.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <exception>
@@ -93,10 +94,10 @@ class Communicator {
   std::unique_ptr<Transport> transport_;
   CommunicatorOptions options_;
   Clock const& clock_;
-  FrameAllgather gather_;             // progress thread only
-  std::uint64_t next_operation_ = 0;  // progress thread only
-  std::string broken_;                // progress thread only: why, once the transport has failed
-  mutable std::mutex mutex_;          // guards what follows
+  FrameAllgather gather_;                          // progress thread only
+  std::atomic<std::uint64_t> next_operation_ = 0;  // written by the progress thread
+  std::string broken_;        // progress thread only: why, once the transport has failed
+  mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::deque<Item> queue_;
   bool closing_ = false;

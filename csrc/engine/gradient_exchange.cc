@@ -58,6 +58,13 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       feedback_(options.schedule, extent) {
   require(extent < std::numeric_limits<std::uint32_t>::max(), "a gradient of ", extent,
           " entries exceeds 2^32 - 2; split it into smaller groups");
+  std::uint64_t const ranks = communicator.size();
+  std::uint64_t const largest_message =
+      algorithm_.sparse ? selection_limit(extent, k()) * (sizeof(std::uint32_t) + sizeof(V))
+                        : (extent + ranks - 1) / ranks * sizeof(T);
+  require(largest_message <= std::numeric_limits<std::uint32_t>::max(), "a message of ", extent,
+          " entries at density ", options.density, " may take ", largest_message,
+          " bytes, more than a frame's 2^32 - 1; split the gradient into smaller groups");
   if (algorithm_.sparse) {
     sparse_ = make_sparse_allreduce<V>(algorithm_, collective_options(options));
   }
@@ -86,6 +93,16 @@ void GradientExchange<T>::set_density(double density) {
 
 template <class T>
 void GradientExchange<T>::load_state(ExchangeState state) {
+  auto const& boundaries = state.collective.boundaries;
+  require(boundaries.empty() ||
+              (boundaries.size() + 1 == static_cast<std::size_t>(communicator_.size()) &&
+               std::ranges::is_sorted(boundaries) && boundaries.back() <= extent_),
+          "the state to load has ", boundaries.size(), " boundaries, which do not split ", extent_,
+          " entries for ", communicator_.size(), " ranks");
+  for (double const threshold : {state.local_threshold, state.collective.global_threshold}) {
+    require(std::isfinite(threshold) && threshold >= 0, "the state to load has a threshold of ",
+            threshold, ", which no magnitude is");
+  }
   feedback_.load_threshold(state.local_threshold);
   if (sparse_) sparse_->load_state(state.collective);
   state_ = std::move(state);
@@ -105,6 +122,8 @@ typename GradientExchange<T>::V GradientExchange<T>::divisor() const {
 
 template <class T>
 Proposal GradientExchange<T>::prepare() {
+  feedback_.forget();
+  delivered_ = false;
   Stopwatch const watch(communicator_.clock(), stats_.select);
   bool const finite = std::ranges::all_of(segments_, [](Segment<T> const& segment) {
     return kernels<T>().all_finite(segment.gradient);
@@ -118,10 +137,12 @@ Proposal GradientExchange<T>::prepare() {
        << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
        << ";balance_factor=" << options_.collective.balance_factor << ";step=" << state_.step
-       << ";global_threshold=" << state_.collective.global_threshold
-       << ";boundaries=" << state_.collective.boundaries.size();
-  if (finite && algorithm_.sparse && extent_ > 0)
+       << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
+  for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
+  if (finite && algorithm_.sparse && extent_ > 0) {
     feedback_.find_threshold(segments_, k(), state_.step);
+    state_.local_threshold = feedback_.threshold();
+  }
   return {text.str(), finite};
 }
 
@@ -137,6 +158,7 @@ void GradientExchange<T>::run(Channel& channel, bool all_finite) {
   } else {
     run_dense(channel);
   }
+  delivered_ = all_finite;
   ++state_.step;
   ++stats_.steps;
   stats_.numel += extent_;
@@ -156,11 +178,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
                           {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
   Stopwatch const watch(communicator_.clock(), stats_.apply);
-  if (algorithm_.top_k_result) {
-    feedback_.restore_missing(segments_, result.indices);
-  } else {
-    feedback_.forget();
-  }
+  if (algorithm_.top_k_result) feedback_.restore_missing(segments_, result.indices);
   std::uint64_t first = 0;
   for (Segment<T> const& segment : segments_) {
     std::uint64_t const last = first + segment.gradient.size();
@@ -171,7 +189,6 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   }
   stats_.selected += selection.nnz();
   stats_.result_nnz += result.nnz();
-  state_.local_threshold = feedback_.threshold();
   state_.collective = sparse_->state();
 }
 
@@ -197,7 +214,14 @@ void GradientExchange<T>::run_dense(Channel& channel) {
 
 template <class T>
 void GradientExchange<T>::roll_back() noexcept {
+  withdraw();
+}
+
+template <class T>
+void GradientExchange<T>::withdraw() {
   feedback_.restore_missing(segments_, {});
+  feedback_.forget();
+  delivered_ = false;
 }
 
 template class GradientExchange<float>;

@@ -60,6 +60,13 @@ class GradientExchange final : public Operation {
   void bind(std::vector<Segment<T>> segments);
   void set_density(double density);
 
+  // True when the last exchange delivered a result: it did not fail and nobody's gradient was
+  // non-finite.
+  bool delivered() const { return delivered_; }
+  // For a caller who cannot use the result, as another part of the same step failed: what this rank
+  // contributed to it returns to the residual. All ranks must do so alike.
+  void withdraw();
+
   ExchangeState const& state() const { return state_; }
   void load_state(ExchangeState state);
   ExchangeStats const& stats() const { return stats_; }
@@ -85,6 +92,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   DenseAllreduce<T> dense_;
   Buffer<T> flat_;  // where a dense exchange gathers a gradient of several segments
+  bool delivered_ = false;
   ExchangeState state_;
   ExchangeStats stats_;
 };

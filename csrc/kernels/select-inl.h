@@ -18,7 +18,7 @@ namespace sparsecomm {
 namespace HWY_NAMESPACE {
 
 template <class D, class T>
-HWY_INLINE hn::Vec<D> load_values(D d, ErrorFeedback<T> const& source, std::size_t i) {
+HWY_INLINE hn::Vec<D> load_values(D d, FusedSource<T> const& source, std::size_t i) {
   return load_sum(d, source.residual + i, source.gradient + i);
 }
 template <class D, class T>
@@ -27,8 +27,7 @@ HWY_INLINE hn::Vec<D> load_values(D d, ReadOnly<T> const& source, std::size_t i)
 }
 
 template <class D, class T>
-HWY_INLINE void settle_vector(D d, ErrorFeedback<T> const& source, std::size_t i,
-                              hn::Vec<D> value) {
+HWY_INLINE void settle_vector(D d, FusedSource<T> const& source, std::size_t i, hn::Vec<D> value) {
   hn::StoreU(value, d, source.residual + i);
   store_zeros(d, source.gradient + i);
 }
@@ -36,7 +35,7 @@ template <class D, class T>
 HWY_INLINE void settle_vector(D, ReadOnly<T> const&, std::size_t, hn::Vec<D>) {}
 
 template <class T>
-HWY_INLINE void prefetch(ErrorFeedback<T> const& source, std::size_t i) {
+HWY_INLINE void prefetch(FusedSource<T> const& source, std::size_t i) {
   prefetch_group(source.residual + i);
   prefetch_group(source.gradient + i);
 }

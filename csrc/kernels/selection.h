@@ -93,7 +93,7 @@ class Selection {
 // The two sources of a selection: value(i) is what is offered, settle(i, ...) what happens to it
 // then. After settle(i, value, false), settled(i) is the value and take(i) makes it taken.
 template <class T>
-struct ErrorFeedback {
+struct FusedSource {
   using Element = T;
   using V = accumulate_t<T>;
 
@@ -141,7 +141,7 @@ SelectionStats<accumulate_t<T>> fused_error_feedback_by(std::span<T> gradient,
                                                         PackedSpan<accumulate_t<T>> out) {
   require_same_size(gradient.size(), residual.size());
   Selection<accumulate_t<T>> selection(threshold, gradient.size(), first_index, limit, out);
-  ErrorFeedback<T> const source{gradient.data(), residual.data()};
+  FusedSource<T> const source{gradient.data(), residual.data()};
   Loop::run(source, gradient.size(), selection, first_index);
   return selection.finish(threshold);
 }

@@ -2,7 +2,6 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <optional>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
@@ -59,14 +58,6 @@ class FutureWork final : public c10d::Work {
  private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
-
-// The progress thread may have to take the GIL to drop a Python object, so whoever joins it must
-// not hold the GIL.
-void delete_without_gil(HookState* state) {
-  std::optional<py::gil_scoped_release> release;
-  if (PyGILState_Check() != 0) release.emplace();
-  delete state;
-}
 
 py::dict to_dict(HookCheckpoint const& checkpoint) {
   py::list groups;
@@ -130,8 +121,7 @@ void bind_hooks(py::module_& module) {
       .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout) {
              CommunicatorOptions communicator;
              communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
-             return std::shared_ptr<HookState>(new HookState(std::move(options), communicator),
-                                               delete_without_gil);
+             return std::make_shared<HookState>(std::move(options), communicator);
            }),
            py::arg("options"), py::arg("timeout"))
       .def("connect",

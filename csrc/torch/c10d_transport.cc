@@ -1,62 +1,25 @@
 #include "c10d_transport.h"
 
+#include <atomic>
 #include <mutex>
-#include <sstream>
+#include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
+#include "failure_board.h"
+
 namespace sparsecomm {
 namespace {
-
-std::string board_key(int rank) { return concat("failure/", rank); }
-
-std::vector<std::uint8_t> serialize(FailureReport const& report) {
-  std::ostringstream out;
-  out << report.operation << ' ' << int(report.cause) << ' ' << report.suspects.size();
-  for (int const rank : report.suspects) out << ' ' << rank;
-  for (auto const count : report.sent) out << ' ' << count;
-  for (auto const count : report.received) out << ' ' << count;
-  out << '\n' << report.text;
-  std::string const text = out.str();
-  return {text.begin(), text.end()};
-}
-
-// Null where the bytes are not a report of one of `size` ranks.
-std::optional<FailureReport> parse_report(std::vector<std::uint8_t> const& bytes, int size) {
-  std::istringstream in(std::string(bytes.begin(), bytes.end()));
-  FailureReport report;
-  int cause = -1;
-  std::size_t suspects = 0;
-  in >> report.operation >> cause >> suspects;
-  if (!in || cause < 0 || cause > int(FailureReport::Cause::invalid) ||
-      suspects > static_cast<std::size_t>(size)) {
-    return std::nullopt;
-  }
-  report.cause = static_cast<FailureReport::Cause>(cause);
-  report.suspects.resize(suspects);
-  for (int& rank : report.suspects) {
-    in >> rank;
-    if (!in || rank < 0 || rank >= size) return std::nullopt;
-  }
-  report.sent.resize(size);
-  report.received.resize(size);
-  for (auto* const counts : {&report.sent, &report.received}) {
-    for (std::uint64_t& count : *counts) in >> count;
-  }
-  if (!in) return std::nullopt;
-  in.get();
-  report.text.assign(std::istreambuf_iterator<char>(in), {});
-  return report;
-}
 
 class C10dTransport final : public Transport {
  public:
   C10dTransport(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store)
       : Transport(group->getRank(), group->getSize()),
         name_(concat("c10d/", group->getBackendName())),
-        group_(std::move(group)),
-        store_(std::move(store)) {}
+        board_(std::move(store), group->getSize()),
+        group_(std::move(group)) {}
 
   ~C10dTransport() override { slots_.clear(); }
 
@@ -66,47 +29,46 @@ class C10dTransport final : public Transport {
     Slot slot = std::exchange(slots_.at(request.slot), Slot{});
     free_.push_back(std::exchange(request, Request{}).slot);
     auto const left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
+    bool complete = false;
+    std::string reason = "this rank's transport was aborted";
     try {
-      // Zero would mean "no timeout" to some engines.
-      slot.work->wait(std::max(left, std::chrono::milliseconds(1)));
+      if (start_waiting(slot.work)) {
+        // Zero would mean "no timeout" to some engines.
+        complete = slot.work->wait(std::max(left, std::chrono::milliseconds(1)));
+      }
     } catch (std::exception const& error) {
-      if (deadline.passed()) {
-        throw Timeout(concat("no message to or from rank ", slot.peer, " got through within ",
-                             deadline.allowance_seconds(), " s"),
-                      {slot.peer});
-      }
-      throw PeerLost(concat("the connection to rank ", slot.peer, " broke: ", error.what()),
-                     {slot.peer});
+      reason = error.what();
     }
-    return slot.bytes;  // gloo does not say how many came
+    bool const aborted = stop_waiting();
+    if (complete && !aborted) return slot.bytes;  // gloo does not say how many came
+    if (!aborted && deadline.passed()) {
+      throw Timeout(concat("no message to or from rank ", slot.peer, " got through within ",
+                           deadline.allowance_seconds(), " s"),
+                    {slot.peer});
+    }
+    throw PeerLost(concat("the connection to rank ", slot.peer, " broke: ", reason), {slot.peer});
   }
 
+  // From another thread: breaks off what the user of the transport waits for, who then aborts too.
+  // From the user's own: closes the connections, which takes dropping every work that keeps them.
   void abort() noexcept override {
-    std::lock_guard const lock(mutex_);
-    group_.reset();
-  }
-
-  void post_failure(FailureReport const& report) noexcept override {
-    try {
-      store_->set(board_key(rank()), serialize(report));
-    } catch (std::exception const&) {
-      // The board is gone, most likely with the rank that served it: each survivor judges by
-      // itself.
+    c10::intrusive_ptr<c10d::Work> waiting;
+    {
+      std::lock_guard const lock(mutex_);
+      aborted_ = true;
+      waiting = waiting_;
+    }
+    if (waiting) waiting->abort();
+    if (user_ == std::thread::id() || user_ == std::this_thread::get_id()) {
+      slots_.clear();
+      free_.clear();
+      group_.reset();
     }
   }
 
+  void post_failure(FailureReport const& report) noexcept override { board_.post(rank(), report); }
   std::vector<std::optional<FailureReport>> failures() noexcept override {
-    std::vector<std::optional<FailureReport>> reports(size());
-    try {
-      for (int rank = 0; rank < size(); ++rank) {
-        if (store_->check({board_key(rank)})) {
-          reports[rank] = parse_report(store_->get(board_key(rank)), size());
-        }
-      }
-    } catch (std::exception const&) {
-      // As above.
-    }
-    return reports;
+    return board_.reports();
   }
 
  protected:
@@ -133,17 +95,13 @@ class C10dTransport final : public Transport {
 
   template <class F>
   Request post(int peer, std::span<std::byte> bytes, F&& start) {
-    c10::intrusive_ptr<c10d::Backend> group;
-    {
-      std::lock_guard const lock(mutex_);
-      group = group_;
-    }
-    if (!group) throw PeerLost("this rank's transport was aborted", {peer});
+    user_ = std::this_thread::get_id();
+    if (is_aborted()) throw PeerLost("this rank's transport was aborted", {peer});
     std::vector<at::Tensor> message{
         at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte)};
     Slot slot{peer, bytes.size(), {}};
     try {
-      slot.work = start(*group, message);
+      slot.work = start(*group_, message);
     } catch (std::exception const& error) {
       throw PeerLost(concat("the connection to rank ", peer, " broke: ", error.what()), {peer});
     }
@@ -157,12 +115,31 @@ class C10dTransport final : public Transport {
     return request;
   }
 
+  bool is_aborted() {
+    std::lock_guard const lock(mutex_);
+    return aborted_;
+  }
+  // False when it is too late to wait.
+  bool start_waiting(c10::intrusive_ptr<c10d::Work> work) {
+    std::lock_guard const lock(mutex_);
+    waiting_ = std::move(work);
+    return !aborted_;
+  }
+  bool stop_waiting() {
+    std::lock_guard const lock(mutex_);
+    waiting_.reset();
+    return aborted_;
+  }
+
   std::string name_;
-  std::mutex mutex_;  // guards group_, which abort() may reset from another thread
+  FailureBoard board_;
+  std::atomic<std::thread::id> user_;  // the thread that sends and receives
   c10::intrusive_ptr<c10d::Backend> group_;
-  c10::intrusive_ptr<c10d::Store> store_;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
+  std::mutex mutex_;  // guards what follows
+  bool aborted_ = false;
+  c10::intrusive_ptr<c10d::Work> waiting_;
 };
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "distributed_error.h"
+#include "interpreter.h"
 
 namespace sparsecomm {
 
@@ -32,9 +33,50 @@ struct HookState::PendingBucket {
   }
 };
 
+// The exchanges between two optimizer steps stand or fall together: when one of them failed, or
+// carried a NaN, the optimizer will not use the others' results, so what they delivered is taken
+// back.
+struct HookState::Step {
+  std::mutex mutex;
+  std::size_t open_groups = 0;
+  bool last_bucket_seen = false;
+  bool unusable = false;
+  std::vector<ParameterGroup*> delivered;
+
+  void begin(std::size_t groups, bool last_bucket) {
+    std::lock_guard const lock(mutex);
+    open_groups += groups;
+    last_bucket_seen = last_bucket_seen || last_bucket;
+  }
+  void end(ParameterGroup& group, bool failed) {
+    std::lock_guard const lock(mutex);
+    if (!failed && group.delivered()) {
+      delivered.push_back(&group);
+    } else {
+      unusable = true;
+    }
+    if (--open_groups == 0 && last_bucket_seen && unusable) take_back();
+  }
+  void break_off() {
+    std::lock_guard const lock(mutex);
+    if (!last_bucket_seen) take_back();
+  }
+
+ private:
+  void take_back() {
+    for (ParameterGroup* const group : delivered) group->withdraw();
+    delivered.clear();
+  }
+};
+
 HookState::HookState(ExchangeOptions options, CommunicatorOptions communicator_options)
     : options_(std::move(options)), communicator_options_(communicator_options) {
   validate(options_);
+}
+
+HookState::~HookState() {
+  InterpreterRelease const release;
+  communicator_.reset();  // first, since its thread uses the groups
 }
 
 void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters) {
@@ -63,14 +105,24 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
           "the hook");
 
   if (bucket.getIndex() == 0) {
-    // A step that was broken off, by an exception in the backward pass say, may have left gradients
-    // here.
-    for (auto const& group : groups_) group->discard_arrivals();
+    // The former step may have been broken off, by an exception in the backward pass say.
+    for (auto const& group : groups_) {
+      require(!group->busy(),
+              "a new step began while the gradients of the last one are being exchanged");
+      group->discard_arrivals();
+    }
     waiting_.clear();
+    if (step_) step_->break_off();
+    step_ = std::make_shared<Step>();
   }
   std::vector<at::Tensor> const parameters = bucket.getParameters();
   std::vector<at::Tensor> const gradients = bucket.getGradients();
   form_group(parameters, buffer.scalar_type());
+  if (bucket.isLast() && !sealed_) {
+    if (loaded_) check_all_loaded();
+    loaded_.reset();
+    sealed_ = true;
+  }
 
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
@@ -90,16 +142,14 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   pending->open_groups = touched.size();
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
   if (touched.empty()) pending->future->markCompleted(pending->value);
+  step_->begin(complete.size(), bucket.isLast());
   for (ParameterGroup* const group : complete) {
-    group->submit([buckets = std::move(waiting_[group])](std::exception_ptr const& error) {
+    group->submit([group, step = step_,
+                   buckets = std::move(waiting_[group])](std::exception_ptr const& error) {
+      step->end(*group, error != nullptr);
       for (auto const& waiting : buckets) waiting->group_done(error);
     });
     waiting_.erase(group);
-  }
-  if (bucket.isLast() && !sealed_) {
-    sealed_ = true;
-    if (loaded_) check_all_loaded();
-    loaded_.reset();
   }
   return pending->future;
 }
@@ -212,7 +262,6 @@ HookStats HookState::stats() const {
 
 HookCheckpoint HookState::checkpoint() const {
   require_idle("save the state");
-  if (groups_.empty() && loaded_) return *loaded_;
   HookCheckpoint checkpoint;
   for (auto const& group : groups_) {
     HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
@@ -221,6 +270,14 @@ HookCheckpoint HookState::checkpoint() const {
       saved.parameters.push_back(member.key);
       checkpoint.residuals.emplace(member.key, group->residual_of(member).clone());
     }
+  }
+  if (loaded_) {  // what was loaded and no group has taken over yet
+    for (HookCheckpoint::Group const& group : loaded_->groups) {
+      bool const taken = std::ranges::any_of(
+          group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
+      if (!taken) checkpoint.groups.push_back(group);
+    }
+    checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
   }
   return checkpoint;
 }

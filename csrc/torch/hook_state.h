@@ -36,6 +36,7 @@ struct HookStats {
 class HookState : public std::enable_shared_from_this<HookState> {
  public:
   HookState(ExchangeOptions options, CommunicatorOptions communicator_options);
+  ~HookState();
 
   // Before the first run(). The names become the keys of the checkpoint; without them keys count up
   // in the order in which the first step brings the parameters.
@@ -64,6 +65,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
     std::size_t member;
   };
   struct PendingBucket;
+  struct Step;
 
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
   std::string key_of(at::Tensor const& parameter);
@@ -81,8 +83,9 @@ class HookState : public std::enable_shared_from_this<HookState> {
   bool sealed_ = false;  // the first step is over: the model is known
   std::optional<HookCheckpoint> loaded_;
   std::unordered_map<ParameterGroup*, std::vector<std::shared_ptr<PendingBucket>>> waiting_;
+  std::shared_ptr<Step> step_;
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
-  std::unique_ptr<Communicator> communicator_;  // after groups_: its thread ends before they go
+  std::unique_ptr<Communicator> communicator_;
 };
 
 }  // namespace sparsecomm

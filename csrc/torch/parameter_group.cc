@@ -16,6 +16,8 @@ class TypedGroup final : public ParameterGroup {
       : ParameterGroup(dtype, std::move(members), communicator),
         exchange_(std::make_shared<GradientExchange<T>>(name, numel_, options, communicator)) {}
 
+  bool delivered() const override { return exchange_->delivered(); }
+  void withdraw() override { exchange_->withdraw(); }
   ExchangeState const& state() const override { return exchange_->state(); }
   void load_state(ExchangeState const& state) override { exchange_->load_state(state); }
   ExchangeStats const& stats() const override { return exchange_->stats(); }
@@ -91,11 +93,13 @@ void ParameterGroup::discard_arrivals() {
 }
 
 void ParameterGroup::submit(Communicator::Completion done) {
+  std::shared_ptr<Operation> operation = bind();
   busy_ = true;
-  communicator_.submit(bind(), [this, done = std::move(done)](std::exception_ptr error) {
-    busy_ = false;
-    done(std::move(error));
-  });
+  communicator_.submit(std::move(operation),
+                       [this, done = std::move(done)](std::exception_ptr error) {
+                         busy_ = false;
+                         done(std::move(error));
+                       });
 }
 
 std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {

@@ -47,6 +47,9 @@ class ParameterGroup {
   void submit(Communicator::Completion done);
   bool busy() const { return busy_; }
 
+  // See GradientExchange.
+  virtual bool delivered() const = 0;
+  virtual void withdraw() = 0;
   virtual ExchangeState const& state() const = 0;
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;

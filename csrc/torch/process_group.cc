@@ -2,14 +2,13 @@
 
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
-#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
-#include <optional>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "coo_allreduce.h"
 #include "distributed_error.h"
+#include "interpreter.h"
 #include "lazy_transport.h"
 
 namespace sparsecomm {
@@ -72,18 +71,6 @@ class JointWork final : public c10d::Work {
 
  private:
   std::vector<ProcessGroup::WorkPtr> works_;
-};
-
-// Threads that end here may still want the interpreter: a caller who holds it and waits for them
-// lets go of it.
-class InterpreterRelease {
- public:
-  InterpreterRelease() {
-    if (Py_IsInitialized() != 0 && PyGILState_Check() != 0) release_.emplace();
-  }
-
- private:
-  std::optional<pybind11::gil_scoped_release> release_;
 };
 
 template <class T>

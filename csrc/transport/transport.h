@@ -70,9 +70,10 @@ class Transport {
   // Posts a message to `peer`. `bytes` stays readable until the request has been waited for.
   Request isend(int peer, Tag tag, std::span<const std::byte> bytes) {
     check_peer(peer);
+    Request const request = do_isend(peer, tag, bytes);
     counters_.sent_bytes[peer] += bytes.size();
     ++counters_.sent_messages[peer];
-    return do_isend(peer, tag, bytes);
+    return request;
   }
   // Posts a receive of at most bytes.size() bytes; what arrives fills the front.
   Request irecv(int peer, Tag tag, std::span<std::byte> bytes) {

@@ -98,4 +98,5 @@ def run_ranks(
             problems.append(f"rank {rank}: {value}")
     if problems:
         raise RankError("\n".join(problems))
-    return [results[rank][1] if results[rank][0] == "result" else None for rank in range(size)]
+    kept = [results.get(rank, ("killed", None)) for rank in range(size)]
+    return [value if kind == "result" else None for kind, value in kept]

@@ -10,6 +10,7 @@ import functools
 import hashlib
 import itertools
 import os
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -681,6 +682,23 @@ def an_aborted_group_says_so(_: Any) -> None:
     if work is not None and dist.get_world_size() > 1:
         assert "closed" in str(raised(work.wait))
     assert "shut down or aborted" in str(raised(lambda: dist.all_reduce(row(0), group=group)))
+
+
+@case(smallest=2)
+def aborting_breaks_off_what_runs(_: Any) -> None:
+    group: Any = dist.new_group(backend="sparsecomm")
+    dist.all_reduce(row(0), group=group)  # connects
+    dist.barrier()
+    start = time.monotonic()
+    if dist.get_rank() == 0:
+        work = dist.all_reduce(row(0), group=group, async_op=True)
+        time.sleep(0.2)  # it now waits for the others
+        group._get_backend(CPU).abort()
+        assert "closed" in str(raised(work.wait))
+    dist.barrier()
+    if dist.get_rank() != 0:
+        assert "rank 0" in str(raised(lambda: dist.all_reduce(row(0), group=group)))
+    assert time.monotonic() - start < 10
 
 
 @case(smallest=2)

@@ -35,9 +35,10 @@ def make_model(seed: int = 0, width: int = 40, dtype: torch.dtype = torch.float3
     return nn.Sequential(*layers, nn.Linear(width, 3)).to(dtype)
 
 
-def make_ddp(model: nn.Module) -> DistributedDataParallel:
-    # Several buckets, whose composition changes when DDP rebuilds them after the first step.
-    return DistributedDataParallel(model, bucket_cap_mb=0.01)
+def make_ddp(model: nn.Module, several_groups: bool = False) -> DistributedDataParallel:
+    # DDP begins with one bucket and rebuilds several after the first step, but where it looks for
+    # unused parameters: then it has several from the start, and never rebuilds them.
+    return DistributedDataParallel(model, bucket_cap_mb=0.01, find_unused_parameters=several_groups)
 
 
 def register(ddp: DistributedDataParallel, state: CompressionState, native: bool) -> None:
@@ -80,7 +81,8 @@ def check_density_one_equals_dense() -> None:
     for dtype in (torch.float32, torch.float64):
         for kind in HOOKS:
             for native in (False, True):
-                plain, hooked = make_ddp(make_model(dtype=dtype)), make_ddp(make_model(dtype=dtype))
+                plain = make_ddp(make_model(dtype=dtype))
+                hooked = make_ddp(make_model(dtype=dtype), several_groups=native)
                 register(hooked, kind(density=1.0), native)
                 for ddp in (plain, hooked):
                     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), range(4))
@@ -98,7 +100,7 @@ def check_conservation_and_replicas() -> None:
         for kind in HOOKS:
             model = make_model(dtype=dtype)
             reference = make_model(dtype=dtype)
-            ddp = make_ddp(model)
+            ddp = make_ddp(model, several_groups=dtype == torch.float64)
             state = kind(density=0.05)
             register(ddp, state, native=True)
             carried = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
@@ -160,6 +162,37 @@ def check_non_finite() -> None:
         assert all(p.grad is not None and p.grad.isfinite().all() for p in ddp.parameters())
 
 
+def check_partly_non_finite() -> None:
+    """A step that one group of parameters makes unusable loses nothing of the other groups."""
+    last = dist.get_world_size() - 1
+    for kind in HOOKS:
+        ddp, reference = make_ddp(make_model(), several_groups=True), make_model()
+        state = kind(density=0.05)
+        register(ddp, state, native=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+        train(ddp, optimizer, range(2))
+        before = state.state_dict()
+        handle = next(ddp.module.parameters()).register_hook(
+            lambda gradient: gradient * (math.inf if dist.get_rank() == last else 1.0)
+        )
+        optimizer.zero_grad()
+        ddp(batch(2)).square().mean().backward()
+        handle.remove()
+        reference(batch(2)).square().mean().backward()
+        after = state.state_dict()
+        poisoned, *others = after["groups"][::-1]
+        assert others, "the model must have several groups for this test"
+        for key in poisoned["parameters"]:
+            assert torch.equal(before["residuals"][key], after["residuals"][key])
+        gradients = dict(reference.named_parameters())
+        for group in others:
+            for key in group["parameters"]:
+                gradient = gradients[key].grad
+                assert gradient is not None
+                expected = before["residuals"][key] + gradient.reshape(-1)
+                assert torch.equal(after["residuals"][key], expected), (kind, key)
+
+
 def check_accumulation_and_density() -> None:
     ddp = make_ddp(make_model())
     state = OkTopkState(density=0.5)
@@ -184,6 +217,7 @@ def _check_exchange() -> None:
     check_conservation_and_replicas()
     check_python_and_native_hook_agree()
     check_non_finite()
+    check_partly_non_finite()
     check_accumulation_and_density()
 
 
@@ -195,6 +229,7 @@ def _check_resume() -> None:
         (OkTopkState, True, None),
         (OkTopkState, False, ThresholdSchedule.oktopk(tau_prime=4)),
         (TopkState, True, None),
+        (OkTopkState, True, ThresholdSchedule(period=5)),
     ]:
 
         def start(
@@ -202,7 +237,8 @@ def _check_resume() -> None:
             native: bool = native,
             schedule: ThresholdSchedule | None = schedule,
         ) -> tuple[DistributedDataParallel, torch.optim.Optimizer, CompressionState]:
-            ddp = make_ddp(make_model())
+            several_groups = schedule == ThresholdSchedule(period=5)
+            ddp = make_ddp(make_model(), several_groups)
             state = kind(density=0.05, schedule=schedule, partition_period=3)
             register(ddp, state, native)
             return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), state
@@ -338,6 +374,10 @@ def _check_misuse() -> None:
     with pytest.raises((ValueError, RuntimeError), match="a state belongs to one model"):
         loss(second).backward()
 
+    everyone = dist.new_group()
+    with pytest.raises(ValueError, match="process group is not the model's"):
+        sparsecomm.register_comm_hook(make_ddp(make_model()), OkTopkState(process_group=everyone))
+
     embedding = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
     sparsecomm.register_comm_hook(embedding, OkTopkState())
     with pytest.raises((ValueError, RuntimeError), match="sparse=False"):
@@ -424,8 +464,7 @@ def _fail(_: torch.Tensor) -> None:
     raise RuntimeError("on purpose")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("how", ["kill", "raise"])
+@pytest.mark.parametrize(("how", "size"), [("kill", 2), ("raise", 3), ("kill", 6)])
 def test_survivors_name_a_rank_that_died(how: str, size: int) -> None:
     results = run_ranks(size, _lose_a_rank, how, may_die=(1,), timeout=40)
     for rank in range(size):
