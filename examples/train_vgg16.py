@@ -178,7 +178,14 @@ def connect(options: argparse.Namespace) -> None:
             raise HookError(f"--backend sparsecomm needs sparsecomm: {error}") from error
     timeout = timedelta(seconds=options.timeout)
     if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(options.backend, timeout=timeout)
+        try:
+            dist.init_process_group(options.backend, timeout=timeout)
+        except dist.DistNetworkError as error:
+            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise TrainingError(
+                f"the ranks cannot meet at {address}: {error}; if the port is taken, choose "
+                "another with torchrun's --master-port, or let --standalone find a free one"
+            ) from error
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(options.backend, store=store, rank=0, world_size=1, timeout=timeout)

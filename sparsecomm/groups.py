@@ -23,8 +23,7 @@ def dedicated_gloo(
 
     Raises:
         RuntimeError: torch.distributed is not initialised, this rank is not in the group, or the
-        ranks did not all
-            connect within ``timeout``.
+            ranks did not all connect within ``timeout``.
     """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(

@@ -11,10 +11,10 @@ namespace {
 constexpr AlgorithmEntry table[] = {
     {"dense", "every element, reduce-scatter then allgather", "2N(P-1)/P", "Chan et al. 2007",
      false, false, dense_cost, nullptr, nullptr},
-    {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "003 Table 1", true, false,
-     topk_a_cost, make_topk_a<float>, make_topk_a<double>},
+    {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "Ok-Topk Table 1", true,
+     false, topk_a_cost, make_topk_a<float>, make_topk_a<double>},
     {"oktopk", "split and reduce, then balance and allgather the k largest sums", "6k(P-1)/P",
-     "003 Algorithm 1", true, true, oktopk_cost, make_oktopk<float>, make_oktopk<double>},
+     "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk<float>, make_oktopk<double>},
 };
 
 }  // namespace

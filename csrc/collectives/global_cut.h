@@ -31,9 +31,10 @@ class GlobalCut {
 
   // Returns this rank's cut, such that over all ranks exactly min(k, all values) are kept
   // (`reused`: those at or above the former threshold). exact: the kept ones are the k largest,
-  // ties to the lower rank, then the lower position. sampled: to the resolution of a bin, 1/64 of
-  // an octave, within an octave of the former threshold; where the k-th has left that window the
-  // exact search takes over. Afterwards kept() holds the count kept by each rank.
+  // ties to the lower rank, then the lower position. sampled: to the resolution of a bin
+  // (1/64 of an octave with 128 bins), within an octave of the former threshold; where the k-th has
+  // left that window the exact search takes over. Afterwards kept() holds the count kept by each
+  // rank.
   Cut run(Channel& channel, std::span<const V> values, std::uint64_t k, ThresholdSource source);
 
   std::span<const std::uint64_t> kept() const { return kept_; }

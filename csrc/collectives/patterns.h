@@ -12,7 +12,7 @@ namespace sparsecomm {
 // Rounds of a Bruck (dissemination) allgather: ceil(log2 size).
 constexpr int bruck_rounds(int size) { return std::bit_width(static_cast<unsigned>(size - 1)); }
 
-// Rotated destinations (003 Figure 2b): in step s = 1 .. size-1 a rank sends to rank + s and
+// Rotated destinations (Ok-Topk Figure 2b): in step s = 1 .. size-1 a rank sends to rank + s and
 // receives from rank - s, so that no rank is everyone's target at once.
 constexpr int rotated_destination(int rank, int step, int size) { return (rank + step) % size; }
 constexpr int rotated_source(int rank, int step, int size) { return (rank - step + size) % size; }
@@ -32,7 +32,7 @@ struct Transfer {
 };
 
 // Moves entries between ranks so that rank j ends with an even share of the sequence formed by all
-// ranks' entries in rank order, which keeps the sequence sorted (003 section 3.1.2). Ordered by
+// ranks' entries in rank order, which keeps the sequence sorted (Ok-Topk section 3.1.2). Ordered by
 // source, then destination; a transfer of a rank to itself is what it keeps. At most 2 size - 1
 // transfers.
 std::vector<Transfer> plan_balance(std::span<const std::uint64_t> counts);
@@ -41,7 +41,7 @@ std::vector<Transfer> plan_balance(std::span<const std::uint64_t> counts);
 bool needs_balance(std::span<const std::uint64_t> counts, double factor);
 
 // size - 1 boundaries that split sorted `indices` of [0, extent) into parts of even nnz: part j
-// starts at boundary j-1. With no indices the range itself is split evenly (003 section 3.1.1).
+// starts at boundary j-1. With no indices the range itself is split evenly (Ok-Topk section 3.1.1).
 void local_boundaries(std::span<const std::uint32_t> indices, std::uint64_t extent, int size,
                       std::span<std::uint32_t> boundaries);
 

@@ -1,6 +1,6 @@
 // Sparse allreduce by allgather: every rank receives every selection and sums them itself, in rank
-// order, so that all get the same bits. log P messages, 2k(P-1) words. Source: 003 Table 1 (TopkA);
-// 001 section 8.1.
+// order, so that all get the same bits. log P messages, 2k(P-1) words. Source: Ok-Topk Table 1
+// (TopkA); SparCML section 8.1.
 #pragma once
 
 #include "collectives/algorithm.h"

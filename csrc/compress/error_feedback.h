@@ -20,8 +20,8 @@ constexpr std::uint64_t selection_limit(std::uint64_t extent, std::uint64_t k) {
 }
 
 // Selects about k entries of residual + gradient by magnitude and keeps the rest in the residual.
-// One object per group of parameters; the residuals themselves belong to the caller. Source: 003
-// Algorithms 1 and 2.
+// One object per group of parameters; the residuals themselves belong to the caller. Source:
+// Ok-Topk Algorithms 1 and 2.
 template <class T>
 class ErrorFeedback {
  public:

@@ -11,7 +11,7 @@ namespace sparsecomm {
 
 enum class ThresholdSource : std::uint8_t {
   exact,    // the k-th largest magnitude
-  reused,   // the last exact one (003 section 3.1.3)
+  reused,   // the last exact one (Ok-Topk section 3.1.3)
   sampled,  // an estimate made anew: local from a strided sample, global from one histogram
 };
 

@@ -68,8 +68,8 @@ struct KernelTable {
   // packed as (first_index + position, a) in index order and their residual becomes +0; every other
   // residual becomes a; the gradient becomes +0. At most `limit` entries are packed (out holds
   // limit + packed_slack): what no longer fits stays in the residual. threshold.ties is decremented
-  // by the ties taken, so that segments chain. Reads 2N, writes 2N. Source: 003 Algorithm 2 lines
-  // 4-6.
+  // by the ties taken, so that segments chain. Reads 2N, writes 2N. Source: Ok-Topk Algorithm 2
+  // lines 4-6.
   SelectionStats<V> (*fused_error_feedback)(std::span<T> gradient, std::span<V> residual,
                                             Threshold<V>& threshold, std::uint32_t first_index,
                                             std::size_t limit, PackedSpan<V> out);

@@ -1,4 +1,4 @@
-// Sparse streams: sorted distinct indices with their values, or, past delta, dense (001
+// Sparse streams: sorted distinct indices with their values, or, past delta, dense (SparCML
 // section 5.1).
 #pragma once
 
@@ -26,7 +26,7 @@ struct SparseView {
 };
 
 // SparCML's switch point: the most non-zeros of [0, extent) that are not larger as index-value
-// pairs than the dense vector is, extent * sizeof(V) / (4 + sizeof(V)) (001 section 5.1).
+// pairs than the dense vector is, extent * sizeof(V) / (4 + sizeof(V)) (SparCML section 5.1).
 template <class V>
 std::uint64_t default_delta(std::uint64_t extent);
 

@@ -133,8 +133,7 @@ ProcessGroup::BackendPtr ProcessGroup::nccl() {
   if (BackendPtr made = nccl_if_made()) return made;
   TORCH_CHECK(has_nccl(),
               "backend sparsecomm: CUDA tensors go through NCCL, which this torch does not have; "
-              "install a torch "
-              "with CUDA, or move the tensors to the CPU");
+              "install a torch with CUDA, or move the tensors to the CPU");
   BackendPtr made = parts_.make_nccl();  // takes the interpreter, so not under the lock
   made->setGroupUid(getGroupUid());
   made->setGroupDesc(getGroupDesc());

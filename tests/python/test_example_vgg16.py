@@ -151,6 +151,18 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
     assert "train_vgg16: rank 0: " in errors
 
 
+def test_a_port_that_is_taken(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        (rank,) = launch(["--output", str(tmp_path)], ranks=1, port=port)
+        _, errors = rank.communicate(timeout=60)
+    assert rank.returncode == 2
+    assert f"the ranks cannot meet at 127.0.0.1:{port}" in errors
+    assert "--master-port" in errors
+
+
 # Refusals
 
 
