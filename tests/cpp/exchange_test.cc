@@ -330,6 +330,46 @@ TEST(OkTopkTest, ResultIsTheTopKOfTheSumOfTheTopKs) {
   }
 }
 
+// All large entries lie in the region of one rank, as it was partitioned before.
+TEST(OkTopkTest, BalancingLimitsWhatTheRankWithTheLargestShareSends) {
+  int const ranks = 8;
+  std::size_t const numel = 16000;
+  std::vector<float> results[2];
+  std::uint64_t sent[2] = {}, messages[2] = {};
+  for (int const balanced : {0, 1}) {
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      ExchangeOptions options;
+      options.density = 0.05;
+      options.collective.balance_factor = balanced != 0 ? 4 : 1e9;
+      options.collective.frame = {IndexCodecChoice::raw32, false};
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+      std::vector<float> residual(numel);
+      auto random = generator(communicator.rank(), 5);
+      std::normal_distribution<float> normal;
+      std::vector<float> gradient(numel);
+      for (float& x : gradient) x = normal(random);
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+      Counters const before = communicator.counters();
+      std::ranges::fill(residual, 0.0f);
+      for (std::size_t i = 0; i < numel; ++i)
+        gradient[i] = i < numel / 8 ? 100 * normal(random) : 0;
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+      if (communicator.rank() != 0) return;
+      Counters const after = communicator.counters();
+      results[balanced] = gradient;
+      sent[balanced] = Counters::total(after.sent_bytes) - Counters::total(before.sent_bytes);
+      messages[balanced] =
+          Counters::total(after.sent_messages) - Counters::total(before.sent_messages);
+    }));
+  }
+  EXPECT_EQ(results[0], results[1]);
+  EXPECT_EQ(messages[1], messages[0] + ranks - 1);
+  EXPECT_LT(sent[1], 0.75 * sent[0]);
+}
+
 TEST(OkTopkTest, DefaultScheduleKeepsTheNumberSelectedWithin15PercentOfK) {
   std::size_t const numel = 1 << 20;
   auto const errors = run_ranks(2, [&](Communicator& communicator) {
