@@ -10,6 +10,14 @@ from torch._C._distributed_c10d import Backend, PrefixStore, ProcessGroupGloo, S
 from torch.distributed import distributed_c10d
 
 
+def require_initialised() -> None:
+    """Raises ``RuntimeError`` unless there is a default process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is not initialised; call torch.distributed.init_process_group first"
+        )
+
+
 def dedicated_gloo(
     process_group: dist.ProcessGroup | None, timeout: timedelta
 ) -> tuple[Backend, Store]:
@@ -25,10 +33,7 @@ def dedicated_gloo(
         RuntimeError: torch.distributed is not initialised, this rank is not in the group, or the
             ranks did not all connect within ``timeout``.
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "torch.distributed is not initialised; call torch.distributed.init_process_group first"
-        )
+    require_initialised()
     group = process_group if process_group is not None else distributed_c10d._get_default_group()
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if rank < 0:

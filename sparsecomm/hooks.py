@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm import _C
-from sparsecomm.groups import dedicated_gloo
+from sparsecomm.groups import dedicated_gloo, require_initialised
 from sparsecomm.schedule import ThresholdSchedule
 
 _FORMAT = 1  # of state_dict()
@@ -173,11 +173,7 @@ class CompressionState:
         return f"{type(self).__name__}(density={self._density:g})"
 
     def _place(self) -> tuple[int, int]:
-        if not dist.is_initialized():
-            raise RuntimeError(
-                "torch.distributed is not initialised; call "
-                "torch.distributed.init_process_group first"
-            )
+        require_initialised()
         return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
 
     def _connect(self) -> None:

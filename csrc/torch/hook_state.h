@@ -33,7 +33,7 @@ struct HookStats {
 
 // Not thread-safe but for what run() and the progress thread share: called by whoever runs the
 // backward pass.
-class HookState : public std::enable_shared_from_this<HookState> {
+class HookState {
  public:
   HookState(ExchangeOptions options, CommunicatorOptions communicator_options);
   ~HookState();
