@@ -1,4 +1,5 @@
-// Element types. f16 and bf16 are storage only: arithmetic happens in accumulate_t.
+// Element types. f16 and bf16 are storage only: arithmetic happens in accumulate_t. Gradients are
+// of the floating types; i32 and i64 occur in the lossless collectives.
 #pragma once
 
 #include <bit>
@@ -13,7 +14,7 @@
 
 namespace sparsecomm {
 
-enum class DType : std::uint8_t { f32 = 0, f64 = 1, f16 = 2, bf16 = 3 };
+enum class DType : std::uint8_t { f32 = 0, f64 = 1, f16 = 2, bf16 = 3, i32 = 4, i64 = 5 };
 
 // IEEE binary16, rounded to nearest even.
 struct Half {
@@ -76,7 +77,8 @@ struct BFloat16 {
 
 // The type in which sums, residuals and packed values of T are kept.
 template <class T>
-using accumulate_t = std::conditional_t<std::is_same_v<T, double>, double, float>;
+using accumulate_t =
+    std::conditional_t<std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>, float, T>;
 
 template <class T>
 constexpr DType dtype_of() {
@@ -86,6 +88,10 @@ constexpr DType dtype_of() {
     return DType::f64;
   } else if constexpr (std::is_same_v<T, Half>) {
     return DType::f16;
+  } else if constexpr (std::is_same_v<T, std::int32_t>) {
+    return DType::i32;
+  } else if constexpr (std::is_same_v<T, std::int64_t>) {
+    return DType::i64;
   } else {
     static_assert(std::is_same_v<T, BFloat16>, "not an element type of sparsecomm");
     return DType::bf16;
@@ -102,15 +108,28 @@ constexpr std::string_view name(DType dtype) {
       return "f16";
     case DType::bf16:
       return "bf16";
+    case DType::i32:
+      return "i32";
+    case DType::i64:
+      return "i64";
   }
   return "unknown";
 }
 
 constexpr std::size_t size_of(DType dtype) {
-  return dtype == DType::f64 ? 8 : dtype == DType::f32 ? 4 : 2;
+  switch (dtype) {
+    case DType::f64:
+    case DType::i64:
+      return 8;
+    case DType::f32:
+    case DType::i32:
+      return 4;
+    default:
+      return 2;
+  }
 }
 
-// Calls f.template operator()<T>() with the C++ type of `dtype`.
+// Calls f.template operator()<T>() with the C++ type of `dtype`, a floating one.
 template <class F>
 decltype(auto) visit_dtype(DType dtype, F&& f) {
   switch (dtype) {
@@ -122,8 +141,9 @@ decltype(auto) visit_dtype(DType dtype, F&& f) {
       return f.template operator()<Half>();
     case DType::bf16:
       return f.template operator()<BFloat16>();
+    default:
+      throw InvalidArgument(concat("dtype ", name(dtype), " is none of f32, f64, f16, bf16"));
   }
-  throw InvalidArgument(concat("dtype code ", int(dtype), " is none of f32, f64, f16, bf16"));
 }
 
 }  // namespace sparsecomm

@@ -39,6 +39,13 @@ class Aborted : public Error {
   using Error::Error;
 };
 
+// An operation that a rank cancelled before it began; raised on every rank, and the communicator
+// stays usable.
+class Cancelled : public Error {
+ public:
+  using Error::Error;
+};
+
 // An error that accuses ranks. `ranks()` is sorted and never empty.
 class PeerError : public Error {
  public:

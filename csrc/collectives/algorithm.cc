@@ -1,5 +1,8 @@
 #include "collectives/algorithm.h"
 
+#include <algorithm>
+#include <cmath>
+
 #include "collectives/dense.h"
 #include "collectives/oktopk.h"
 #include "collectives/patterns.h"
@@ -10,11 +13,11 @@ namespace {
 
 constexpr AlgorithmEntry table[] = {
     {"dense", "every element, reduce-scatter then allgather", "2N(P-1)/P", "Chan et al. 2007",
-     false, false, dense_cost, nullptr, nullptr},
+     false, false, dense_cost, nullptr, nullptr, nullptr, nullptr},
     {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "Ok-Topk Table 1", true,
-     false, topk_a_cost, make_topk_a<float>, make_topk_a<double>},
+     false, topk_a_cost, make_topk_a, make_topk_a, make_topk_a, make_topk_a},
     {"oktopk", "split and reduce, then balance and allgather the k largest sums", "6k(P-1)/P",
-     "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk<float>, make_oktopk<double>},
+     "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk, make_oktopk, nullptr, nullptr},
 };
 
 }  // namespace
@@ -31,7 +34,29 @@ AlgorithmEntry const& find_algorithm(std::string_view name) {
 }
 
 Cost allgather_cost(int ranks, double frame_bytes) {
-  return {static_cast<double>(bruck_rounds(ranks)), (ranks - 1) * frame_bytes};
+  auto const rounds = static_cast<double>(bruck_rounds(ranks));
+  return {.rounds = rounds, .messages = rounds, .bytes = (ranks - 1) * frame_bytes};
+}
+
+// Between one rank's k entries and the whole union as random positions of a common support would
+// fill it: the support's size follows from the union.
+double CostShape::merged(int count) const {
+  double const most = std::min(static_cast<double>(extent), static_cast<double>(k) * count);
+  double const whole =
+      std::min(static_cast<double>(extent), static_cast<double>(k) * static_cast<double>(ranks));
+  if (union_nnz == 0 || static_cast<double>(union_nnz) >= whole) return most;
+  auto const all = static_cast<double>(union_nnz);
+  if (ranks == 1 || all <= static_cast<double>(k)) return std::min(most, static_cast<double>(k));
+  double low = all;
+  double high = static_cast<double>(extent);
+  auto const filled = [&](double support, int n) {
+    return -support * std::expm1(n * std::log1p(-static_cast<double>(k) / support));
+  };
+  for (int round = 0; round < 64; ++round) {
+    double const middle = (low + high) / 2;
+    (filled(middle, ranks) < all ? low : high) = middle;
+  }
+  return std::min(most, filled(low, count));
 }
 
 }  // namespace sparsecomm

@@ -6,6 +6,7 @@
 #include <memory>
 #include <span>
 #include <string_view>
+#include <type_traits>
 #include <vector>
 
 #include "collectives/channel.h"
@@ -17,9 +18,10 @@ namespace sparsecomm {
 // The problem of one call, the same on every rank.
 struct SparseProblem {
   std::uint64_t extent = 0;  // N, below 2^32
-  std::uint64_t k = 0;  // entries wanted in the selections and, of a lossy algorithm, in the result
-  std::uint64_t limit = 0;  // the most entries any rank selected
-  std::uint64_t step = 0;   // counts calls; what the periods are measured against
+  std::uint64_t k = 0;       // entries wanted in the selections and, where it is cut, in the result
+  std::uint64_t limit = 0;   // the most entries any rank contributes
+  std::uint64_t step = 0;    // counts calls; what the periods are measured against
+  Reduction reduction = Reduction::sum;  // only sum unless the algorithm is lossless
 };
 
 struct AlgorithmOptions {
@@ -36,32 +38,67 @@ struct AlgorithmState {
   double global_threshold = 0;  // 0: none yet
 };
 
-// A lossless or lossy sum of one sparse selection per rank. V is float or double.
+template <class V>
+struct AllreduceResult {
+  StreamView<V> reduced;  // the same bits on every rank
+  // What this rank must keep so that nothing is lost: over all ranks, the contributions sum to
+  // `reduced` and everybody's `rejected`. Partial sums that were cut, and errors of rounding.
+  SparseView<V> rejected;
+};
+
+// The reduction of one sparse contribution per rank. V is float or double, and std::int32_t or
+// std::int64_t where the algorithm is lossless.
 template <class V>
 class SparseAllreduce {
  public:
   virtual ~SparseAllreduce() = default;
-  // Returns the same bits on every rank, sorted; valid until the next run().
-  virtual SparseView<V> run(Channel& channel, SparseView<V> selection,
-                            SparseProblem const& problem) = 0;
-  virtual AlgorithmState const& state() const = 0;
-  virtual void load_state(AlgorithmState state) = 0;
+  // Valid until the next run(). The contribution must stay unchanged as long.
+  virtual AllreduceResult<V> run(Channel& channel, SparseView<V> contribution,
+                                 SparseProblem const& problem) = 0;
+  virtual AlgorithmState state() const { return {}; }
+  virtual void load_state(AlgorithmState const&) {}
 };
 
-// Upper bounds for one rank and one call with the raw32 codec: messages sent, bytes received. Frame
-// headers, histograms and a repartition are included, the communicator's agreement is not (see
-// agreement_cost).
+// What one call takes of one rank, the communicator's agreement (see agreement_cost) excluded and
+// frame headers, histograms and a repartition included.
 struct Cost {
-  double messages = 0;
-  double bytes = 0;
+  double rounds = 0;    // messages that wait for one another
+  double messages = 0;  // sent
+  double bytes = 0;     // received
+  double entries = 0;   // encoded, decoded or merged: what the processor does
+  bool exact = false;   // messages and bytes are what is counted; otherwise upper bounds
+
+  // One after the other.
+  friend Cost operator+(Cost const& a, Cost const& b) {
+    return {a.rounds + b.rounds, a.messages + b.messages, a.bytes + b.bytes, a.entries + b.entries,
+            a.exact && b.exact};
+  }
 };
 
 struct CostShape {
   int ranks = 1;
   std::uint64_t extent = 0;
-  std::uint64_t k = 0;          // the largest selection of any rank
-  std::size_t value_bytes = 4;  // on the wire
+  std::uint64_t k = 0;     // the largest contribution of any rank
+  double value_bytes = 4;  // on the wire
+  double index_bytes =
+      4;  // on the wire; 4: raw32, a bound for every codec but for its block headers
+  // Entries of the reduction over all ranks; 0: as many as there can be.
+  std::uint64_t union_nnz = 0;
+
+  // Entries of the reduction of `count` ranks' contributions, at most: what an algorithm that
+  // merges on the way passes on.
+  double merged(int count) const;
 };
+
+// Only of a sum may zeros vanish.
+inline FrameOptions frame_options(AlgorithmOptions const& options, SparseProblem const& problem) {
+  FrameOptions frame = options.frame;
+  frame.allow_dense = frame.allow_dense && problem.reduction == Reduction::sum;
+  return frame;
+}
+
+template <class V>
+using MakeAllreduce = std::unique_ptr<SparseAllreduce<V>> (*)(AlgorithmOptions const&);
 
 struct AlgorithmEntry {
   std::string_view name;
@@ -69,11 +106,16 @@ struct AlgorithmEntry {
   std::string_view words;   // the leading term of the words received per rank, for the docs
   std::string_view source;  // paper and section
   bool sparse;              // exchanges selections; otherwise the whole gradient
-  bool top_k_result;  // the result is cut to the k largest; what was cut stays in the residuals
+  bool top_k_result;        // the result is cut to the k largest
   Cost (*cost)(CostShape const& shape, AlgorithmOptions const& options);
-  // Null unless sparse.
-  std::unique_ptr<SparseAllreduce<float>> (*make_f32)(AlgorithmOptions const&);
-  std::unique_ptr<SparseAllreduce<double>> (*make_f64)(AlgorithmOptions const&);
+  // Null unless sparse; those of integers are null where the result is cut or rounded.
+  MakeAllreduce<float> make_f32;
+  MakeAllreduce<double> make_f64;
+  MakeAllreduce<std::int32_t> make_i32;
+  MakeAllreduce<std::int64_t> make_i64;
+
+  // The result is the exact reduction of the contributions, for every reduction.
+  bool lossless() const { return make_i32 != nullptr; }
 };
 
 std::span<const AlgorithmEntry> algorithms();
@@ -83,11 +125,10 @@ AlgorithmEntry const& find_algorithm(std::string_view name);
 template <class V>
 std::unique_ptr<SparseAllreduce<V>> make_sparse_allreduce(AlgorithmEntry const& entry,
                                                           AlgorithmOptions const& options) {
-  if constexpr (std::is_same_v<V, double>) {
-    return entry.make_f64(options);
-  } else {
-    return entry.make_f32(options);
-  }
+  if constexpr (std::is_same_v<V, float>) return entry.make_f32(options);
+  if constexpr (std::is_same_v<V, double>) return entry.make_f64(options);
+  if constexpr (std::is_same_v<V, std::int32_t>) return entry.make_i32(options);
+  if constexpr (std::is_same_v<V, std::int64_t>) return entry.make_i64(options);
 }
 
 // The cost of a Bruck allgather whose frames have at most `frame_bytes` bytes.

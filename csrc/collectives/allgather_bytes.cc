@@ -44,7 +44,7 @@ Cost allgather_bytes_cost(int ranks, std::uint64_t longest) {
   Cost const lengths = allgather_cost(ranks, header_bytes + sizeof longest);
   if (longest == 0) return lengths;
   Cost const strings = allgather_cost(ranks, header_bytes + longest);
-  return {lengths.messages + strings.messages, lengths.bytes + strings.bytes};
+  return lengths + strings;
 }
 
 }  // namespace sparsecomm

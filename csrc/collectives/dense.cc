@@ -73,9 +73,11 @@ template class DenseAllreduce<BFloat16>;
 
 Cost dense_cost(CostShape const& shape, AlgorithmOptions const&) {
   double const region = std::ceil(static_cast<double>(shape.extent) / shape.ranks);
-  double const frame = header_bytes + region * static_cast<double>(shape.value_bytes);
+  double const frame = header_bytes + region * shape.value_bytes;
   Cost cost = allgather_cost(shape.ranks, frame);
+  cost.rounds += shape.ranks - 1;
   cost.messages += shape.ranks - 1;
+  cost.entries = 2.0 * static_cast<double>(shape.extent);
   cost.bytes += (shape.ranks - 1) * frame;
   return cost;
 }

@@ -32,20 +32,25 @@ class OkTopk final : public SparseAllreduce<V> {
  public:
   explicit OkTopk(AlgorithmOptions const& options) : options_(options) {}
 
-  SparseView<V> run(Channel& channel, SparseView<V> selection,
-                    SparseProblem const& problem) override {
+  AllreduceResult<V> run(Channel& channel, SparseView<V> selection,
+                         SparseProblem const& problem) override {
     partition(channel, selection.indices, problem);
     SparseView<V> const region = split_and_reduce(channel, selection, problem);
     keep_top_k(channel, region, problem);
     if (needs_balance(cut_.kept(), options_.balance_factor)) balance(channel, problem);
     gather(channel, problem);
     state_.global_threshold = cut_.threshold();
-    return result_.view();
+    rejected_.clear();
+    for_each_missing(selection.indices, result_.indices, [&](std::size_t i) {
+      rejected_.indices.push_back(selection.indices[i]);
+      rejected_.values.push_back(selection.values[i]);
+    });
+    return {.reduced = {.sparse = result_.view()}, .rejected = rejected_.view()};
   }
 
-  AlgorithmState const& state() const override { return state_; }
-  void load_state(AlgorithmState state) override {
-    state_ = std::move(state);
+  AlgorithmState state() const override { return state_; }
+  void load_state(AlgorithmState const& state) override {
+    state_ = state;
     cut_.load_threshold(state_.global_threshold);
   }
 
@@ -80,7 +85,7 @@ class OkTopk final : public SparseAllreduce<V> {
   AlgorithmState state_;
   GlobalCut<V> cut_;
   SparseStream<V> sum_;
-  Stream<V> incoming_, share_, balanced_, result_;
+  Stream<V> incoming_, share_, balanced_, result_, rejected_;
   ByteBuffer send_, receive_;
   FrameAllgather gather_;
   std::vector<std::uint32_t> proposal_;
@@ -281,18 +286,25 @@ Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const&) {
   if (shape.ranks == 1) return {};
   double const peers = shape.ranks - 1;
   double const share = std::ceil(static_cast<double>(shape.k) / shape.ranks) *
-                       (4.0 + static_cast<double>(shape.value_bytes));
+                       (shape.index_bytes + shape.value_bytes);
   Cost const boundaries = allgather_cost(shape.ranks, header_bytes + 4 * peers);
-  int const histograms = 1 + (shape.value_bytes == 8 ? GlobalCut<double>::exact_rounds(shape.k)
-                                                     : GlobalCut<float>::exact_rounds(shape.k));
+  int const histograms = 1 + (shape.value_bytes > 4 ? GlobalCut<double>::exact_rounds(shape.k)
+                                                    : GlobalCut<float>::exact_rounds(shape.k));
   Cost const histogram = allgather_cost(
       shape.ranks, header_bytes + 4.0 * static_cast<double>(GlobalCut<float>::bins(shape.k) + 2));
   Cost const gather = allgather_cost(shape.ranks, header_bytes + share);
   double const transfers = 2 * peers + 1;
-  return {
-      boundaries.messages + peers + histograms * histogram.messages + transfers + gather.messages,
-      boundaries.bytes + peers * (header_bytes + share) + histograms * histogram.bytes +
-          transfers * header_bytes + peers * share + gather.bytes};
+  // Encoded once and its share once more, decoded and merged region by region, and the result
+  // decoded: the sum of a region grows while P parts of it arrive.
+  double merging = 0;
+  for (int rank = 1; rank <= shape.ranks; ++rank) merging += shape.merged(rank) / shape.ranks;
+  return {.rounds = boundaries.rounds + 1 + histograms * histogram.rounds + 1 + gather.rounds,
+          .messages = boundaries.messages + peers + histograms * histogram.messages + transfers +
+                      gather.messages,
+          .bytes = boundaries.bytes + peers * (header_bytes + share) +
+                   histograms * histogram.bytes + transfers * header_bytes + peers * share +
+                   gather.bytes,
+          .entries = 3 * static_cast<double>(shape.k) + merging};
 }
 
 }  // namespace sparsecomm

@@ -8,15 +8,16 @@ class TopkA final : public SparseAllreduce<V> {
  public:
   explicit TopkA(AlgorithmOptions const& options) : options_(options) {}
 
-  SparseView<V> run(Channel& channel, SparseView<V> selection,
-                    SparseProblem const& problem) override {
+  AllreduceResult<V> run(Channel& channel, SparseView<V> selection,
+                         SparseProblem const& problem) override {
     auto const extent = static_cast<std::uint32_t>(problem.extent);
     std::size_t const capacity = max_sparse_frame_bytes<V>(problem.limit, extent);
     auto const own = send_.take(capacity);
-    std::size_t const length = encode_sparse<V>(channel.operation(), 0, extent, selection.indices,
-                                                selection.values, options_.frame, own);
+    std::size_t const length =
+        encode_sparse<V>(channel.operation(), 0, extent, selection.indices, selection.values,
+                         frame_options(options_, problem), own);
     auto const frames = gather_.run(channel, Phase::gather, own.first(length), capacity);
-    sum_.reset(0, extent);
+    sum_.reset(0, extent, default_delta<V>(extent), problem.reduction);
     for (int rank = 0; rank < channel.size(); ++rank) {
       indices_.clear();
       values_.clear();
@@ -24,15 +25,11 @@ class TopkA final : public SparseAllreduce<V> {
                           [&] { decode_sparse<V>(frames[rank], 0, extent, indices_, values_); });
       sum_.add({indices_, values_});
     }
-    return sum_.sparse();
+    return {.reduced = sum_.view(), .rejected = {}};
   }
-
-  AlgorithmState const& state() const override { return state_; }
-  void load_state(AlgorithmState state) override { state_ = std::move(state); }
 
  private:
   AlgorithmOptions options_;
-  AlgorithmState state_;  // stays empty: nothing is carried from step to step
   ByteBuffer send_;
   FrameAllgather gather_;
   std::vector<std::uint32_t> indices_;
@@ -48,10 +45,17 @@ std::unique_ptr<SparseAllreduce<V>> make_topk_a(AlgorithmOptions const& options)
 }
 template std::unique_ptr<SparseAllreduce<float>> make_topk_a(AlgorithmOptions const&);
 template std::unique_ptr<SparseAllreduce<double>> make_topk_a(AlgorithmOptions const&);
+template std::unique_ptr<SparseAllreduce<std::int32_t>> make_topk_a(AlgorithmOptions const&);
+template std::unique_ptr<SparseAllreduce<std::int64_t>> make_topk_a(AlgorithmOptions const&);
 
 Cost topk_a_cost(CostShape const& shape, AlgorithmOptions const&) {
-  double const pair_bytes = 4.0 + static_cast<double>(shape.value_bytes);
-  return allgather_cost(shape.ranks, header_bytes + static_cast<double>(shape.k) * pair_bytes);
+  auto const k = static_cast<double>(shape.k);
+  Cost cost =
+      allgather_cost(shape.ranks, header_bytes + k * (shape.index_bytes + shape.value_bytes));
+  // Encoded once, decoded P times, and merged into a sum that grows.
+  cost.entries = k * (1 + shape.ranks);
+  for (int rank = 1; rank <= shape.ranks; ++rank) cost.entries += shape.merged(rank);
+  return cost;
 }
 
 }  // namespace sparsecomm

@@ -9,6 +9,21 @@ namespace {
 // into step with the rows of a weight matrix.
 constexpr std::size_t sample_stride = 97;
 
+// Calls f(residual, i) for the residual at each of the sorted indices.
+template <class T, class F>
+void for_each_residual(std::span<const Segment<T>> segments, std::span<const std::uint32_t> indices,
+                       F&& f) {
+  auto segment = segments.begin();
+  std::size_t first = 0;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    while (indices[i] - first >= segment->residual.size()) {
+      first += segment->residual.size();
+      ++segment;
+    }
+    f(segment->residual[indices[i] - first], i);
+  }
+}
+
 }  // namespace
 
 template <class T>
@@ -53,18 +68,28 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
 }
 
 template <class T>
-void ErrorFeedback<T>::restore_missing(std::span<const Segment<T>> segments,
-                                       std::span<const std::uint32_t> delivered) {
-  auto segment = segments.begin();
-  std::size_t first = 0;
-  for_each_missing(selection_.indices, delivered, [&](std::size_t i) {
-    std::uint32_t const index = selection_.indices[i];
-    while (index - first >= segment->residual.size()) {
-      first += segment->residual.size();
-      ++segment;
-    }
-    segment->residual[index - first] = selection_.values[i];
+void ErrorFeedback<T>::keep(std::span<const Segment<T>> segments, SparseView<V> rejected) {
+  rejected_ = rejected;
+  before_.clear();
+  for_each_residual<T>(segments, rejected.indices, [&](V& residual, std::size_t i) {
+    before_.push_back(residual);
+    residual += rejected.values[i];
   });
+}
+
+template <class T>
+void ErrorFeedback<T>::restore(std::span<const Segment<T>> segments) {
+  for_each_residual<T>(segments, rejected_.indices,
+                       [&](V& residual, std::size_t i) { residual = before_[i]; });
+  for_each_residual<T>(segments, selection_.indices,
+                       [&](V& residual, std::size_t i) { residual = selection_.values[i]; });
+  forget();
+}
+
+template <class T>
+void ErrorFeedback<T>::forget() {
+  selection_ = {};
+  rejected_ = {};
 }
 
 template class ErrorFeedback<float>;

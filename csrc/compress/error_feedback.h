@@ -36,13 +36,16 @@ class ErrorFeedback {
   // memory. The result is valid until the next call.
   SparseView<V> select(std::span<const Segment<T>> segments, std::uint64_t k);
 
-  // Puts the selected entries whose index is not in `delivered` (sorted) back into the residual.
-  // With nothing delivered, this undoes select() but for the gradient, now part of the residual.
-  void restore_missing(std::span<const Segment<T>> segments,
-                       std::span<const std::uint32_t> delivered);
+  // Adds to the residual what an allreduce rejected (sorted indices). `rejected` must stay valid
+  // until the next call of select(), forget() or restore().
+  void keep(std::span<const Segment<T>> segments, SparseView<V> rejected);
+
+  // Undoes keep(), and select() but for the gradient, now part of the residual. Forgets the
+  // selection.
+  void restore(std::span<const Segment<T>> segments);
 
   // Forgets the selection: there is nothing left to restore.
-  void forget() { selection_ = {}; }
+  void forget();
 
   // The last threshold's magnitude; 0 before the first.
   double threshold() const { return static_cast<double>(threshold_.magnitude); }
@@ -54,7 +57,8 @@ class ErrorFeedback {
   Threshold<V> threshold_;
   Buffer<std::uint32_t> indices_;
   Buffer<V> values_;
-  SparseView<V> selection_;
+  SparseView<V> selection_, rejected_;
+  std::vector<V> before_;  // the residuals that keep() changed
   std::vector<V> scratch_;
 };
 

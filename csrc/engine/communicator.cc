@@ -9,10 +9,13 @@
 namespace sparsecomm {
 namespace {
 
+enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
+
 struct Fingerprint {
   std::uint64_t hash;
+  std::uint64_t entries;
   std::uint32_t finite;
-  std::uint32_t failed;
+  Intent intent;
 };
 
 constexpr std::size_t max_proposal_bytes = 4096;
@@ -99,8 +102,25 @@ FailureReport report_of(std::exception_ptr const& error, std::uint64_t operation
 struct Communicator::Handle::State {
   std::mutex mutex;
   std::condition_variable changed;
+  bool begun = false;
+  bool cancelled = false;
   bool done = false;
   std::exception_ptr error;
+
+  // Whether it was cancelled before.
+  bool begin() {
+    std::lock_guard const lock(mutex);
+    begun = true;
+    return cancelled;
+  }
+  void end(std::exception_ptr const& result) {
+    {
+      std::lock_guard const lock(mutex);
+      error = result;
+      done = true;
+    }
+    changed.notify_all();
+  }
 };
 
 void Communicator::Handle::wait() const {
@@ -114,11 +134,19 @@ bool Communicator::Handle::done() const {
   return state_->done;
 }
 
+bool Communicator::Handle::cancel() const {
+  std::lock_guard const lock(state_->mutex);
+  if (state_->begun) return false;
+  state_->cancelled = true;
+  return true;
+}
+
 Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
                            Clock const& clock)
     : transport_(std::move(transport)),
       options_(options),
       clock_(clock),
+      intents_(transport_->size()),
       counters_(transport_->size()),
       thread_([this] { progress(); }) {}
 
@@ -127,7 +155,7 @@ Communicator::~Communicator() {
   {
     std::lock_guard const lock(mutex_);
     closing_ = true;
-    busy = !queue_.empty();
+    busy = running_ || !queue_.empty();
   }
   changed_.notify_all();
   if (busy) {
@@ -151,6 +179,33 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
   return handle;
 }
 
+void Communicator::run(std::shared_ptr<Operation> const& operation) {
+  {
+    std::unique_lock lock(mutex_);
+    if (closing_ || taken_ || !queue_.empty()) {
+      lock.unlock();
+      submit(operation).wait();
+      return;
+    }
+    taken_ = running_ = true;
+  }
+  std::exception_ptr error;
+  try {
+    execute(*operation, false);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  bool awaited = false;
+  {
+    std::lock_guard const lock(mutex_);
+    counters_ = transport_->counters();
+    taken_ = running_ = false;
+    awaited = closing_ || !queue_.empty();
+  }
+  if (awaited) changed_.notify_all();
+  if (error) std::rethrow_exception(error);
+}
+
 Counters Communicator::counters() const {
   std::lock_guard const lock(mutex_);
   return counters_;
@@ -162,43 +217,45 @@ void Communicator::progress() {
     bool closing = false;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return closing_ || !queue_.empty(); });
+      changed_.wait(lock, [&] { return !taken_ && (closing_ || !queue_.empty()); });
       if (queue_.empty()) return;
-      item = queue_.front();  // stays in the queue while it runs, so that the destructor sees it
+      item = std::move(queue_.front());
+      queue_.pop_front();
+      taken_ = running_ = true;
       closing = closing_;
     }
     std::exception_ptr error;
     try {
       require<Aborted>(!closing, "the communicator was closed before this operation ran");
-      execute(*item.operation);
+      execute(*item.operation, item.state->begin());
     } catch (...) {
       error = std::current_exception();
     }
     {
       std::lock_guard const lock(mutex_);
       counters_ = transport_->counters();
-      queue_.pop_front();
+      running_ = false;
     }
     if (item.completion) item.completion(error);
-    {
-      std::lock_guard const lock(item.state->mutex);
-      item.state->error = error;
-      item.state->done = true;
-    }
-    item.state->changed.notify_all();
+    item.state->end(error);
+    std::lock_guard const lock(mutex_);
+    taken_ = false;
   }
 }
 
-void Communicator::execute(Operation& operation) {
+void Communicator::execute(Operation& operation, bool cancelled) {
   require<Aborted>(broken_.empty(), "an earlier operation failed (", broken_,
                    "); destroy this communicator and make a new one with the ranks that are left");
   ++next_operation_;
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
                   Deadline(clock_, options_.timeout));
   try {
-    bool const all_finite = agree(channel, operation);
-    operation.run(channel, all_finite);
+    Agreement const agreement = agree(channel, operation, cancelled);
+    operation.run(channel, agreement);
   } catch (Mismatch const&) {
+    operation.roll_back();
+    throw;
+  } catch (Cancelled const&) {
     operation.roll_back();
     throw;
   } catch (...) {
@@ -207,56 +264,73 @@ void Communicator::execute(Operation& operation) {
   }
 }
 
-// Returns whether every rank's contribution is finite; throws the same Mismatch on every rank where
-// proposals differ or one could not be made. The proposals themselves travel only then.
-bool Communicator::agree(Channel& channel, Operation& operation) {
+// Throws the same Mismatch or Cancelled on every rank where proposals differ, one could not be made
+// or a rank cancelled. The proposals themselves travel only then.
+Agreement Communicator::agree(Channel& channel, Operation& operation, bool cancelled) {
   Proposal proposal;
-  bool failed = false;
+  Intent intent = Intent::go;
   try {
-    proposal = operation.prepare();
+    if (cancelled) {
+      intent = Intent::cancelled;
+    } else {
+      proposal = operation.prepare();
+    }
   } catch (...) {
-    failed = true;
+    intent = Intent::failed;
     proposal.text = what(std::current_exception());
   }
-  Fingerprint const own{fnv1a(proposal.text), proposal.finite, failed};
+  Fingerprint const own{fnv1a(proposal.text), proposal.entries, proposal.finite, intent};
   proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
 
-  std::vector<std::byte> frame(header_bytes + max_proposal_bytes);
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
                              std::size_t capacity) {
-    std::size_t const length = encode_bytes(channel.operation(), payload, frame);
-    return gather_.run(channel, phase, std::span(frame).first(length), header_bytes + capacity);
+    frame_.resize(header_bytes + max_proposal_bytes);
+    std::size_t const length = encode_bytes(channel.operation(), payload, frame_);
+    return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
   };
   auto const frames = allgather(Phase::agree, std::as_bytes(std::span(&own, 1)), sizeof own);
+  Agreement agreement;
   bool agreed = true;
-  bool all_finite = true;
-  std::vector<bool> failures;
   for (int rank = 0; rank < channel.size(); ++rank) {
     Fingerprint other{};
     channel.decode_from(rank, [&] {
       require<MalformedFrame>(frames[rank].values.size() == sizeof other, "a fingerprint of ",
                               frames[rank].values.size(), " bytes");
+      std::memcpy(&other, frames[rank].values.data(), sizeof other);
+      require<MalformedFrame>(other.intent <= Intent::cancelled, "an intent of ",
+                              static_cast<std::uint32_t>(other.intent));
     });
-    std::memcpy(&other, frames[rank].values.data(), sizeof other);
-    agreed = agreed && other.hash == own.hash && other.failed == 0;
-    all_finite = all_finite && other.finite != 0;
-    failures.push_back(other.failed != 0);
+    agreed = agreed && other.hash == own.hash && other.intent == Intent::go;
+    agreement.all_finite = agreement.all_finite && other.finite != 0;
+    agreement.most_entries = std::max(agreement.most_entries, other.entries);
+    agreement.total_entries += other.entries;
+    intents_[rank] = static_cast<std::uint32_t>(other.intent);
   }
-  if (agreed) return all_finite;
+  if (agreed) return agreement;
 
   auto const explained =
       allgather(Phase::explain, std::as_bytes(std::span(proposal.text)), max_proposal_bytes);
   std::vector<std::string> texts;
+  std::vector<int> cancellers;
   std::string message;
   for (int rank = 0; rank < channel.size(); ++rank) {
     auto const bytes = explained[rank].values;
     std::string const text(reinterpret_cast<char const*>(bytes.data()), bytes.size());
-    if (failures[rank]) {
-      message +=
-          concat(message.empty() ? "" : "; ", "rank ", rank, " failed before the exchange: ", text);
-    } else {
-      texts.push_back(text);
+    switch (static_cast<Intent>(intents_[rank])) {
+      case Intent::go:
+        texts.push_back(text);
+        break;
+      case Intent::failed:
+        message += concat(message.empty() ? "" : "; ", "rank ", rank,
+                          " failed before the exchange: ", text);
+        break;
+      case Intent::cancelled:
+        cancellers.push_back(rank);
+        break;
     }
+  }
+  if (message.empty() && !cancellers.empty()) {
+    throw Cancelled(concat("the operation was cancelled on ", join_ranks(cancellers)));
   }
   if (message.empty()) message = concat("ranks disagree: ", differences(texts));
   throw Mismatch(message);

@@ -1,5 +1,8 @@
 // Runs operations one after another, in the order of submission, on one progress thread.
 //
+// A blocking call that finds the communicator idle runs in the caller's thread instead, which saves
+// two switches between threads.
+//
 // Before an operation moves data all ranks compare what they are about to do (see Proposal). Where
 // they differ every rank throws the same Mismatch, nothing has been touched, and the communicator
 // stays usable. When a peer is lost or a deadline passes, every surviving rank throws PeerLost or
@@ -15,6 +18,7 @@
 #include <mutex>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
@@ -25,7 +29,15 @@ namespace sparsecomm {
 // What a rank is about to do, as "name=value;name=value": ranks must agree on every field.
 struct Proposal {
   std::string text;
-  bool finite = true;  // no NaN or Inf in what this rank contributes
+  bool finite = true;         // no NaN or Inf in what this rank contributes
+  std::uint64_t entries = 0;  // that this rank contributes; ranks may differ in it
+};
+
+// What all ranks' proposals come to.
+struct Agreement {
+  bool all_finite = true;
+  std::uint64_t most_entries = 0;  // of any rank
+  std::uint64_t total_entries = 0;
 };
 
 class Operation {
@@ -34,8 +46,7 @@ class Operation {
   // Local preparation on the progress thread, before anything is exchanged. An exception here
   // becomes an error on every rank, and the communicator stays usable.
   virtual Proposal prepare() = 0;
-  // The exchange. `all_finite`: every rank's proposal was finite.
-  virtual void run(Channel& channel, bool all_finite) = 0;
+  virtual void run(Channel& channel, Agreement const& agreement) = 0;
   // Undoes what prepare() and run() did to the caller's data so that nothing is lost; called after
   // a failure.
   virtual void roll_back() noexcept {}
@@ -57,6 +68,9 @@ class Communicator {
     // Blocks until the operation has ended; throws what it threw.
     void wait() const;
     bool done() const;
+    // Keeps an operation that has not begun from running: every rank, also those that did not
+    // cancel, gets Cancelled. False where it had begun, and then it runs to its end.
+    bool cancel() const;
 
    private:
     friend class Communicator;
@@ -72,6 +86,8 @@ class Communicator {
   Communicator& operator=(Communicator const&) = delete;
 
   Handle submit(std::shared_ptr<Operation> operation, Completion completion = {});
+  // The same as submit(operation).wait(), but in this thread where nothing else is going on.
+  void run(std::shared_ptr<Operation> const& operation);
 
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
@@ -87,19 +103,25 @@ class Communicator {
     Completion completion;
   };
   void progress();
-  void execute(Operation& operation);
-  bool agree(Channel& channel, Operation& operation);
+  void execute(Operation& operation, bool cancelled);
+  Agreement agree(Channel& channel, Operation& operation, bool cancelled);
   [[noreturn]] void fail(std::exception_ptr error);
 
   std::unique_ptr<Transport> transport_;
   CommunicatorOptions options_;
   Clock const& clock_;
-  FrameAllgather gather_;                          // progress thread only
-  std::atomic<std::uint64_t> next_operation_ = 0;  // written by the progress thread
-  std::string broken_;        // progress thread only: why, once the transport has failed
+  // Of the thread that runs an operation.
+  FrameAllgather gather_;
+  std::vector<std::byte> frame_;
+  std::vector<std::uint32_t> intents_;  // [rank], as they came in the fingerprints
+  std::atomic<std::uint64_t> next_operation_ = 0;
+  std::string broken_;  // why, once the transport has failed
+
   mutable std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   std::deque<Item> queue_;
+  bool taken_ = false;    // a thread has an operation to run and to report on
+  bool running_ = false;  // it is still running
   bool closing_ = false;
   Counters counters_;
   std::thread thread_;  // last, so that it starts when all else is ready

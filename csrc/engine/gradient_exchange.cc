@@ -147,8 +147,8 @@ Proposal GradientExchange<T>::prepare() {
 }
 
 template <class T>
-void GradientExchange<T>::run(Channel& channel, bool all_finite) {
-  if (!all_finite) {
+void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
+  if (!agreement.all_finite) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
     V const nan = std::numeric_limits<V>::quiet_NaN();
     for (Segment<T> const& segment : segments_)
@@ -158,7 +158,7 @@ void GradientExchange<T>::run(Channel& channel, bool all_finite) {
   } else {
     run_dense(channel);
   }
-  delivered_ = all_finite;
+  delivered_ = agreement.all_finite;
   ++state_.step;
   ++stats_.steps;
   stats_.numel += extent_;
@@ -171,24 +171,30 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
     Stopwatch const watch(communicator_.clock(), stats_.select);
     selection = feedback_.select(segments_, k());
   }
-  SparseView<V> result;
+  AllreduceResult<V> result;
   {
     Stopwatch const watch(communicator_.clock(), stats_.exchange);
     result = sparse_->run(channel, selection,
                           {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
   Stopwatch const watch(communicator_.clock(), stats_.apply);
-  if (algorithm_.top_k_result) feedback_.restore_missing(segments_, result.indices);
+  feedback_.keep(segments_, result.rejected);
   std::uint64_t first = 0;
   for (Segment<T> const& segment : segments_) {
     std::uint64_t const last = first + segment.gradient.size();
-    SparseView<V> const part = result.range(first, last);
-    scatter<T>(segment.gradient, part.indices, part.values, divisor(),
-               static_cast<std::uint32_t>(first));
+    if (result.reduced.is_dense) {
+      std::ranges::transform(result.reduced.dense.subspan(first, last - first),
+                             segment.gradient.begin(),
+                             [&](V x) { return static_cast<T>(x / divisor()); });
+    } else {
+      SparseView<V> const part = result.reduced.sparse.range(first, last);
+      scatter<T>(segment.gradient, part.indices, part.values, divisor(),
+                 static_cast<std::uint32_t>(first));
+    }
     first = last;
   }
   stats_.selected += selection.nnz();
-  stats_.result_nnz += result.nnz();
+  stats_.result_nnz += result.reduced.nnz();
   state_.collective = sparse_->state();
 }
 
@@ -219,8 +225,7 @@ void GradientExchange<T>::roll_back() noexcept {
 
 template <class T>
 void GradientExchange<T>::withdraw() {
-  feedback_.restore_missing(segments_, {});
-  feedback_.forget();
+  feedback_.restore(segments_);
   delivered_ = false;
 }
 

@@ -73,7 +73,7 @@ class GradientExchange final : public Operation {
   std::uint64_t extent() const { return extent_; }
 
   Proposal prepare() override;
-  void run(Channel& channel, bool all_finite) override;
+  void run(Channel& channel, Agreement const& agreement) override;
   void roll_back() noexcept override;
 
  private:

@@ -19,10 +19,11 @@ V select(bool first, V a, V b) {
                           (std::bit_cast<bits_t<V>>(b) & ~mask));
 }
 
-// Writes the sum of two sorted streams; returns its non-zeros. The output has room for a.nnz() +
+// Combines two sorted streams; returns the entries written. The output has room for a.nnz() +
 // b.nnz().
-template <class V>
-std::size_t merge(SparseView<V> a, SparseView<V> b, std::uint32_t* indices, V* values) {
+template <class V, class Combine>
+std::size_t merge(SparseView<V> a, SparseView<V> b, Combine combine, std::uint32_t* indices,
+                  V* values) {
   std::uint32_t const* const ai = a.indices.data();
   std::uint32_t const* const bi = b.indices.data();
   V const* const av = a.values.data();
@@ -37,7 +38,7 @@ std::size_t merge(SparseView<V> a, SparseView<V> b, std::uint32_t* indices, V* v
     std::uint32_t const y = bi[j];
     V const one = select(x < y, av[i], bv[j]);
     indices[k] = x < y ? x : y;
-    values[k] = select(x == y, av[i] + bv[j], one);
+    values[k] = select(x == y, combine(av[i], bv[j]), one);
     i += x <= y;
     j += y <= x;
     ++k;
@@ -66,13 +67,15 @@ std::uint64_t default_delta(std::uint64_t extent) {
 }
 
 template <class V>
-void SparseStream<V>::reset(std::uint32_t first_index, std::uint64_t extent, std::uint64_t delta) {
+void SparseStream<V>::reset(std::uint32_t first_index, std::uint64_t extent, std::uint64_t delta,
+                            Reduction reduction) {
   std::uint64_t const index_space = std::uint64_t{1} << 32;
   require(extent <= index_space - first_index, "SparseStream: extent is ", extent,
           ", must be at most 2^32 - first_index = ", index_space - first_index);
   first_index_ = first_index;
   extent_ = extent;
   delta_ = delta;
+  reduction_ = reduction;
   dense_ = false;
   nnz_ = 0;
 }
@@ -100,9 +103,12 @@ void SparseStream<V>::add(SparseView<V> view) {
 
   if (!dense_ && nnz_ + view.nnz() > delta_) densify();
   if (dense_) {
-    for (std::size_t i = 0; i < view.nnz(); ++i) {
-      dense_values_[view.indices[i] - first_index_] += view.values[i];
-    }
+    visit_reduction<V>(reduction_, [&](auto combine) {
+      for (std::size_t i = 0; i < view.nnz(); ++i) {
+        V& value = dense_values_[view.indices[i] - first_index_];
+        value = combine(value, view.values[i]);
+      }
+    });
     return;
   }
 
@@ -114,9 +120,28 @@ void SparseStream<V>::add(SparseView<V> view) {
     nnz_ = sum;
     return;
   }
-  nnz_ = merge(pairs(), view, merged_indices_.data(), merged_values_.data());
+  nnz_ = visit_reduction<V>(reduction_, [&](auto combine) {
+    return merge(pairs(), view, combine, merged_indices_.data(), merged_values_.data());
+  });
   indices_.swap(merged_indices_);
   values_.swap(merged_values_);
+}
+
+template <class V>
+void SparseStream<V>::add_dense(std::span<const V> values) {
+  require(values.size() == extent_, "SparseStream::add_dense: ", values.size(),
+          " values, the extent is ", extent_);
+  if (!dense_) densify();
+  visit_reduction<V>(reduction_, [&](auto combine) {
+    std::ranges::transform(values, dense_values_, dense_values_.begin(),
+                           [&](V theirs, V ours) { return combine(ours, theirs); });
+  });
+}
+
+template <class V>
+StreamView<V> SparseStream<V>::view() const {
+  if (!dense_) return {.sparse = pairs()};
+  return {.dense = {dense_values_.data(), static_cast<std::size_t>(extent_)}, .is_dense = true};
 }
 
 template <class V>
@@ -133,14 +158,15 @@ template <class V>
 SparseView<V> SparseStream<V>::sparse() {
   if (dense_) {
     std::span<const V> const all(dense_values_.data(), static_cast<std::size_t>(extent_));
-    auto const zeros = std::count(all.begin(), all.end(), V{0});
-    std::size_t const count = all.size() - static_cast<std::size_t>(zeros);
-    grow(count + 1);  // a zero behind the last entry is written, but not counted
+    V const absent = neutral<V>(reduction_);
+    auto const absentees = std::count(all.begin(), all.end(), absent);
+    std::size_t const count = all.size() - static_cast<std::size_t>(absentees);
+    grow(count + 1);  // a neutral element behind the last entry is written, but not counted
     std::size_t k = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
       indices_[k] = first_index_ + static_cast<std::uint32_t>(i);
       values_[k] = all[i];
-      k += all[i] != V{0};
+      k += all[i] != absent;
     }
     nnz_ = k;
     dense_ = false;
@@ -156,16 +182,19 @@ std::span<const V> SparseStream<V>::dense() {
 
 template <class V>
 void SparseStream<V>::densify() {
-  dense_values_.assign(static_cast<std::size_t>(extent_), V{0});
+  dense_values_.assign(static_cast<std::size_t>(extent_), neutral<V>(reduction_));
   for (std::size_t i = 0; i < nnz_; ++i) dense_values_[indices_[i] - first_index_] = values_[i];
   dense_ = true;
 }
 
-template struct SparseView<float>;
-template struct SparseView<double>;
-template std::uint64_t default_delta<float>(std::uint64_t);
-template std::uint64_t default_delta<double>(std::uint64_t);
-template class SparseStream<float>;
-template class SparseStream<double>;
+#define SPARSECOMM_STREAM(V)                              \
+  template struct SparseView<V>;                          \
+  template std::uint64_t default_delta<V>(std::uint64_t); \
+  template class SparseStream<V>;
+SPARSECOMM_STREAM(float)
+SPARSECOMM_STREAM(double)
+SPARSECOMM_STREAM(std::int32_t)
+SPARSECOMM_STREAM(std::int64_t)
+#undef SPARSECOMM_STREAM
 
 }  // namespace sparsecomm

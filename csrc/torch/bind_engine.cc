@@ -125,7 +125,7 @@ py::list describe_algorithms() {
 
 // Upper bounds for one rank and one exchange, agreement included: messages sent, bytes received.
 std::pair<double, double> cost_of(std::string const& algorithm, int ranks, std::uint64_t extent,
-                                  std::uint64_t k, std::size_t value_bytes) {
+                                  std::uint64_t k, double value_bytes) {
   Cost const cost = find_algorithm(algorithm).cost({ranks, extent, k, value_bytes}, {});
   Cost const agreement = agreement_cost(ranks);
   return {cost.messages + agreement.messages, cost.bytes + agreement.bytes};

@@ -12,7 +12,7 @@ namespace {
 
 using c10d::ReduceOp;
 
-struct Reduction {
+struct CooReduction {
   ReduceOp::RedOpType op;
   char const* name;
   bool floating, integral, complex;  // the kinds of dtype it is defined for
@@ -20,7 +20,7 @@ struct Reduction {
   at::Tensor (*fold)(at::Tensor const& reduced, at::Tensor const& next);
 };
 
-constexpr Reduction reductions[] = {
+constexpr CooReduction reductions[] = {
     {ReduceOp::SUM, "sum", true, true, true, nullptr},
     {ReduceOp::AVG, "avg", true, false, true, nullptr},
     {ReduceOp::PRODUCT, "product", true, true, false, [](auto& a, auto& b) { return a.mul(b); }},
@@ -31,8 +31,8 @@ constexpr Reduction reductions[] = {
     {ReduceOp::BXOR, "bxor", false, true, false, [](auto& a, auto& b) { return a.bitwise_xor(b); }},
 };
 
-Reduction const& find_reduction(ReduceOp::RedOpType op, at::ScalarType dtype) {
-  for (Reduction const& reduction : reductions) {
+CooReduction const& find_reduction(ReduceOp::RedOpType op, at::ScalarType dtype) {
+  for (CooReduction const& reduction : reductions) {
     if (reduction.op != op) continue;
     bool const defined = c10::isComplexType(dtype)    ? reduction.complex
                          : c10::isFloatingType(dtype) ? reduction.floating
@@ -146,7 +146,7 @@ CooAllreduce::CooAllreduce(at::Tensor tensor, ReduceOp::RedOpType op, BytesAllga
 Proposal CooAllreduce::prepare() {
   ThreadState const state(*this);
   Shape const shape(tensor_);
-  Reduction const& reduction = find_reduction(op_, shape.dtype);
+  CooReduction const& reduction = find_reduction(op_, shape.dtype);
   require(tensor_.unsafeGetTensorImpl()->allow_tensor_metadata_change(),
           "allreduce of sparse tensors: the result cannot be written into a tensor made by "
           "detach() or .data; "
@@ -193,10 +193,10 @@ CooAllreduce::Entries CooAllreduce::unpack(Shape const& shape,
   return {positions, values.to(accumulate_type(shape.dtype))};
 }
 
-void CooAllreduce::run(Channel& channel, bool /*all_finite*/) {
+void CooAllreduce::run(Channel& channel, Agreement const& /*agreement*/) {
   ThreadState const state(*this);
   Shape const shape(tensor_);
-  Reduction const& reduction = find_reduction(op_, shape.dtype);
+  CooReduction const& reduction = find_reduction(op_, shape.dtype);
   auto const strings = gather_.run(channel, packed_);
   std::vector<Entries> ranks;
   std::vector<at::Tensor> positions;

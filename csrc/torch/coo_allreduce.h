@@ -24,7 +24,7 @@ class CooAllreduce final : public Operation {
   CooAllreduce(at::Tensor tensor, c10d::ReduceOp::RedOpType op, BytesAllgather& gather);
 
   Proposal prepare() override;
-  void run(Channel& channel, bool all_finite) override;
+  void run(Channel& channel, Agreement const& agreement) override;
 
  private:
   struct Shape;

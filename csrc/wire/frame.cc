@@ -318,10 +318,10 @@ FrameView parse_frame(std::span<const std::byte> in, std::uint32_t operation) {
   field(h.version == frame_version, "version", h.version, int(frame_version));
   field(h.kind >= FrameKind::sparse && h.kind <= FrameKind::bytes, "kind", std::uint8_t(h.kind),
         "1 (sparse), 2 (dense) or 3 (bytes)");
-  field(h.dtype <= DType::bf16, "dtype", std::uint8_t(h.dtype), "0 to 3");
+  field(h.dtype <= DType::i64, "dtype", std::uint8_t(h.dtype), "0 to 5");
   if (h.kind == FrameKind::sparse) {
-    field(h.dtype <= DType::f64, "dtype", std::uint8_t(h.dtype),
-          "0 (f32) or 1 (f64) in a sparse frame");
+    field(h.dtype != DType::f16 && h.dtype != DType::bf16, "dtype", std::uint8_t(h.dtype),
+          "0 (f32), 1 (f64), 4 (i32) or 5 (i64) in a sparse frame");
   } else if (h.kind == FrameKind::bytes) {
     field(h.dtype == DType::f32, "dtype", std::uint8_t(h.dtype), "0 in a bytes frame");
   }
@@ -375,18 +375,18 @@ void decode_dense(FrameView const& frame, std::uint32_t first_index, std::span<T
   if (!out.empty()) std::memcpy(out.data(), frame.values.data(), frame.values.size());
 }
 
-template std::size_t max_sparse_frame_bytes<float>(std::size_t, std::size_t);
-template std::size_t max_sparse_frame_bytes<double>(std::size_t, std::size_t);
-template std::size_t encode_sparse<float>(std::uint32_t, std::uint32_t, std::uint32_t,
-                                          std::span<const std::uint32_t>, std::span<const float>,
-                                          FrameOptions const&, std::span<std::byte>);
-template std::size_t encode_sparse<double>(std::uint32_t, std::uint32_t, std::uint32_t,
-                                           std::span<const std::uint32_t>, std::span<const double>,
-                                           FrameOptions const&, std::span<std::byte>);
-template void decode_sparse<float>(FrameView const&, std::uint32_t, std::uint32_t,
-                                   std::vector<std::uint32_t>&, std::vector<float>&);
-template void decode_sparse<double>(FrameView const&, std::uint32_t, std::uint32_t,
-                                    std::vector<std::uint32_t>&, std::vector<double>&);
+#define SPARSECOMM_SPARSE(V)                                                                \
+  template std::size_t max_sparse_frame_bytes<V>(std::size_t, std::size_t);                 \
+  template std::size_t encode_sparse<V>(std::uint32_t, std::uint32_t, std::uint32_t,        \
+                                        std::span<const std::uint32_t>, std::span<const V>, \
+                                        FrameOptions const&, std::span<std::byte>);         \
+  template void decode_sparse<V>(FrameView const&, std::uint32_t, std::uint32_t,            \
+                                 std::vector<std::uint32_t>&, std::vector<V>&);
+SPARSECOMM_SPARSE(float)
+SPARSECOMM_SPARSE(double)
+SPARSECOMM_SPARSE(std::int32_t)
+SPARSECOMM_SPARSE(std::int64_t)
+#undef SPARSECOMM_SPARSE
 #define SPARSECOMM_DENSE(T)                                                              \
   template std::size_t encode_dense<T>(std::uint32_t, std::uint32_t, std::span<const T>, \
                                        std::span<std::byte>);                            \
@@ -395,6 +395,8 @@ SPARSECOMM_DENSE(float)
 SPARSECOMM_DENSE(double)
 SPARSECOMM_DENSE(Half)
 SPARSECOMM_DENSE(BFloat16)
+SPARSECOMM_DENSE(std::int32_t)
+SPARSECOMM_DENSE(std::int64_t)
 #undef SPARSECOMM_DENSE
 
 }  // namespace sparsecomm

@@ -44,7 +44,7 @@ inline constexpr std::size_t header_bytes = sizeof(FrameHeader);
 struct FrameOptions {
   IndexCodecChoice index_codec = IndexCodecChoice::smallest;
   // Send all `extent` values where that is smaller. Entries whose value is 0 or -0.0 then vanish on
-  // decoding.
+  // decoding, so this is for sums only.
   bool allow_dense = true;
 };
 
@@ -52,11 +52,11 @@ struct FrameOptions {
 template <class V>
 std::size_t max_sparse_frame_bytes(std::size_t nnz, std::size_t extent);
 
-// Each encoder writes one frame to the front of `out` and returns its length in bytes. V is float
-// or double for sparse frames; T is any element type for dense ones. Throws InvalidArgument when
-// `out` is too short, when indices and values differ in length, when indices are not strictly
-// increasing or lie outside [first_index, first_index + extent), or when a payload exceeds 2^32 - 1
-// bytes.
+// Each encoder writes one frame to the front of `out` and returns its length in bytes. V is float,
+// double, std::int32_t or std::int64_t for sparse frames; T is any element type for dense ones.
+// Throws InvalidArgument when `out` is too short, when indices and values differ in length, when
+// indices are not strictly increasing or lie outside [first_index, first_index + extent), or when a
+// payload exceeds 2^32 - 1 bytes.
 template <class V>
 std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, std::uint32_t extent,
                           std::span<const std::uint32_t> indices, std::span<const V> values,

@@ -19,7 +19,7 @@ class Gather final : public Operation {
       : gather_(gather), own_(std::move(own)) {}
 
   Proposal prepare() override { return {"operation=gather"}; }
-  void run(Channel& channel, bool /*all_finite*/) override {
+  void run(Channel& channel, Agreement const&) override {
     for (auto const string : gather_.run(channel, own_))
       strings.emplace_back(string.begin(), string.end());
   }

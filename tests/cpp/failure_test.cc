@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
+#include <future>
 
 #include "engine/gradient_exchange.h"
 #include "engine/verdict.h"
@@ -200,7 +202,7 @@ TEST(CommunicatorTest, ARankThatNeverComesIsNamedByAll) {
 class Waiting final : public Operation {
  public:
   Proposal prepare() override { return {}; }
-  void run(Channel& channel, bool) override {
+  void run(Channel& channel, Agreement const&) override {
     std::vector<std::byte> buffer(100);
     Request request = channel.irecv(1 - channel.rank(), Phase::reduce, buffer);
     channel.wait(request);
@@ -234,7 +236,7 @@ class Throwing final : public Operation {
     if (in_prepare_) throw InvalidArgument("no memory, say");
     return {};
   }
-  void run(Channel& channel, bool) override {
+  void run(Channel& channel, Agreement const&) override {
     if (channel.rank() == 1) throw InvalidArgument("a bug, say");
     std::vector<std::byte> buffer(100);
     Request request = channel.irecv(1, Phase::reduce, buffer);
@@ -260,6 +262,68 @@ TEST(CommunicatorTest, ARankThatFailsBeforeTheExchangeFailsAllAndTheCommunicator
       quick()));
   for (auto const& message : messages)
     EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
+}
+
+// An operation that waits in prepare() until it is let go, so that what comes after stays queued.
+class Gate final : public Operation {
+ public:
+  explicit Gate(std::shared_future<void> open) : open_(std::move(open)) {}
+  Proposal prepare() override {
+    open_.wait();
+    return {"gate"};
+  }
+  void run(Channel&, Agreement const& agreement) override { entries = agreement.total_entries; }
+
+  std::uint64_t entries = 0;
+
+ private:
+  std::shared_future<void> open_;
+};
+
+TEST(CommunicatorTest, CancellingOnOneRankCancelsOnAllAndLaterOperationsRun) {
+  for (int const ranks : {1, 2, 3, 5}) {
+    std::promise<void> open;
+    auto const opened = open.get_future().share();
+    std::promise<void> now;
+    now.set_value();
+    auto const already = now.get_future().share();
+    std::atomic<int> queued = 0;
+    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
+      auto const first = communicator.submit(std::make_shared<Gate>(opened));
+      auto const second = communicator.submit(std::make_shared<Gate>(already));
+      auto const third = communicator.submit(std::make_shared<Gate>(already));
+      if (communicator.rank() == ranks - 1) {
+        EXPECT_TRUE(second.cancel());
+      }
+      if (++queued == ranks) open.set_value();
+      first.wait();
+      EXPECT_FALSE(first.cancel());
+      try {
+        second.wait();
+        ADD_FAILURE() << "rank " << communicator.rank() << " ran what was cancelled";
+      } catch (Cancelled const& cancelled) {
+        EXPECT_EQ(std::string(cancelled.what()),
+                  concat("the operation was cancelled on rank ", ranks - 1));
+      }
+      third.wait();
+      EXPECT_FALSE(third.cancel());
+    });
+    expect_no_errors(errors);
+  }
+}
+
+TEST(CommunicatorTest, BlockingCallsAndQueuedOnesFromSeveralThreadsRunOneAtATime) {
+  std::promise<void> now;
+  now.set_value();
+  auto const already = now.get_future().share();
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    for (int round = 0; round < 200; ++round) {
+      auto const queued = communicator.submit(std::make_shared<Gate>(already));
+      communicator.run(std::make_shared<Gate>(already));
+      EXPECT_TRUE(queued.done());
+      communicator.run(std::make_shared<Gate>(already));
+    }
+  }));
 }
 
 TEST(CommunicatorTest, ARankThatFailsInTheExchangeIsNamedWithItsReason) {

@@ -42,9 +42,10 @@ class SparseSum final : public Operation {
         algorithm_(make_sparse_allreduce<float>(entry, AlgorithmOptions{})) {}
 
   Proposal prepare() override { return {}; }
-  void run(Channel& channel, bool /*all_finite*/) override {
+  void run(Channel& channel, Agreement const&) override {
     std::uint64_t const k = selection_.nnz();
-    SparseView<float> const sum = algorithm_->run(channel, selection_, {extent_, k, k, 0});
+    SparseView<float> const sum =
+        algorithm_->run(channel, selection_, {extent_, k, k, 0}).reduced.sparse;
     indices.assign(sum.indices.begin(), sum.indices.end());
     values.assign(sum.values.begin(), sum.values.end());
   }

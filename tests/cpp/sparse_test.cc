@@ -221,5 +221,62 @@ TEST(ForEachMissing, VisitsPositionsOfMissingIndices) {
   EXPECT_EQ(missing, (std::vector<std::size_t>{0, 2, 4}));
 }
 
+// Against the reduction of whole vectors, at every delta, with sparse and dense operands.
+template <class V>
+void check_reductions() {
+  std::mt19937_64 random(17);
+  std::size_t const extent = 60;
+  for (ReductionEntry const& entry : reductions()) {
+    for (std::uint64_t delta = 0; delta <= extent; delta += 5) {
+      V const absent = neutral<V>(entry.id);
+      SparseStream<V> stream;
+      stream.reset(3, extent, delta, entry.id);
+      std::vector<V> expected(extent, absent);
+      for (int operand = 0; operand < 4; ++operand) {
+        std::vector<std::uint32_t> indices;
+        std::vector<V> values;
+        std::vector<V> whole(extent, absent);
+        for (std::uint32_t i = 0; i < extent; ++i) {
+          if (random() % 4 != 0) continue;
+          indices.push_back(3 + i);
+          values.push_back(static_cast<V>(static_cast<int>(random() % 9) - 4));
+          whole[i] = values.back();
+        }
+        if (operand == 3) {
+          stream.add_dense(whole);
+        } else {
+          stream.add({indices, values});
+        }
+        visit_reduction<V>(entry.id, [&](auto combine) {
+          for (std::size_t i = 0; i < extent; ++i) expected[i] = combine(expected[i], whole[i]);
+        });
+      }
+      EXPECT_TRUE(stream.view().is_dense);
+      auto const pairs = stream.sparse();
+      std::vector<V> actual(extent, absent);
+      for (std::size_t i = 0; i < pairs.nnz(); ++i) actual[pairs.indices[i] - 3] = pairs.values[i];
+      EXPECT_EQ(actual, expected) << entry.name << ", delta " << delta;
+      EXPECT_TRUE(std::ranges::equal(stream.dense(), expected)) << entry.name;
+    }
+  }
+}
+
+TEST(SparseStream, EveryReductionOfEveryTypeAgreesWithThatOfWholeVectors) {
+  check_reductions<float>();
+  check_reductions<double>();
+  check_reductions<std::int32_t>();
+  check_reductions<std::int64_t>();
+}
+
+TEST(Reduction, IntegersWrapAroundAndNanWins) {
+  EXPECT_EQ((Combine<Reduction::sum, std::int32_t>{}(INT32_MAX, 1)), INT32_MIN);
+  EXPECT_EQ((Combine<Reduction::product, std::int64_t>{}(INT64_MAX, 2)), -2);
+  float const nan = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_TRUE(std::isnan(Combine<Reduction::min, float>{}(nan, 1)));
+  EXPECT_TRUE(std::isnan(Combine<Reduction::min, float>{}(1, nan)));
+  EXPECT_TRUE(std::isnan(Combine<Reduction::max, float>{}(nan, 1)));
+  EXPECT_TRUE(std::isnan(Combine<Reduction::max, float>{}(1, nan)));
+}
+
 }  // namespace
 }  // namespace sparsecomm
