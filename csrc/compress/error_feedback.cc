@@ -9,6 +9,8 @@ namespace {
 // into step with the rows of a weight matrix.
 constexpr std::size_t sample_stride = 97;
 
+constexpr std::size_t lookahead = 32;
+
 // Calls f(residual, i) for the residual at each of the sorted indices.
 template <class T, class F>
 void for_each_residual(std::span<const Segment<T>> segments, std::span<const std::uint32_t> indices,
@@ -19,6 +21,11 @@ void for_each_residual(std::span<const Segment<T>> segments, std::span<const std
     while (indices[i] - first >= segment->residual.size()) {
       first += segment->residual.size();
       ++segment;
+    }
+    if (i + lookahead < indices.size()) {
+      // Each is a cache miss, and the next ones are known.
+      std::size_t const next = indices[i + lookahead] - first;
+      if (next < segment->residual.size()) __builtin_prefetch(&segment->residual[next], 1);
     }
     f(segment->residual[indices[i] - first], i);
   }
