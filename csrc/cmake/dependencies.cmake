@@ -51,6 +51,24 @@ if(NOT TARGET hwy::hwy)
   add_library(hwy::hwy ALIAS hwy)
 endif()
 
+# UCX's headers, where there are any: the system's, else those of the wheel libucx-cu13 beside the interpreter.
+find_path(UCX_INCLUDE_DIR ucp/api/ucp.h)
+if(NOT UCX_INCLUDE_DIR)
+  set(Python3_FIND_VIRTUALENV FIRST)
+  find_package(Python3 QUIET COMPONENTS Interpreter)
+  if(Python3_Interpreter_FOUND)
+    execute_process(
+      COMMAND ${Python3_EXECUTABLE} -c
+        "from importlib.util import find_spec; print(find_spec('libucx').submodule_search_locations[0])"
+      OUTPUT_VARIABLE wheel OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+    find_path(UCX_INCLUDE_DIR ucp/api/ucp.h PATHS "${wheel}/include" NO_DEFAULT_PATH)
+  endif()
+endif()
+if(NOT UCX_INCLUDE_DIR)
+  message(STATUS "UCX: no headers, so the transport ucx is left out; "
+    "pip install libucx-cu13, or install your system's libucx-dev")
+endif()
+
 if(SPARSECOMM_BUILD_TESTS)
   find_package(GTest QUIET)
   if(NOT TARGET GTest::gtest_main)

@@ -1,0 +1,48 @@
+// The transport over UCX (libucp): shared memory within a host, TCP or RDMA between hosts.
+//
+// The library is opened when the first transport is made, so that nothing needs it to be installed;
+// the process's environment and its signal handlers stay as they are.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "transport/rendezvous.h"
+#include "transport/transport.h"
+
+namespace sparsecomm {
+
+struct UcxOptions {
+  std::string library;  // the file to open, and no other; empty: the system's first,
+  std::vector<std::string> alternatives;  // then these
+  // UCX's settings, named without "UCX_". `settings` go before our defaults, and neither touches
+  // those in `reserved`, which the user has made in the environment, where UCX reads them.
+  std::vector<std::pair<std::string, std::string>> settings;
+  std::vector<std::string> reserved;
+  Duration connect_timeout = std::chrono::seconds(10);
+  // How long wait() polls before it sleeps: sleeping and being woken costs some 10 us.
+  Duration spin = std::chrono::microseconds(50);
+};
+
+// Why libucp cannot be used here, and what to do; empty where it can.
+std::string ucx_problem(UcxOptions const& options);
+// The release and the file in use; throws TransportUnavailable with ucx_problem().
+std::string ucx_version(UcxOptions const& options);
+
+// Collective over the `size` ranks of `rendezvous`, which is kept for failure reports. Sends a
+// message between every two ranks, so what it returns is connected. Throws TransportUnavailable, on
+// every rank with the same text, where the library is missing or of different releases, or two
+// ranks cannot reach each other within options.connect_timeout.
+std::unique_ptr<Transport> make_ucx_transport(int rank, int size,
+                                              std::shared_ptr<Rendezvous> rendezvous,
+                                              UcxOptions const& options);
+
+// One-way times in seconds of `rounds` ping-pongs of `bytes` between two ranks on bare libucp, set
+// up as the transport is but without its requests, deadlines and sleeping: what the transport's own
+// are measured against. Collective over two ranks; throws like make_ucx_transport().
+std::vector<double> ucx_ping_pong(int rank, std::shared_ptr<Rendezvous> rendezvous,
+                                  UcxOptions const& options, std::size_t bytes, int rounds);
+
+}  // namespace sparsecomm

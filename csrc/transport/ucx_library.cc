@@ -1,0 +1,110 @@
+#include "transport/ucx_library.h"
+
+#include <dlfcn.h>
+
+#include <array>
+#include <csignal>
+#include <utility>
+
+namespace sparsecomm {
+namespace {
+
+constexpr char const* system_library = "libucp.so.0";
+constexpr std::pair<unsigned, unsigned> oldest{1, 13};
+constexpr char const* remedy =
+    "install UCX 1.13 or newer (pip install libucx-cu13; Debian, Ubuntu: apt-get install libucx0), "
+    "or name its libucp.so.0 in SPARSECOMM_UCX_LIBRARY";
+
+// Fills `library`, or its `problem`.
+void open_file(std::string const& file, UcxLibrary& library) {
+  // Local: UCX defines functions of the C library, such as signal().
+  void* const handle = ::dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
+  if (handle == nullptr) {
+    library.problem = ::dlerror();
+    return;
+  }
+  char const* missing = nullptr;
+#define SPARSECOMM_UCX_LOOK_UP(name)                                               \
+  library.name = reinterpret_cast<decltype(library.name)>(::dlsym(handle, #name)); \
+  if (library.name == nullptr) missing = #name;
+  SPARSECOMM_UCX_FUNCTIONS(SPARSECOMM_UCX_LOOK_UP)
+#undef SPARSECOMM_UCX_LOOK_UP
+  if (library.ucp_get_version != nullptr) {
+    std::pair<unsigned, unsigned> version;
+    unsigned patch = 0;
+    library.ucp_get_version(&version.first, &version.second, &patch);
+    library.release = concat(version.first, '.', version.second, '.', patch);
+    if (version.first != oldest.first || version < oldest) {
+      library.problem = concat(file, " is UCX ", library.release, ", which is not 1.13 or newer");
+    }
+  }
+  if (library.problem.empty() && missing != nullptr) {
+    library.problem = concat(file, " has no function ", missing);
+  }
+  library.file = file;
+  if (!library.problem.empty()) ::dlclose(handle);
+}
+
+}  // namespace
+
+struct SignalHandlersKept::Handlers {
+  static constexpr std::array signals{SIGILL, SIGTRAP, SIGABRT, SIGBUS,  SIGFPE,
+                                      SIGHUP, SIGINT,  SIGQUIT, SIGSEGV, SIGTERM};
+  std::array<struct sigaction, signals.size()> before{};
+};
+
+SignalHandlersKept::SignalHandlersKept() : handlers_(std::make_unique<Handlers>()) {
+  for (std::size_t i = 0; i < Handlers::signals.size(); ++i) {
+    ::sigaction(Handlers::signals[i], nullptr, &handlers_->before[i]);
+  }
+}
+
+SignalHandlersKept::~SignalHandlersKept() {
+  for (std::size_t i = 0; i < Handlers::signals.size(); ++i) {
+    ::sigaction(Handlers::signals[i], &handlers_->before[i], nullptr);
+  }
+}
+
+UcxQuiet::UcxQuiet(UcxLibrary const& library) : library_(library) {
+  std::array<char, 32> level{};
+  if (library.ucs_global_opts_get_value("LOG_LEVEL", level.data(), level.size()) == UCS_OK) {
+    level_ = level.data();
+  }
+  // Whoever wants to see more than warnings is looking for something.
+  if (level_ == "WARN") library.ucs_global_opts_set_value("LOG_LEVEL", "ERROR");
+}
+
+UcxQuiet::~UcxQuiet() {
+  if (level_ == "WARN") library_.ucs_global_opts_set_value("LOG_LEVEL", "WARN");
+}
+
+UcxLibrary open_ucx(UcxOptions const& options) {
+  SignalHandlersKept const kept;
+  std::vector<std::string> files;
+  if (options.library.empty()) {
+    files.emplace_back(system_library);
+    files.insert(files.end(), options.alternatives.begin(), options.alternatives.end());
+  } else {
+    files.push_back(options.library);
+  }
+  std::string problems;
+  for (std::string const& file : files) {
+    UcxLibrary library;
+    open_file(file, library);
+    if (library.problem.empty()) return library;
+    problems += concat(problems.empty() ? "" : "; ", library.problem);
+  }
+  UcxLibrary none;
+  none.problem = concat("libucp cannot be opened (", problems, "): ", remedy);
+  return none;
+}
+
+std::string ucx_problem(UcxOptions const& options) { return open_ucx(options).problem; }
+
+std::string ucx_version(UcxOptions const& options) {
+  UcxLibrary const library = open_ucx(options);
+  require<TransportUnavailable>(library.problem.empty(), library.problem);
+  return concat(library.release, " (", library.file, ')');
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,245 @@
+#include "transport/ucx_link.h"
+
+#include <poll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+
+namespace sparsecomm {
+namespace {
+
+// What UCX does otherwise: fail endpoints that go through shared memory when asked to report
+// failures (1.13 leaves shared memory out altogether), and go over to a handshake from 8 KiB on,
+// which costs a TCP message of 16 KiB five times as long.
+constexpr std::array<std::pair<char const*, char const*>, 2> defaults{
+    {{"MM_ERROR_HANDLING", "y"}, {"RNDV_THRESH", "64k"}}};
+
+constexpr unsigned api_major = 1, api_minor = 13;
+
+void check(UcxLibrary const& ucx, ucs_status_t status, char const* function) {
+  require<Error>(status == UCS_OK, function, " failed: ", ucx.ucs_status_string(status));
+}
+
+std::vector<std::pair<std::string, std::string>> settings_of(UcxOptions const& options) {
+  std::vector<std::pair<std::string, std::string>> settings = options.settings;
+  for (auto const& [name, value] : defaults) {
+    bool const given =
+        std::ranges::any_of(settings, [&](auto const& setting) { return setting.first == name; });
+    if (!given) settings.emplace_back(name, value);
+  }
+  std::erase_if(settings, [&](auto const& setting) {
+    return std::ranges::find(options.reserved, setting.first) != options.reserved.end();
+  });
+  return settings;
+}
+
+// What a rank tells the others of itself: two lines, and the address of its worker.
+struct Description {
+  std::string release;
+  ProcessIdentity process;
+  std::string address;
+
+  std::string text() const { return concat(release, '\n', process.text(), '\n', address); }
+};
+
+std::string take_line(std::string_view& rest) {
+  std::string line(rest.substr(0, rest.find('\n')));
+  rest.remove_prefix(std::min(line.size() + 1, rest.size()));
+  return line;
+}
+
+Description parse(std::string_view text, int rank) {
+  Description description;
+  description.release = take_line(text);
+  auto const process = ProcessIdentity::parse(take_line(text));
+  require<Error>(process && !text.empty(), "rank ", rank, " sent no address of UCX");
+  description.process = *process;
+  description.address = text;
+  return description;
+}
+
+void failed(void* user, ucp_ep_h /*endpoint*/, ucs_status_t status) {
+  auto& peer = *static_cast<UcxLink::Peer*>(user);
+  if (!std::exchange(peer.failed, true)) {
+    peer.reason = status == UCS_ERR_CONNECTION_RESET ? "it closed the connection"
+                                                     : "UCX reports that the connection broke";
+  }
+}
+
+}  // namespace
+
+UcxLink::State::~State() {
+  if (library.ucp_cleanup == nullptr) return;
+  UcxQuiet const quiet(library);  // it warns of each request that a broken operation has left
+  if (worker != nullptr) library.ucp_worker_destroy(worker);
+  if (context != nullptr) library.ucp_cleanup(context);
+}
+
+void UcxLink::Closer::operator()(State* state) const {
+  if (state->owner == ::getpid()) delete state;  // NOLINT: the deleter of a unique_ptr
+}
+
+void UcxLink::make_worker(State& state, UcxOptions const& options, int size) {
+  UcxLibrary const& ucx = state.library;
+  SignalHandlersKept const kept;
+  ucp_config_t* config = nullptr;
+  check(ucx, ucx.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
+  std::unique_ptr<ucp_config_t, decltype(ucx.ucp_config_release)> const owned(
+      config, ucx.ucp_config_release);
+  for (auto const& [name, value] : settings_of(options)) {
+    ucs_status_t const status = ucx.ucp_config_modify(config, name.c_str(), value.c_str());
+    require<Error>(status == UCS_OK, "UCX ", ucx.release, " does not take the setting ", name, '=',
+                   value, ": ", ucx.ucs_status_string(status));
+  }
+  ucp_params_t params{};
+  params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
+  params.features = UCP_FEATURE_TAG | UCP_FEATURE_WAKEUP;
+  params.estimated_num_eps = static_cast<std::size_t>(size);
+  check(ucx, ucx.ucp_init_version(api_major, api_minor, &params, config, &state.context),
+        "ucp_init");
+  ucp_worker_params_t worker{};
+  worker.field_mask = UCP_WORKER_PARAM_FIELD_THREAD_MODE;
+  worker.thread_mode = UCS_THREAD_MODE_SERIALIZED;
+  UcxQuiet const quiet(ucx);  // it warns of defaults for ways that the user has ruled out
+  check(ucx, ucx.ucp_worker_create(state.context, &worker, &state.worker), "ucp_worker_create");
+  check(ucx, ucx.ucp_worker_get_efd(state.worker, &state.event), "ucp_worker_get_efd");
+}
+
+UcxLink UcxLink::open(int rank, int size, Rendezvous& rendezvous, UcxOptions const& options) {
+  std::unique_ptr<State, Closer> state(new State);
+  state->owner = ::getpid();
+  Description own;
+  auto const together = [&](auto&& attempt) {
+    std::string problem;
+    try {
+      attempt();
+    } catch (Error const& error) {
+      problem = error.what();
+    }
+    agree_on_success(rendezvous, problem);
+  };
+  together([&] {
+    state->library = open_ucx(options);
+    require<Error>(state->library.problem.empty(), state->library.problem);
+    make_worker(*state, options, size);
+    own = {state->library.release, ProcessIdentity::own(), address_of(*state)};
+  });
+  std::vector<std::string> const texts = rendezvous.allgather(own.text());
+  together([&] { connect(*state, rank, texts); });
+  return UcxLink(std::move(state));
+}
+
+std::string UcxLink::address_of(State const& state) {
+  ucp_address_t* address = nullptr;
+  std::size_t length = 0;
+  check(state.library, state.library.ucp_worker_get_address(state.worker, &address, &length),
+        "ucp_worker_get_address");
+  std::string bytes(reinterpret_cast<char const*>(address), length);
+  state.library.ucp_worker_release_address(state.worker, address);
+  return bytes;
+}
+
+void UcxLink::connect(State& state, int rank, std::span<const std::string> texts) {
+  ProcessIdentity const own = ProcessIdentity::own();
+  state.peers.resize(texts.size());
+  for (int other = 0; other < static_cast<int>(texts.size()); ++other) {
+    Description const description = parse(texts[other], other);
+    Peer& peer = state.peers[other];
+    require<Error>(description.release == state.library.release, "its UCX is ",
+                   state.library.release, " but rank ", other, "'s is ", description.release,
+                   "; name files of one release in SPARSECOMM_UCX_LIBRARY");
+    if (description.process.same_host(own)) {
+      peer.process = description.process;
+      if (other != rank) peer.ended = watch_process(description.process);
+    }
+    if (other == rank) continue;
+    ucp_ep_params_t params{};
+    params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                        UCP_EP_PARAM_FIELD_ERR_HANDLER;
+    params.address = reinterpret_cast<ucp_address_t const*>(description.address.data());
+    params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+    params.err_handler = {.cb = failed, .arg = &peer};
+    ucs_status_t const status = state.library.ucp_ep_create(state.worker, &params, &peer.endpoint);
+    require<Error>(status == UCS_OK, "it finds no way to rank ", other, ": ",
+                   state.library.ucs_status_string(status));
+  }
+}
+
+int UcxLink::local_ranks() const {
+  return static_cast<int>(std::ranges::count_if(
+      state_->peers, [](Peer const& peer) { return peer.process.has_value(); }));
+}
+
+void* UcxLink::send(int peer, ucp_tag_t tag, std::span<const std::byte> bytes,
+                    ucp_send_nbx_callback_t done, void* user) {
+  ucp_request_param_t param;
+  param.op_attr_mask =
+      UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA | UCP_OP_ATTR_FIELD_MEMORY_TYPE;
+  param.cb.send = done;
+  param.user_data = user;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  Peer& to = state_->peers[peer];
+  void* const request =
+      ucx().ucp_tag_send_nbx(to.endpoint, bytes.data(), bytes.size(), tag, &param);
+  if (UCS_PTR_IS_ERR(request) && !std::exchange(to.failed, true)) {
+    to.reason = ucx().ucs_status_string(UCS_PTR_STATUS(request));
+  }
+  return request;
+}
+
+void* UcxLink::receive(ucp_tag_t tag, std::span<std::byte> bytes, ucp_tag_recv_nbx_callback_t done,
+                       void* user) {
+  ucp_request_param_t param;
+  // 1.13 does not say how much came where it completes a receive at once.
+  param.op_attr_mask = UCP_OP_ATTR_FIELD_CALLBACK | UCP_OP_ATTR_FIELD_USER_DATA |
+                       UCP_OP_ATTR_FIELD_MEMORY_TYPE | UCP_OP_ATTR_FLAG_NO_IMM_CMPL;
+  param.cb.recv = done;
+  param.user_data = user;
+  param.memory_type = UCS_MEMORY_TYPE_HOST;
+  return ucx().ucp_tag_recv_nbx(state_->worker, bytes.data(), bytes.size(), tag, UINT64_MAX,
+                                &param);
+}
+
+void UcxLink::sleep(Peer& peer, int wake, Duration limit) {
+  if (ucx().ucp_worker_arm(state_->worker) != UCS_OK) return;  // there is something to progress
+  std::array<pollfd, 3> files{{{.fd = state_->event, .events = POLLIN, .revents = 0},
+                               {.fd = wake, .events = POLLIN, .revents = 0},
+                               {.fd = peer.ended.get(), .events = POLLIN, .revents = 0}}};
+  auto const milliseconds = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
+  int const ready = ::poll(files.data(), files.size(), static_cast<int>(milliseconds));
+  bool const ended =
+      files[2].revents != 0 || (ready == 0 && peer.process && has_ended(*peer.process));
+  if (ended && !std::exchange(peer.failed, true)) peer.reason = "its process has ended";
+}
+
+void UcxLink::await(void* request, Duration limit) noexcept {
+  if (request == nullptr || UCS_PTR_IS_ERR(request)) return;
+  Deadline const deadline(steady_clock(), limit);
+  while (ucx().ucp_request_check_status(request) == UCS_INPROGRESS && !deadline.passed()) {
+    progress();
+  }
+  ucx().ucp_request_free(request);
+}
+
+void UcxLink::flush(Duration limit) noexcept {
+  ucp_request_param_t param;
+  param.op_attr_mask = 0;
+  await(ucx().ucp_worker_flush_nbx(state_->worker, &param), limit);
+}
+
+void UcxLink::close(Duration limit) noexcept {
+  Deadline const deadline(steady_clock(), limit);
+  std::vector<void*> requests;
+  for (Peer& peer : state_->peers) {
+    if (peer.endpoint == nullptr) continue;
+    ucp_request_param_t param;
+    param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
+    param.flags = UCP_EP_CLOSE_FLAG_FORCE;
+    requests.push_back(ucx().ucp_ep_close_nbx(std::exchange(peer.endpoint, nullptr), &param));
+    if (!std::exchange(peer.failed, true)) peer.reason = "this rank's transport was aborted";
+  }
+  for (void* const request : requests) await(request, deadline.remaining());
+}
+
+}  // namespace sparsecomm
