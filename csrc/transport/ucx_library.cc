@@ -1,6 +1,7 @@
 #include "transport/ucx_library.h"
 
 #include <dlfcn.h>
+#include <strings.h>
 
 #include <array>
 #include <csignal>
@@ -71,11 +72,11 @@ UcxQuiet::UcxQuiet(UcxLibrary const& library) : library_(library) {
     level_ = level.data();
   }
   // Whoever wants to see more than warnings is looking for something.
-  if (level_ == "WARN") library.ucs_global_opts_set_value("LOG_LEVEL", "ERROR");
+  if (::strcasecmp(level_.c_str(), "warn") == 0) library.ucs_global_opts_set_value("LOG_LEVEL", "ERROR");
 }
 
 UcxQuiet::~UcxQuiet() {
-  if (level_ == "WARN") library_.ucs_global_opts_set_value("LOG_LEVEL", "WARN");
+  if (::strcasecmp(level_.c_str(), "warn") == 0) library_.ucs_global_opts_set_value("LOG_LEVEL", "WARN");
 }
 
 UcxLibrary open_ucx(UcxOptions const& options) {
