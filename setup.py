@@ -104,6 +104,7 @@ def build_core() -> list[str]:
     if not (directory / "CMakeCache.txt").exists():
         configure += generator
     configure += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPARSECOMM_BUILD_TESTS=OFF"]
+    configure += [f"-DPython3_EXECUTABLE={sys.executable}"]  # whose packages may hold UCX's headers
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
     build = ["cmake", "--build", directory, "--target", "sparsecomm_core", "--parallel", jobs]
     environment = {**os.environ, "CXX": shlex.join(compiler)}

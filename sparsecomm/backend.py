@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore
 
-from sparsecomm import _C
+from sparsecomm import _C, transports
 
 NAME = "sparsecomm"
 
@@ -47,7 +47,15 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
 
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     make_nccl = _nccl_factory(options, backend_options) if has_nccl else None
-    return _C.ProcessGroup(gloo, make_nccl, make_gloo_options, options.store, options.timeout)
+    return _C.ProcessGroup(
+        gloo,
+        make_nccl,
+        make_gloo_options,
+        options.store,
+        options.timeout,
+        transports.connect_options(transports.AUTO, options.timeout),
+        transports.warn,
+    )
 
 
 def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], Backend]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from importlib.metadata import version
 from typing import Any
 
 import torch
 
-from sparsecomm import _C
+from sparsecomm import _C, transports
 
 __version__ = version("sparsecomm")
 
@@ -17,7 +18,23 @@ def build_info() -> dict[str, Any]:
 
     Keys: ``version``, ``torch`` (the release it runs with), ``compiler``, ``simd_targets``
     (instruction sets that this machine can run, the scalar oracle first), ``simd_target`` (the one
-    in use), ``index_codecs``, ``algorithms``, ``transports``, and ``cuda`` (whether the CUDA
-    kernels are there).
+    in use), ``index_codecs``, ``algorithms``, ``transports`` (those that can be used here),
+    ``transport`` (what ``"auto"`` takes where it works on all ranks), ``transport_problems`` (by
+    transport, why the others cannot), ``ucx`` (the release and the file, ``None`` without), and
+    ``cuda`` (whether the CUDA kernels are there).
     """
-    return {"version": __version__, "torch": torch.__version__, **_C.build_info()}
+    table = transports.table()
+    problems = {row["name"]: row["problem"] for row in table if row["problem"]}
+    usable = [row for row in table if not row["problem"]]
+    options = transports.connect_options(transports.AUTO, timedelta(0))
+    return {
+        "version": __version__,
+        "torch": torch.__version__,
+        **_C.build_info(),
+        "transports": [row["name"] for row in usable],
+        "transport": next(row["name"] for row in usable if row["automatic"])
+        if options.transport == transports.AUTO
+        else options.transport,
+        "transport_problems": problems,
+        "ucx": None if "ucx" in problems else _C.ucx_version(options),
+    }

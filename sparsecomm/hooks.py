@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm import _C
-from sparsecomm.groups import dedicated_gloo, require_initialised
 from sparsecomm.schedule import ThresholdSchedule
+from sparsecomm.transports import AUTO, connect, names, require_initialised
 
 _FORMAT = 1  # of state_dict()
 
@@ -38,6 +38,8 @@ class CompressionState:
         index_codec: ``"smallest"`` picks the smaller encoding per message, ``"raw32"`` and
             ``"delta"`` force one.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
+        transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
+            of them that works on all ranks and logs a warning where that is not UCX.
         named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
             ``state_dict()``; without them, parameters are numbered in the order in which DDP's
             first buckets hold them. :func:`register_comm_hook` sets them itself.
@@ -58,6 +60,7 @@ class CompressionState:
         balance_factor: float = 4.0,
         index_codec: str = "smallest",
         timeout: timedelta | None = None,
+        transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         schedule = ThresholdSchedule() if schedule is None else schedule
@@ -71,6 +74,9 @@ class CompressionState:
         self._timeout = default_pg_timeout if timeout is None else timeout
         if self._timeout <= timedelta(0):
             raise ValueError(f"timeout={self._timeout} is not positive")
+        if transport not in names():
+            raise ValueError(f"transport={transport!r} is none of {', '.join(names())}")
+        self._transport = transport
         self._process_group = process_group
         self._registered = False
         self._native = _C.HookState(
@@ -178,7 +184,7 @@ class CompressionState:
 
     def _connect(self) -> None:
         if not self._native.connected:
-            self._native.connect(*dedicated_gloo(self._process_group, self._timeout))
+            self._native.connect(connect(self._process_group, self._timeout, self._transport))
 
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._connect()

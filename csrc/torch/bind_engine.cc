@@ -6,9 +6,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "bindings.h"
-#include "c10d_transport.h"
 #include "distributed_error.h"
 #include "parameter_group.h"
+#include "transport_holder.h"
 
 namespace py = pybind11;
 
@@ -144,7 +144,6 @@ py::dict build_info() {
   info["simd_target"] = kernels<float>().target;
   info["index_codecs"] = codecs;
   info["algorithms"] = names;
-  info["transports"] = std::vector<std::string>{"inproc", "c10d"};
   info["cuda"] = false;
   return info;
 }
@@ -158,15 +157,12 @@ void bind_engine(py::module_& module) {
            py::arg("balance_factor"), py::arg("index_codec"), py::arg("average"));
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
-      .def(py::init([](c10::intrusive_ptr<c10d::Backend> group,
-                       c10::intrusive_ptr<c10d::Store> store,
-                       std::chrono::duration<double> timeout) {
+      .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout) {
              CommunicatorOptions options;
              options.timeout = std::chrono::duration_cast<Duration>(timeout);
-             return std::make_shared<Communicator>(
-                 make_c10d_transport(std::move(group), std::move(store)), options);
+             return std::make_shared<Communicator>(transport.take(), options);
            }),
-           py::arg("group"), py::arg("store"), py::arg("timeout"))
+           py::arg("transport"), py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)

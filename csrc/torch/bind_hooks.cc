@@ -2,13 +2,12 @@
 #include <pybind11/stl.h>
 
 #include <algorithm>
-#include <torch/csrc/distributed/c10d/Store.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings.h"
-#include "c10d_transport.h"
 #include "hook_state.h"
+#include "transport_holder.h"
 
 namespace py = pybind11;
 
@@ -125,10 +124,7 @@ void bind_hooks(py::module_& module) {
            }),
            py::arg("options"), py::arg("timeout"))
       .def("connect",
-           [](HookState& self, c10::intrusive_ptr<c10d::Backend> group,
-              c10::intrusive_ptr<c10d::Store> store) {
-             self.connect(make_c10d_transport(std::move(group), std::move(store)));
-           })
+           [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
       .def_property_readonly("connected", &HookState::connected)
       .def("name_parameters", &HookState::name_parameters)
       .def("run",

@@ -20,6 +20,7 @@ PYBIND11_MODULE(_C, module) {
   // Torch's own types (Backend, Work, GradBucket, Store) must be bound before ours refer to them.
   pybind11::module_::import("torch.distributed");
   pybind11::register_local_exception_translator(translate);
+  sparsecomm::bind_transport(module);
   sparsecomm::bind_engine(module);
   sparsecomm::bind_hooks(module);
   sparsecomm::bind_process_group(module);

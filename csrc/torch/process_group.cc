@@ -4,12 +4,12 @@
 #include <ATen/record_function.h>
 
 #include <algorithm>
+#include <numeric>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "coo_allreduce.h"
 #include "distributed_error.h"
 #include "interpreter.h"
-#include "lazy_transport.h"
 
 namespace sparsecomm {
 namespace {
@@ -233,6 +233,35 @@ std::shared_ptr<Communicator> ProcessGroup::take_communicator(bool wait) {
   return communicator;
 }
 
+std::unique_ptr<Transport> ProcessGroup::make_transport() {
+  engine_options_->timeout = parts_.timeout;
+  ConnectPlace place{getRank(), getSize(), parts_.store,
+                     [gloo = parts_.gloo, options = engine_options_](StorePtr const& store) {
+                       std::vector<int> ranks(gloo->getSize());
+                       std::iota(ranks.begin(), ranks.end(), 0);
+                       return gloo->split(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
+                                          ranks, options);
+                     },
+                     parts_.warn};
+  ConnectOptions options = parts_.connect;
+  options.timeout = parts_.timeout;
+  return make_lazy_transport(
+      getRank(), getSize(),
+      [place = std::move(place), options](std::atomic<bool> const& interrupted) mutable {
+        // The application goes on using its own connection to the store, which a wait here would
+        // block.
+        place.store = c10::make_intrusive<c10d::PrefixStore>("sparsecomm", place.store->clone());
+        try {
+          return connect(place, options, interrupted);
+        } catch (Error const&) {
+          throw;
+        } catch (std::exception const& error) {
+          throw Aborted(concat("the ", place.size,
+                               " ranks of the group could not be connected: ", error.what()));
+        }
+      });
+}
+
 void ProcessGroup::shutdown() {
   InterpreterRelease const release;
   take_communicator(/*wait=*/true).reset();
@@ -262,13 +291,9 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
   std::lock_guard const lock(mutex_);
   TORCH_CHECK(!closed_, "backend sparsecomm: the process group was shut down or aborted");
   if (!communicator_) {
-    engine_options_->timeout = parts_.timeout;
-    auto transport = make_lazy_transport(
-        parts_.gloo, engine_options_,
-        c10::make_intrusive<c10d::PrefixStore>("sparsecomm", parts_.store), parts_.timeout);
     CommunicatorOptions options;
     options.timeout = parts_.timeout;
-    communicator_ = std::make_shared<Communicator>(std::move(transport), options);
+    communicator_ = std::make_shared<Communicator>(make_transport(), options);
   }
   auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
   last_ =

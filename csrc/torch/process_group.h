@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "collectives/allgather_bytes.h"
+#include "connect.h"
 #include "engine/communicator.h"
 
 namespace sparsecomm {
@@ -31,6 +32,8 @@ class ProcessGroup final : public c10d::Backend {
     std::function<OptionsPtr()> make_gloo_options;  // for the engine's own gloo group
     StorePtr store;
     std::chrono::milliseconds timeout;
+    ConnectOptions connect;  // the engine; its timeout is the one above
+    std::function<void(std::string const&)> warn;
   };
 
   explicit ProcessGroup(Parts parts);
@@ -108,6 +111,7 @@ class ProcessGroup final : public c10d::Backend {
   WorkPtr forward(char const* title, at::Device device, F&& start);
   BackendPtr wrap(BackendPtr gloo, StorePtr const& store) const;
   std::shared_ptr<Communicator> take_communicator(bool wait);
+  std::unique_ptr<Transport> make_transport();
 
   Parts parts_;
   OptionsPtr engine_options_;

@@ -72,11 +72,13 @@ UcxQuiet::UcxQuiet(UcxLibrary const& library) : library_(library) {
     level_ = level.data();
   }
   // Whoever wants to see more than warnings is looking for something.
-  if (::strcasecmp(level_.c_str(), "warn") == 0) library.ucs_global_opts_set_value("LOG_LEVEL", "ERROR");
+  if (::strcasecmp(level_.c_str(), "warn") == 0)
+    library.ucs_global_opts_set_value("LOG_LEVEL", "ERROR");
 }
 
 UcxQuiet::~UcxQuiet() {
-  if (::strcasecmp(level_.c_str(), "warn") == 0) library_.ucs_global_opts_set_value("LOG_LEVEL", "WARN");
+  if (::strcasecmp(level_.c_str(), "warn") == 0)
+    library_.ucs_global_opts_set_value("LOG_LEVEL", "WARN");
 }
 
 UcxLibrary open_ucx(UcxOptions const& options) {

@@ -17,6 +17,7 @@ from sparsecomm.build import build_info
 from sparsecomm.cli.gradients import Pattern
 from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, Row, Settings, measure
 from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
+from sparsecomm.transports import AUTO, names
 
 MAX_NUMEL = 2**32 - 2
 
@@ -80,7 +81,12 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
     add("--dtype", choices=DTYPES, default="f32", help="of the elements (f32)")
     add("--iters", type=at_least_1, default=20, metavar="N", help="iterations measured (20)")
     add("--warmup", type=at_least_0, default=5, metavar="N", help="iterations before them (5)")
-    add("--transport", choices=transports(), default="c10d", help="what moves the bytes (c10d)")
+    add(
+        "--transport",
+        choices=names(),
+        default=AUTO,
+        help="what moves the bytes; auto: the first of them that works on all ranks (auto)",
+    )
     add(
         "--pattern",
         type=pattern,
@@ -106,11 +112,6 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
 
 def algorithm_names() -> list[str]:
     return [GLOO_DENSE, *build_info()["algorithms"]]
-
-
-def transports() -> list[str]:
-    """Those that connect processes: inproc joins the threads of one."""
-    return [name for name in build_info()["transports"] if name != "inproc"]
 
 
 def chosen(text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -208,6 +209,8 @@ def write_json(file: Path, content: Any) -> None:
 def table(settings: Settings, rows: Sequence[Row]) -> str:
     """The rows in nccl-tests' manner."""
     ranks = rows[0].world_size
+    counted = [row.transport for row in rows if row.algorithm != GLOO_DENSE]
+    transport = counted[0] if counted else "none of ours"
     columns: list[tuple[str, str, list[str]]] = [
         ("size", "(B)", [str(settings.numel * settings.itemsize) for _ in rows]),
         ("count", "", [str(settings.numel) for _ in rows]),
@@ -233,7 +236,7 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
     ]
     lines = [
         f"# allreduce: {ranks} {'rank' if ranks == 1 else 'ranks'}, transport "
-        f"{settings.transport}, pattern {settings.pattern.name}, density "
+        f"{transport}, pattern {settings.pattern.name}, density "
         f"{settings.density:g} (k = {settings.k}), index codec {settings.index_codec}, "
         f"seed {settings.seed}",
         f"# {settings.iters} iterations after {settings.warmup} of warm-up, interleaved; results "

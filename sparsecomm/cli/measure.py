@@ -15,8 +15,8 @@ import torch.distributed as dist
 from sparsecomm import _C
 from sparsecomm.cli.gradients import Pattern, make_gradient
 from sparsecomm.cli.ranks import TIMEOUT
-from sparsecomm.groups import dedicated_gloo
 from sparsecomm.schedule import ThresholdSchedule
+from sparsecomm.transports import connect
 
 GLOO_DENSE = "gloo_dense"
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
@@ -182,7 +182,7 @@ def measure(settings: Settings) -> list[Row]:
             cases[algorithm] = GlooDense()
             continue
         if communicator is None:
-            communicator = _C.Communicator(*dedicated_gloo(None, TIMEOUT), TIMEOUT)
+            communicator = _C.Communicator(connect(None, TIMEOUT, settings.transport), TIMEOUT)
         cases[algorithm] = Sparsecomm(algorithm, communicator, settings)
 
     samples: dict[str, list[Sample]] = {algorithm: [] for algorithm in cases}
@@ -204,7 +204,12 @@ def measure(settings: Settings) -> list[Row]:
     every = [torch.empty_like(own) for _ in range(ranks)]
     dist.all_gather(every, own)
     return [
-        make_row(settings, algorithm, [part[index] for part in every])
+        make_row(
+            settings,
+            transport_of(algorithm, communicator),
+            algorithm,
+            [part[index] for part in every],
+        )
         for index, algorithm in enumerate(cases)
     ]
 
@@ -221,7 +226,16 @@ def check_replicas(algorithm: str, result: torch.Tensor) -> None:
         raise RuntimeError(f"{algorithm}: the results of ranks {different} differ from rank 0's")
 
 
-def make_row(settings: Settings, algorithm: str, samples: list[torch.Tensor]) -> Row:
+def transport_of(algorithm: str, communicator: _C.Communicator | None) -> str:
+    if algorithm == GLOO_DENSE:
+        return "torch gloo"
+    assert communicator is not None
+    return communicator.transport
+
+
+def make_row(
+    settings: Settings, transport: str, algorithm: str, samples: list[torch.Tensor]
+) -> Row:
     """The figures of one algorithm from every rank's samples: one row each, in Sample's order."""
     ranks = len(samples)
     columns = dict(zip(Sample.__dataclass_fields__, torch.stack(samples).unbind(-1), strict=True))
@@ -248,7 +262,7 @@ def make_row(settings: Settings, algorithm: str, samples: list[torch.Tensor]) ->
         model_bytes = 2 * (ranks - 1) / ranks * settings.numel * settings.itemsize
     return Row(
         algorithm=algorithm,
-        transport=settings.transport if counted else "torch gloo",
+        transport=transport,
         world_size=ranks,
         numel=settings.numel,
         k=settings.k,

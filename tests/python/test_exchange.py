@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from sparsecomm import _C
-from sparsecomm.groups import dedicated_gloo
+from sparsecomm.transports import AUTO, connect, connect_options, names, warn
 
 ALGORITHMS = [row["name"] for row in _C.algorithms()]
+TRANSPORTS = [name for name in names() if name != AUTO]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 PATTERNS = ["uniform", "clustered", "shared", "zero", "zero on odd ranks", "equal"]
 
@@ -50,10 +51,11 @@ def make_options(algorithm: str, density: float, between: str = "sampled") -> _C
     )
 
 
-def _check_matrix() -> tuple[int, int]:
+def _check_matrix(transport: str) -> tuple[int, int]:
     rank, size = dist.get_rank(), dist.get_world_size()
     patience = timedelta(seconds=30)
-    communicator = _C.Communicator(*dedicated_gloo(None, patience), patience)
+    communicator = _C.Communicator(connect(None, patience, transport), patience)
+    assert communicator.transport.startswith(transport)
     for algorithm in ALGORITHMS:
         for dtype in DTYPES:
             for pattern in PATTERNS:
@@ -79,9 +81,10 @@ def _check_matrix() -> tuple[int, int]:
     return counters["sent_bytes"], counters["received_bytes"]
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_conservation_and_identical_replicas(size: int) -> None:
-    counted = run_ranks(size, _check_matrix, timeout=100)
+def test_conservation_and_identical_replicas(size: int, transport: str) -> None:
+    counted = run_ranks(size, _check_matrix, transport, timeout=100)
     sent, received = (sum(column) for column in zip(*counted, strict=True))
     assert sent == received
 
@@ -90,7 +93,7 @@ def _check_against_torch() -> None:
     """Against torch.topk and torch's own sparse sum: u = TopK(sum of TopK(G))."""
     rank, size, numel, k = dist.get_rank(), dist.get_world_size(), 20_000, 200
     patience = timedelta(seconds=30)
-    communicator = _C.Communicator(*dedicated_gloo(None, patience), patience)
+    communicator = _C.Communicator(connect(None, patience), patience)
     selections = []
     for other in range(size):
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(other))
@@ -122,9 +125,14 @@ def test_against_torch(size: int) -> None:
 
 @pytest.fixture(scope="module")
 def lone_communicator() -> _C.Communicator:
-    store = dist.HashStore()
-    gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=10))
-    return _C.Communicator(gloo, dist.HashStore(), timedelta(seconds=10))
+    patience = timedelta(seconds=10)
+
+    def make_gloo(store: dist.Store) -> dist.ProcessGroupGloo:
+        return dist.ProcessGroupGloo(store, 0, 1, patience)
+
+    options = connect_options("c10d", patience)
+    transport = _C.connect(0, 1, dist.HashStore(), make_gloo, warn, options)
+    return _C.Communicator(transport, patience)
 
 
 @settings(deadline=None, max_examples=60)

@@ -1,0 +1,146 @@
+#include <pybind11/chrono.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+
+#include "bindings.h"
+#include "connect.h"
+#include "store_rendezvous.h"
+#include "transport_holder.h"
+
+namespace py = pybind11;
+
+namespace sparsecomm {
+namespace {
+
+Duration to_duration(std::chrono::duration<double> seconds) {
+  return std::chrono::duration_cast<Duration>(seconds);
+}
+
+UcxOptions make_ucx_options(std::string library, std::vector<std::string> alternatives,
+                            std::vector<std::pair<std::string, std::string>> settings,
+                            std::vector<std::string> reserved) {
+  UcxOptions options;
+  options.library = std::move(library);
+  options.alternatives = std::move(alternatives);
+  options.settings = std::move(settings);
+  options.reserved = std::move(reserved);
+  return options;
+}
+
+ConnectOptions make_options(std::string transport, UcxOptions const& ucx,
+                            std::chrono::duration<double> timeout) {
+  ConnectOptions options;
+  options.transport = std::move(transport);
+  options.libraries.ucx = ucx;
+  options.timeout = to_duration(timeout);
+  return options;
+}
+
+// Of connections that are made at once: nobody interrupts them.
+TransportHolder connect_now(ConnectPlace const& place, ConnectOptions const& options) {
+  std::atomic<bool> const interrupted = false;
+  return TransportHolder(connect(place, options, interrupted));
+}
+
+py::list describe(TransportLibraries const& libraries) {
+  py::list rows;
+  for (TransportEntry const& entry : transports()) {
+    py::dict row;
+    row["name"] = entry.name;
+    row["description"] = entry.description;
+    row["connects_processes"] = entry.connects_processes;
+    row["automatic"] = entry.automatic;
+    row["exact_sizes"] = entry.exact_sizes;
+    row["problem"] = entry.problem(libraries);
+    rows.append(row);
+  }
+  return rows;
+}
+
+// One-way seconds of `rounds` messages of `bytes` there and back between ranks 0 and 1.
+std::vector<double> ping_pong(TransportHolder const& holder, std::size_t bytes, int rounds,
+                              Duration timeout) {
+  auto& transport = const_cast<Transport&>(holder.get());
+  require(transport.size() == 2, "a ping-pong takes 2 ranks, not ", transport.size());
+  int const peer = 1 - transport.rank();
+  std::vector<std::byte> outgoing(bytes), incoming(bytes);
+  Deadline const deadline(steady_clock(), timeout);
+  std::vector<double> seconds;
+  seconds.reserve(rounds);
+  auto const send = [&] {
+    Request request = transport.isend(peer, 1, outgoing);
+    transport.wait(request, deadline);
+  };
+  auto const receive = [&] {
+    Request request = transport.irecv(peer, 1, incoming);
+    transport.wait(request, deadline);
+  };
+  for (int round = 0; round < rounds; ++round) {
+    TimePoint const start = steady_clock().now();
+    if (transport.rank() == 0) {
+      send();
+      receive();
+    } else {
+      receive();
+      send();
+    }
+    seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
+  }
+  return seconds;
+}
+
+}  // namespace
+
+void bind_transport(py::module_& module) {
+  py::register_exception<TransportUnavailable>(module, "TransportUnavailable", PyExc_RuntimeError);
+
+  py::class_<UcxOptions>(module, "UcxOptions")
+      .def(py::init(&make_ucx_options), py::kw_only(), py::arg("library"), py::arg("alternatives"),
+           py::arg("settings"), py::arg("reserved"));
+  py::class_<ConnectOptions>(module, "ConnectOptions")
+      .def(py::init(&make_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
+           py::arg("timeout"))
+      .def_readonly("transport", &ConnectOptions::transport);
+
+  py::class_<TransportHolder>(module, "Transport")
+      .def_property_readonly("name", [](TransportHolder const& self) { return self.get().name(); })
+      .def(
+          "ping_pong",
+          [](TransportHolder const& self, std::size_t bytes, int rounds,
+             std::chrono::duration<double> timeout) {
+            return ping_pong(self, bytes, rounds, to_duration(timeout));
+          },
+          py::arg("bytes"), py::arg("rounds"), py::arg("timeout"),
+          py::call_guard<py::gil_scoped_release>());
+
+  module.def(
+      "connect",
+      [](int rank, int size, c10::intrusive_ptr<c10d::Store> store,
+         decltype(ConnectPlace::make_gloo) make_gloo, std::function<void(std::string const&)> warn,
+         ConnectOptions const& options) {
+        return connect_now({rank, size, std::move(store), std::move(make_gloo), std::move(warn)},
+                           options);
+      },
+      py::arg("rank"), py::arg("size"), py::arg("store"), py::arg("make_gloo"), py::arg("warn"),
+      py::arg("options"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "ucx_ping_pong",
+      [](int rank, c10::intrusive_ptr<c10d::Store> store, ConnectOptions const& options,
+         std::size_t bytes, int rounds) {
+        std::atomic<bool> const interrupted = false;
+        return ucx_ping_pong(
+            rank, make_store_rendezvous(rank, 2, std::move(store), options.timeout, interrupted),
+            options.libraries.ucx, bytes, rounds);
+      },
+      py::arg("rank"), py::arg("store"), py::arg("options"), py::arg("bytes"), py::arg("rounds"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "transports", [](ConnectOptions const& options) { return describe(options.libraries); },
+      py::arg("options"));
+  module.def(
+      "ucx_version",
+      [](ConnectOptions const& options) { return ucx_version(options.libraries.ucx); },
+      py::arg("options"));
+}
+
+}  // namespace sparsecomm

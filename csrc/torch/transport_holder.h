@@ -1,0 +1,28 @@
+// A transport on its way through Python, from whoever connects it to whoever uses it.
+#pragma once
+
+#include <memory>
+
+#include "transport/transport.h"
+
+namespace sparsecomm {
+
+class TransportHolder {
+ public:
+  explicit TransportHolder(std::unique_ptr<Transport> transport)
+      : transport_(std::move(transport)) {}
+  Transport const& get() const { return checked(); }
+  std::unique_ptr<Transport> take() {
+    checked();
+    return std::move(transport_);
+  }
+
+ private:
+  Transport& checked() const {
+    require(transport_ != nullptr, "this transport is in use already; connect another one");
+    return *transport_;
+  }
+  std::unique_ptr<Transport> transport_;
+};
+
+}  // namespace sparsecomm

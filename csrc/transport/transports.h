@@ -1,0 +1,31 @@
+// The table of transports: tests, benches and the command line iterate it.
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "transport/ucx.h"
+
+namespace sparsecomm {
+
+// Where the libraries that are opened at run time are looked for.
+struct TransportLibraries {
+  UcxOptions ucx;
+};
+
+struct TransportEntry {
+  std::string_view name;
+  std::string_view description;
+  bool connects_processes;  // else threads of one process only
+  bool automatic;           // "auto" takes the first of these that works on all ranks
+  bool exact_sizes;         // Transport::wait() returns what arrived, not what had room
+  // Why it cannot be used here, and what to do; empty where it can.
+  std::string (*problem)(TransportLibraries const& libraries);
+};
+
+std::span<const TransportEntry> transports();
+// Throws InvalidArgument, naming those that there are, where there is none of that name.
+TransportEntry const& find_transport(std::string_view name);
+
+}  // namespace sparsecomm
