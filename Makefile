@@ -65,7 +65,7 @@ train: build ## train VGG-16 with dense and with sparse exchange, and compare (R
 bench: build ## measure the collectives on this machine
 	OMP_NUM_THREADS=1 sparsecomm bench allreduce --ranks $(RANKS) $(ARGS)
 
-lab: build ## measure over rate-limited links between network namespaces; as root
+lab: build ## measure over rate-limited links between network namespaces, as root (ARGS="--grid goals" for minutes)
 	python benchmarks/lab.py $(ARGS)
 
 # ---- checks

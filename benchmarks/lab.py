@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Measures allreduces between hosts on rate-limited links, and trains over such links.
 
-    make lab
-    make lab ARGS="--rate 10gbit --hosts 8"
+    make lab                                    the whole grid, hours
+    make lab ARGS="--grid goals"                the set-ups that have a goal, minutes
+    make lab ARGS="--rate 10gbit --hosts 8 --numel 1048576 --density 0.01"
 
 The hosts are network namespaces on this machine (see hosts.py), so this needs root and iproute2.
 They share its cores: what the link limits is measured truly, what the processor limits is slower
@@ -20,18 +21,50 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hosts import INTERFACE, Hosts, HostsError, missing, parse_rate
 
+from sparsecomm.build import build_info
 from sparsecomm.cli.bench import write_json
+from sparsecomm.cli.measure import GLOO_DENSE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "lab-allreduce.json"
 PORT = 29500  # free: a namespace has all ports to itself
-SPEEDUP = 10  # goal: the dense allreduce takes so many times as long as oktopk
 VGG16_NUMEL = 14_728_266
+# Of a rank: its gradients, and for each algorithm a residual and dense scratch.
+MEMORY_BYTES = 16 << 30
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What oktopk must reach in one set-up, against gloo's dense allreduce of the same run."""
+
+    hosts: int
+    rate: str
+    whole: float  # selection and residual included
+    exchange: float | None = None  # of a selection that is at hand
+    bytes_per_k: float | None = None  # sent by a rank
+
+
+GOALS = (
+    Goal(4, "1gbit", whole=10),
+    Goal(8, "1gbit", whole=12, exchange=25, bytes_per_k=11),
+    Goal(4, "10gbit", whole=3),
+)
+GOAL_DENSITY = 0.01
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class SetUp:
+    hosts: int
+    rate: str | None
+    numel: int
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     met = True
     try:
         if "allreduce" in options.parts:
-            met = measure_allreduce(options)
+            met = measure_allreduces(options)
         if "training" in options.parts:
             train(options)
     except HostsError as error:
@@ -58,15 +91,25 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--hosts", type=int, default=4, help="hosts of the allreduce, a rank in each")
-    add("--rate", default="1gbit", help="of each link and direction, or none for no limit")
-    add("--numel", type=int, default=VGG16_NUMEL, help="elements, by default VGG16's")
-    add("--density", type=float, default=0.01, help="share of the elements selected")
-    add("--iters", type=int, default=10, help="iterations measured")
+    add(
+        "--grid",
+        choices=("full", "goals"),
+        default="full",
+        help="what is measured where the next four do not say otherwise: every combination, or "
+        "those with a goal and their algorithms",
+    )
+    add("--hosts", type=int, nargs="+", help="hosts of the allreduce, a rank in each (2 4 8)")
+    add("--rate", nargs="+", help="of each link and direction, or none (100mbit 1gbit 10gbit)")
+    add("--numel", type=int, nargs="+", help=f"elements ({1 << 20} {VGG16_NUMEL} {1 << 26})")
+    add("--density", type=float, nargs="+", help="shares selected (0.001 0.01 0.02 0.1)")
+    add("--algorithm", nargs="+", help="beside gloo's dense allreduce (all there are)")
+    add("--iters", type=int, default=10, help="iterations measured at most")
     add("--warmup", type=int, default=3, help="iterations before them")
+    add("--seconds", type=float, default=20.0, help="after which no further iteration begins")
     add("--pattern", default="uniform", help="of the gradients, see sparsecomm bench allreduce")
+    add("--transport", default="auto", help="what moves the bytes of our algorithms")
     add("--steps", type=int, default=4, help="training steps")
-    add("--json", type=Path, default=RESULT, help="where the allreduce's figures go")
+    add("--json", type=Path, default=RESULT, help="where the allreduces' figures go")
     add(
         "--parts",
         nargs="+",
@@ -76,105 +119,183 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--report-only", action="store_true", help="a goal that is missed is no failure")
     options = parser.parse_args(arguments)
-    if options.hosts < 2:
-        parser.error(f"--hosts {options.hosts}: it takes 2 or more")
-    if options.rate == "none":
-        options.rate = None
-    else:
+    for hosts in options.hosts or ():
+        if hosts < 2:
+            parser.error(f"--hosts {hosts}: it takes 2 or more")
+    for rate in options.rate or ():
         try:
-            parse_rate(options.rate)
+            if rate != "none":
+                parse_rate(rate)
         except ValueError as error:
             parser.error(f"--rate: {error}, and not none")
+    for name in options.algorithm or ():
+        if name not in build_info()["algorithms"]:
+            parser.error(
+                f"--algorithm: {name!r} is none of {', '.join(build_info()['algorithms'])}"
+            )
     return options
 
 
-def measure_allreduce(options: argparse.Namespace) -> bool:
-    """Prints and writes the figures; returns whether the goals are met."""
-    size = options.hosts
-    print(
-        f"allreduce between {size} hosts, links of {options.rate or 'no limited rate'}", flush=True
+def set_ups(options: argparse.Namespace) -> list[SetUp]:
+    if options.grid == "goals" and options.hosts is None and options.rate is None:
+        pairs = [(goal.hosts, goal.rate) for goal in GOALS]
+    else:
+        pairs = [
+            (hosts, rate)
+            for hosts in options.hosts or (2, 4, 8)
+            for rate in options.rate or ("100mbit", "1gbit", "10gbit")
+        ]
+    default = (VGG16_NUMEL,) if options.grid == "goals" else (1 << 20, VGG16_NUMEL, 1 << 26)
+    return [
+        SetUp(hosts, None if rate == "none" else rate, numel)
+        for hosts, rate in pairs
+        for numel in options.numel or default
+    ]
+
+
+def measure_allreduces(options: argparse.Namespace) -> bool:
+    """Prints and writes the figures; returns whether the goals of what was measured are met."""
+    results: list[dict[str, Any]] = []
+    for set_up in set_ups(options):
+        print(
+            f"allreduce of {set_up.numel} f32 between {set_up.hosts} hosts, links of "
+            f"{set_up.rate or 'no limited rate'}",
+            flush=True,
+        )
+        rows = measure(set_up, options)
+        results.append({"hosts": set_up.hosts, "rate": set_up.rate, "rows": rows})
+        print(ratios_text(rows), flush=True)
+        # After each, so that a run that is broken off leaves what it has.
+        write_json(options.json, {"cores": os.cpu_count(), "results": results})
+    checks = [check for result in results for check in check_goals(result)]
+    for text, met in checks:
+        print(f"{text}: {'met' if met else 'MISSED'}")
+    print(f"wrote {os.path.relpath(options.json)}\n", flush=True)
+    return all(met for _, met in checks)
+
+
+def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
+    goals_only = options.grid == "goals"
+    algorithms = options.algorithm or (
+        ("oktopk", "topk_a") if goals_only else build_info()["algorithms"]
     )
-    with tempfile.TemporaryDirectory() as folder, Hosts(size, options.rate) as hosts:
+    densities = options.density or ((GOAL_DENSITY,) if goals_only else (0.001, 0.01, 0.02, 0.1))
+    together = max(1, MEMORY_BYTES // (set_up.hosts * set_up.numel * 4 * 3) - 1)
+    with tempfile.TemporaryDirectory() as folder, Hosts(set_up.hosts, set_up.rate) as hosts:
         file = Path(folder) / "rows.json"
         command = [
             *(sys.executable, "-m", "sparsecomm.cli", "bench", "allreduce"),
-            *("--algorithm", "gloo_dense,oktopk,topk_a", "--pattern", options.pattern),
-            *("--numel", str(options.numel), "--density", str(options.density)),
+            *("--algorithm", ",".join((GLOO_DENSE, *algorithms)), "--pattern", options.pattern),
+            *("--numel", str(set_up.numel), "--density", ",".join(map(str, densities))),
             *("--iters", str(options.iters), "--warmup", str(options.warmup)),
-            *("--json", str(file)),
+            *("--seconds", str(options.seconds), "--together", str(together)),
+            *("--transport", options.transport, "--exchange-alone", "--json", str(file)),
         ]
         environments = [
             {
                 "RANK": str(rank),
-                "WORLD_SIZE": str(size),
+                "WORLD_SIZE": str(set_up.hosts),
                 "MASTER_ADDR": hosts.addresses[0],
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": INTERFACE,
                 "OMP_NUM_THREADS": "1",
             }
-            for rank in range(size)
+            for rank in range(set_up.hosts)
         ]
-        hosts.run([command] * size, environments)
-        rows: list[dict[str, Any]] = json.loads(file.read_text())
-    summary = summarise(rows)
-    print(summary_text(summary, rows), flush=True)
-    write_json(
-        options.json,
-        {"hosts": size, "rate": options.rate, "cores": os.cpu_count(), **summary, "rows": rows},
-    )
-    print(f"wrote {os.path.relpath(options.json)}\n", flush=True)
-    return bool(summary["speedup_goal_met"] and summary["bytes_goal_met"])
+        hosts.run([command] * set_up.hosts, environments)
+        rows: list[Row] = json.loads(file.read_text())
+    return rows
 
 
-def summarise(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """How oktopk stands against the dense allreduce of the same run, and against its bound."""
-    by_name = {row["algorithm"]: row for row in rows}
-    dense, oktopk = by_name["gloo_dense"], by_name["oktopk"]
-    ranks = oktopk["world_size"]
-    bound = 6 * oktopk["k"] * (ranks - 1) / ranks * 4
-    most = max(oktopk["sent_bytes"] + oktopk["received_bytes"])
-    pairs = zip(dense["iterations_us"], oktopk["iterations_us"], strict=True)
-    ratios = [one / other for one, other in pairs]
-    speedup = dense["time_us"]["median"] / oktopk["time_us"]["median"]
-    return {
-        "speedup": round(speedup, 3),
-        "speedup_of_pairs": {
-            "min": round(min(ratios), 3),
-            "median": round(statistics.median(ratios), 3),
-            "max": round(max(ratios), 3),
-        },
-        "speedup_goal": SPEEDUP,
-        "speedup_goal_met": speedup >= SPEEDUP,
-        "bytes_of_a_rank": most,
-        "bytes_goal": bound,
-        "bytes_goal_met": most < bound,
+def against_dense(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Every other row with the dense allreduce it was measured in turn with."""
+    dense = {
+        (row["numel"], row["density"], row["batch"]): row
+        for row in rows
+        if row["algorithm"] == GLOO_DENSE
     }
-
-
-def summary_text(summary: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    verdict = {True: "met", False: "MISSED"}
-    pairs = summary["speedup_of_pairs"]
-    lines = [
-        f"dense/oktopk, selection and residual included: {summary['speedup']:.2f} of the median "
-        f"times; pair by pair {pairs['min']:.2f} / {pairs['median']:.2f} / {pairs['max']:.2f} "
-        f"(min, median, max); goal {SPEEDUP} or more: {verdict[summary['speedup_goal_met']]}",
-        f"oktopk, bytes sent or received by a rank per iteration: {summary['bytes_of_a_rank']:.0f} "
-        f"at most; goal below 6k(P-1)/P words, {summary['bytes_goal']:.0f} bytes: "
-        f"{verdict[summary['bytes_goal_met']]}",
+    return [
+        (row, dense[row["numel"], row["density"], row["batch"]])
+        for row in rows
+        if row["algorithm"] != GLOO_DENSE
     ]
-    for row in rows:
-        if row["select_us"] is None:
+
+
+def ratio(dense: Row, row: Row) -> float:
+    return float(dense["time_us"]["median"] / row["time_us"]["median"])
+
+
+def ratios_text(rows: Sequence[Row]) -> str:
+    lines = []
+    for row, dense in against_dense(rows):
+        pairs = sorted(
+            one / other
+            for one, other in zip(dense["iterations_us"], row["iterations_us"], strict=True)
+        )
+        lines.append(
+            f"  density {row['density']:g}: dense takes {ratio(dense, row):.2f} times as long as "
+            f"{row['algorithm']} by the median times; pair by pair {pairs[0]:.2f} / "
+            f"{statistics.median(pairs):.2f} / {pairs[-1]:.2f} (min, median, max)"
+        )
+        if row["algorithm"] != "oktopk":
             continue
         parts = {part: row[f"{part}_us"] for part in ("select", "exchange", "apply")}
         parts["agreement and waiting"] = row["time_us"]["median"] - math.fsum(parts.values())
         shown = ", ".join(f"{part} {value / 1e3:.2f} ms" for part, value in parts.items())
-        lines.append(f"{row['algorithm']}: {shown}")
+        lines.append(f"    {shown}; {max(row['sent_bytes']):.0f} bytes sent by a rank at most")
     return "\n".join(lines)
+
+
+def check_goals(result: dict[str, Any]) -> list[tuple[str, bool]]:
+    """Each line of a goal that applies to the set-up, and whether it is met."""
+    checks = []
+    for row, dense in against_dense(result["rows"]):
+        if row["algorithm"] != "oktopk":
+            continue
+        where = f"{result['hosts']} hosts, {result['rate']}, numel {row['numel']}, density " + (
+            f"{row['density']:g}"
+        )
+        most = max(row["sent_bytes"] + row["received_bytes"])
+        bound = 6 * row["k"] * (result["hosts"] - 1) / result["hosts"] * 4
+        checks.append(
+            (f"{where}: oktopk sends and receives {most:.0f} of {bound:.0f} bytes", most <= bound)
+        )
+        for goal in GOALS:
+            measured = (result["hosts"], result["rate"], row["numel"], row["density"])
+            if measured != (goal.hosts, goal.rate, VGG16_NUMEL, GOAL_DENSITY):
+                continue
+            whole = ratio(dense, row)
+            checks.append(
+                (
+                    f"{where}: oktopk {whole:.1f} of {goal.whole:g} times faster than dense, "
+                    "selection and residual included",
+                    whole >= goal.whole,
+                )
+            )
+            if goal.bytes_per_k is not None:
+                sent = max(row["sent_bytes"]) / row["k"]
+                checks.append(
+                    (
+                        f"{where}: oktopk sends {sent:.2f} of {goal.bytes_per_k:g} bytes per k",
+                        sent <= goal.bytes_per_k,
+                    )
+                )
+            if goal.exchange is not None and row["exchange_alone_us"] is not None:
+                alone = dense["time_us"]["median"] / row["exchange_alone_us"]["median"]
+                checks.append(
+                    (
+                        f"{where}: oktopk's exchange alone {alone:.1f} of {goal.exchange:g} times "
+                        "faster than dense",
+                        alone >= goal.exchange,
+                    )
+                )
+    return checks
 
 
 def train(options: argparse.Namespace) -> None:
     """Trains the example for a few steps on two hosts with two ranks each."""
-    with tempfile.TemporaryDirectory() as folder, Hosts(2, options.rate) as hosts:
+    rate = next((rate for rate in options.rate or () if rate != "none"), "1gbit")
+    with tempfile.TemporaryDirectory() as folder, Hosts(2, rate) as hosts:
         commands = [
             [
                 *("torchrun", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
@@ -184,7 +305,7 @@ def train(options: argparse.Namespace) -> None:
             ]
             for node in range(2)
         ]
-        print(f"training on 2 hosts, links of {options.rate or 'no limited rate'}:")
+        print(f"training on 2 hosts, links of {rate}:")
         for name, command in zip(hosts.names, commands, strict=True):
             print(f"  {name}: GLOO_SOCKET_IFNAME={INTERFACE} {shlex.join(command)}", flush=True)
         environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "distributed_error.h"
+#include "engine/selection_exchange.h"
 #include "parameter_group.h"
 #include "transport_holder.h"
 
@@ -64,6 +65,30 @@ class Exchange {
   std::shared_ptr<Communicator> communicator_;
   std::unique_ptr<ParameterGroup> group_;
 };
+
+// Runs a measurement of an exchange alone. Blocks; returns the result's number of entries.
+std::uint64_t exchange_selection(Communicator& communicator,
+                                 std::shared_ptr<SelectionExchange<float>> const& exchange,
+                                 at::Tensor const& indices, at::Tensor const& values) {
+  for (at::Tensor const& tensor : {indices, values}) {
+    require(tensor.is_contiguous() && tensor.device().is_cpu() &&
+                tensor.numel() == indices.numel() && tensor.dim() == 1,
+            "indices and values must be contiguous CPU vectors of the same length, not ",
+            indices.sizes(), " and ", values.sizes());
+  }
+  require(indices.scalar_type() == at::kInt && values.scalar_type() == at::kFloat,
+          "indices must be int32 and values float32, not ", at::toString(indices.scalar_type()),
+          " and ", at::toString(values.scalar_type()));
+  auto const nnz = static_cast<std::size_t>(indices.numel());
+  exchange->bind({{reinterpret_cast<std::uint32_t const*>(indices.const_data_ptr<int>()), nnz},
+                  {values.const_data_ptr<float>(), nnz}});
+  try {
+    communicator.run(exchange);
+  } catch (...) {
+    std::rethrow_exception(as_distributed_error(std::current_exception()));
+  }
+  return exchange->result_nnz();
+}
 
 py::dict stats_of(ExchangeStats const& stats) {
   py::dict result;
@@ -180,6 +205,27 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("residual", &Exchange::residual)
       .def("stats", [](Exchange const& self) { return stats_of(self.stats()); })
       .def("threshold", [](Exchange const& self) { return self.state().local_threshold; });
+
+  py::class_<SelectionExchange<float>, std::shared_ptr<SelectionExchange<float>>>(
+      module, "SelectionExchange")
+      .def(py::init([](std::int64_t numel, std::int64_t k, ExchangeOptions const& options) {
+             require(numel >= 0 && k >= 1, "numel = ", numel, " and k = ", k,
+                     " must be at least 0 and 1");
+             AlgorithmOptions collective = options.collective;
+             collective.schedule = options.schedule;
+             return std::make_shared<SelectionExchange<float>>(
+                 find_algorithm(options.algorithm), static_cast<std::uint64_t>(numel),
+                 static_cast<std::uint64_t>(k), collective);
+           }),
+           py::arg("numel"), py::arg("k"), py::arg("options"))
+      .def(
+          "run",
+          [](std::shared_ptr<SelectionExchange<float>> const& self, Communicator& communicator,
+             at::Tensor const& indices, at::Tensor const& values) {
+            return exchange_selection(communicator, self, indices, values);
+          },
+          py::arg("communicator"), py::arg("indices"), py::arg("values"),
+          py::call_guard<py::gil_scoped_release>());
 
   module.def("algorithms", &describe_algorithms);
   module.def("cost", &cost_of, py::arg("algorithm"), py::arg("ranks"), py::arg("extent"),

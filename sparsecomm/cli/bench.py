@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -20,6 +20,8 @@ from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 from sparsecomm.transports import AUTO, names
 
 MAX_NUMEL = 2**32 - 2
+
+T = TypeVar("T")
 
 DESCRIPTION = """\
 Measures allreduces of a gradient, averaged over the ranks. Several algorithms run interleaved, one
@@ -41,6 +43,8 @@ columns:
   msgs               messages sent per iteration, likewise; not known of gloo
   model              bytes received by the cost formula, an upper bound with 32-bit indices
   nnz                entries of the result
+  select, exchange, apply   of the time, means over the ranks
+  alone              the exchange of a selection that is at hand, with --exchange-alone
 
 patterns (entries are normal with deviation 0.01, but for the large ones, density * numel of them,
 which are log-normal with median 1):
@@ -76,8 +80,20 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
         metavar="NAME,...",
         help=f"one or several of {', '.join(algorithms)} (gloo_dense,topk_a,oktopk)",
     )
-    add("--numel", type=numel, default=1 << 20, metavar="N", help="elements (1048576)")
-    add("--density", type=share, default=0.01, metavar="D", help="share selected (0.01)")
+    add(
+        "--numel",
+        type=partial(several, one=numel),
+        default=(1 << 20,),
+        metavar="N,...",
+        help="elements (1048576)",
+    )
+    add(
+        "--density",
+        type=partial(several, one=share),
+        default=(0.01,),
+        metavar="D,...",
+        help="share selected (0.01)",
+    )
     add("--dtype", choices=DTYPES, default="f32", help="of the elements (f32)")
     add("--iters", type=at_least_1, default=20, metavar="N", help="iterations measured (20)")
     add("--warmup", type=at_least_0, default=5, metavar="N", help="iterations before them (5)")
@@ -86,6 +102,24 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
         choices=names(),
         default=AUTO,
         help="what moves the bytes; auto: the first of them that works on all ranks (auto)",
+    )
+    add(
+        "--seconds",
+        type=positive,
+        metavar="S",
+        help="begin no further iteration after so long; one is measured in any case (no limit)",
+    )
+    add(
+        "--together",
+        type=at_least_1,
+        metavar="N",
+        help="the most algorithms to hold in memory, and to measure in turn, at a time, not "
+        "counting gloo_dense, which is measured again with each batch (all)",
+    )
+    add(
+        "--exchange-alone",
+        action="store_true",
+        help="also measure each exchange of a selection that is at hand (f32 sums)",
     )
     add(
         "--pattern",
@@ -124,6 +158,20 @@ def chosen(text: str, known: Sequence[str]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
         raise argparse.ArgumentTypeError(f"{text!r} names an algorithm twice")
     return names
+
+
+def several(text: str, one: Callable[[str], T]) -> tuple[T, ...]:
+    return tuple(one(part) for part in text.split(","))
+
+
+def positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
 
 
 def share(text: str) -> float:
@@ -174,29 +222,50 @@ def run_allreduce(options: argparse.Namespace) -> int:
         )
     if options.json is not None and not options.json.absolute().parent.is_dir():
         raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
-    settings = Settings(
-        algorithms=options.algorithm,
-        numel=options.numel,
-        density=options.density,
-        dtype=options.dtype,
-        pattern=options.pattern,
-        index_codec=options.index_codec,
-        transport=options.transport,
-        iters=options.iters,
-        warmup=options.warmup,
-        seed=options.seed,
-    )
+    settings = [
+        Settings(
+            algorithms=algorithms,
+            numel=numel,
+            density=density,
+            dtype=options.dtype,
+            pattern=options.pattern,
+            index_codec=options.index_codec,
+            transport=options.transport,
+            iters=options.iters,
+            warmup=options.warmup,
+            seconds=options.seconds,
+            seed=options.seed,
+            exchange_alone=options.exchange_alone,
+            batch=batch,
+        )
+        for numel in options.numel
+        for density in options.density
+        for batch, algorithms in enumerate(batches(options.algorithm, options.together))
+    ]
     return run_on_ranks(partial(report, settings, options.json), options.ranks or 2)
 
 
-def report(settings: Settings, file: Path | None) -> None:
+def batches(algorithms: Sequence[str], together: int | None) -> list[tuple[str, ...]]:
+    """The algorithms in groups of ``together``, the baseline in each where it was asked for."""
+    baseline = [GLOO_DENSE] if GLOO_DENSE in algorithms else []
+    others = [name for name in algorithms if name != GLOO_DENSE]
+    if together is None or len(others) <= together:
+        return [tuple(algorithms)]
+    return [
+        (*baseline, *others[first : first + together]) for first in range(0, len(others), together)
+    ]
+
+
+def report(settings: Sequence[Settings], file: Path | None) -> None:
     """Measures, and prints and writes what came out on rank 0."""
-    rows = measure(settings)
-    if dist.get_rank() != 0:
-        return
-    print(table(settings, rows), flush=True)
-    if file is not None:
-        write_json(file, [asdict(row) for row in rows])
+    every: list[Row] = []
+    for each in settings:
+        rows = measure(each)
+        every += rows
+        if dist.get_rank() == 0:
+            print(table(each, rows), flush=True)
+    if file is not None and dist.get_rank() == 0:
+        write_json(file, [asdict(row) for row in every])
 
 
 def write_json(file: Path, content: Any) -> None:
@@ -233,13 +302,21 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         ("select", "(us)", [optional(row.select_us) for row in rows]),
         ("exchange", "(us)", [optional(row.exchange_us) for row in rows]),
         ("apply", "(us)", [optional(row.apply_us) for row in rows]),
+        (
+            "alone",
+            "(us)",
+            [
+                "-" if row.exchange_alone_us is None else f"{row.exchange_alone_us.median:.1f}"
+                for row in rows
+            ],
+        ),
     ]
     lines = [
         f"# allreduce: {ranks} {'rank' if ranks == 1 else 'ranks'}, transport "
         f"{transport}, pattern {settings.pattern.name}, density "
         f"{settings.density:g} (k = {settings.k}), index codec {settings.index_codec}, "
         f"seed {settings.seed}",
-        f"# {settings.iters} iterations after {settings.warmup} of warm-up, interleaved; results "
+        f"# {rows[0].iters} iterations after {settings.warmup} of warm-up, interleaved; results "
         "are the same bits on every rank",
     ]
     if GLOO_DENSE in settings.algorithms:

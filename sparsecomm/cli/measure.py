@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -20,6 +20,9 @@ from sparsecomm.transports import connect
 
 GLOO_DENSE = "gloo_dense"
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
+PARTS = ("select", "exchange", "apply")
+COUNTED = ("sent_bytes", "received_bytes", "messages", "selected", "result_nnz")
+LARGE_NUMEL = 1 << 25  # from here on a single gradient is prepared
 DTYPES = {
     "f32": torch.float32,
     "f64": torch.float64,
@@ -41,7 +44,10 @@ class Settings:
     transport: str
     iters: int
     warmup: int
+    seconds: float | None  # after which no further iteration begins
     seed: int
+    exchange_alone: bool = False  # also measured without selection and residual
+    batch: int = 0  # of the algorithms that were asked for
 
     @property
     def k(self) -> int:
@@ -79,11 +85,13 @@ class Row:
     iters: int
     warmup: int
     seed: int
+    batch: int  # rows of one batch were measured in turn
     time_us: Spread  # over the iterations, each that of the slowest rank
     iterations_us: list[float]
     select_us: float | None  # these three: medians over the iterations of the means over the ranks
     exchange_us: float | None
     apply_us: float | None
+    exchange_alone_us: Spread | None  # of a selection that is at hand, on the slowest rank
     sent_bytes: list[float]  # one per rank, and so on
     received_bytes: list[float]
     bytes_source: str
@@ -102,6 +110,7 @@ class Sample:
     select_seconds: float = math.nan
     exchange_seconds: float = math.nan
     apply_seconds: float = math.nan
+    exchange_alone_seconds: float = math.nan
     sent_bytes: float = math.nan
     received_bytes: float = math.nan
     messages: float = math.nan
@@ -109,16 +118,28 @@ class Sample:
     result_nnz: float = math.nan
 
 
+Selection = tuple[torch.Tensor, torch.Tensor]  # sorted int32 indices, float32 values
+
+
+def largest(gradient: torch.Tensor, k: int) -> Selection:
+    places = gradient.abs().topk(k, sorted=False).indices.sort().values
+    return places.int(), gradient[places].float()
+
+
+def is_sparse(algorithm: str) -> bool:
+    return any(entry["name"] == algorithm and entry["sparse"] for entry in _C.algorithms())
+
+
 class Case(Protocol):
     """An algorithm that is ready to run."""
 
-    def run(self, gradient: torch.Tensor) -> Sample: ...
+    def run(self, gradient: torch.Tensor, selection: Selection) -> Sample: ...
 
 
 class GlooDense:
     """torch.distributed's own allreduce."""
 
-    def run(self, gradient: torch.Tensor) -> Sample:
+    def run(self, gradient: torch.Tensor, selection: Selection) -> Sample:
         start = time.perf_counter()
         dist.all_reduce(gradient)
         return Sample(time.perf_counter() - start)
@@ -129,35 +150,40 @@ class Sparsecomm:
 
     def __init__(self, algorithm: str, communicator: _C.Communicator, settings: Settings) -> None:
         schedule = ThresholdSchedule()
-        self._communicator = communicator
-        self._exchange = _C.Exchange(
-            communicator,
-            settings.numel,
-            DTYPES[settings.dtype],
-            _C.ExchangeOptions(
-                algorithm=algorithm,
-                density=settings.density,
-                between=schedule.between,
-                threshold_period=schedule.period,
-                partition_period=64,
-                balance_factor=4.0,
-                index_codec=settings.index_codec,
-                average=True,
-            ),
+        options = _C.ExchangeOptions(
+            algorithm=algorithm,
+            density=settings.density,
+            between=schedule.between,
+            threshold_period=schedule.period,
+            partition_period=64,
+            balance_factor=4.0,
+            index_codec=settings.index_codec,
+            average=True,
         )
+        self._communicator = communicator
+        self._exchange = _C.Exchange(communicator, settings.numel, DTYPES[settings.dtype], options)
+        self._alone: _C.SelectionExchange | None = None
+        if settings.exchange_alone and is_sparse(algorithm):
+            self._alone = _C.SelectionExchange(settings.numel, settings.k, options)
 
-    def run(self, gradient: torch.Tensor) -> Sample:
+    def run(self, gradient: torch.Tensor, selection: Selection) -> Sample:
         before = {**self._exchange.stats(), **self._communicator.counters()}
         start = time.perf_counter()
         self._exchange.run(gradient)
         seconds = time.perf_counter() - start
         after = {**self._exchange.stats(), **self._communicator.counters()}
         change = {name: float(after[name] - before[name]) for name in after}
+        alone = math.nan
+        if self._alone is not None:
+            dist.barrier()
+            start = time.perf_counter()
+            self._alone.run(self._communicator, *selection)
+            alone = time.perf_counter() - start
         return Sample(
             seconds,
-            *(change[f"{part}_seconds"] for part in ("select", "exchange", "apply")),
-            *(change[name] for name in ("sent_bytes", "received_bytes", "messages")),
-            *(change[name] for name in ("selected", "result_nnz")),
+            exchange_alone_seconds=alone,
+            **{f"{part}_seconds": change[f"{part}_seconds"] for part in PARTS},
+            **{name: change[name] for name in COUNTED},
         )
 
 
@@ -173,7 +199,14 @@ def measure(settings: Settings) -> list[Row]:
         make_gradient(
             settings.pattern, settings.numel, settings.k, dtype, settings.seed, number, rank
         )
-        for number in range(min(GRADIENTS, settings.warmup + settings.iters))
+        for number in range(
+            min(GRADIENTS if settings.numel < LARGE_NUMEL else 1, settings.warmup + settings.iters)
+        )
+    ]
+    nothing = (torch.empty(0, dtype=torch.int32), torch.empty(0))
+    selections = [
+        largest(gradient, settings.k) if settings.exchange_alone else nothing
+        for gradient in gradients
     ]
     cases: dict[str, Case] = {}
     communicator: _C.Communicator | None = None
@@ -187,15 +220,22 @@ def measure(settings: Settings) -> list[Row]:
 
     samples: dict[str, list[Sample]] = {algorithm: [] for algorithm in cases}
     gradient = torch.empty_like(gradients[0])
+    start = time.perf_counter()
     for iteration in range(settings.warmup + settings.iters):
         for algorithm, case in cases.items():
-            gradient.copy_(gradients[iteration % len(gradients)])
+            number = iteration % len(gradients)
+            gradient.copy_(gradients[number])
             dist.barrier()
-            sample = case.run(gradient)
+            sample = case.run(gradient, selections[number])
             if iteration >= settings.warmup:
                 samples[algorithm].append(sample)
-            if iteration == settings.warmup + settings.iters - 1:
+            if iteration in (0, settings.warmup + settings.iters - 1):
                 check_replicas(algorithm, gradient)
+        if is_late(settings.seconds, start):
+            if iteration >= settings.warmup:
+                break
+            # Too slow for a warm-up: the next iteration is the first and last that counts.
+            settings = replace(settings, warmup=iteration + 1, iters=1)
 
     own = torch.tensor(
         [[list(vars(sample).values()) for sample in samples[name]] for name in cases],
@@ -212,6 +252,15 @@ def measure(settings: Settings) -> list[Row]:
         )
         for index, algorithm in enumerate(cases)
     ]
+
+
+def is_late(seconds: float | None, start: float) -> bool:
+    """Whether the time is over on rank 0, the same answer on every rank."""
+    if seconds is None:
+        return False
+    late = torch.tensor([time.perf_counter() - start > seconds])
+    dist.broadcast(late, 0)
+    return bool(late)
 
 
 def check_replicas(algorithm: str, result: torch.Tensor) -> None:
@@ -250,11 +299,11 @@ def make_row(
         values: list[float] = (columns[name].mean(0) * 1e6).tolist()
         return round(statistics.median(values), 1)
 
+    alone_us: list[float] = (columns["exchange_alone_seconds"].amax(0) * 1e6).tolist()
     counted = algorithm != GLOO_DENSE
     if counted:
-        entry = next(entry for entry in _C.algorithms() if entry["name"] == algorithm)
         # Selections of half-precision gradients travel as the f32 that they are summed in.
-        value_bytes = max(4, settings.itemsize) if entry["sparse"] else settings.itemsize
+        value_bytes = max(4, settings.itemsize) if is_sparse(algorithm) else settings.itemsize
         model_messages, model_bytes = _C.cost(
             algorithm, ranks, settings.numel, settings.k, value_bytes
         )
@@ -270,14 +319,16 @@ def make_row(
         dtype=settings.dtype,
         pattern=settings.pattern.name,
         index_codec=settings.index_codec if counted else None,
-        iters=settings.iters,
+        iters=len(iterations_us),
         warmup=settings.warmup,
         seed=settings.seed,
+        batch=settings.batch,
         time_us=Spread.of(iterations_us),
         iterations_us=iterations_us,
         select_us=part_us("select_seconds") if counted else None,
         exchange_us=part_us("exchange_seconds") if counted else part_us("seconds"),
         apply_us=part_us("apply_seconds") if counted else None,
+        exchange_alone_us=None if math.isnan(alone_us[0]) else Spread.of(alone_us),
         sent_bytes=per_rank("sent_bytes") if counted else [model_bytes] * ranks,
         received_bytes=per_rank("received_bytes") if counted else [model_bytes] * ranks,
         bytes_source="counted" if counted else "computed: 2 (P-1)/P * numel * itemsize",

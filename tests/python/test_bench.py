@@ -78,6 +78,9 @@ def test_an_unfinished_command_prints_help(
         (["--numel", "4294967295"], "is not a whole number from 1 to 4294967294"),
         (["--iters", "0"], "'0' is not a whole number of 1 or more"),
         (["--warmup", "-1"], "'-1' is not a whole number of 0 or more"),
+        (["--seconds", "0"], "'0' is not a number of seconds above 0"),
+        (["--numel", "10,"], "'' is not a whole number from 1"),
+        (["--together", "0"], "'0' is not a whole number of 1 or more"),
         (["--ranks", "two"], "'two' is not a whole number of 1 or more"),
         (["--pattern", "striped"], "'striped' is none of uniform, clustered, clustered:F"),
         (["--pattern", "uniform:0.5"], "'uniform:0.5' is none of"),
@@ -208,6 +211,26 @@ def test_allreduce_elsewhere(tmp_path: Path, ranks: int, dtype: str, pattern: st
     assert result.returncode == 0, result.stderr
     for row in json.loads(file.read_text()):
         check_row(row, ranks, 4099, {"f32": 4, "bf16": 2}[dtype])
+
+
+def test_batches_of_several_sizes_within_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    result = run_cli(
+        *("bench", "allreduce", "--numel", "5000,300", "--density", "0.02,0.5", "--together", "1"),
+        *("--seconds", "0.000001", "--iters", "50", "--exchange-alone", "--json", str(file)),
+    )
+    assert result.returncode == 0, result.stderr
+    rows = json.loads(file.read_text())
+    batch = [("gloo_dense", 0), ("topk_a", 0), ("gloo_dense", 1), ("oktopk", 1)]
+    assert [(row["numel"], row["density"], row["algorithm"], row["batch"]) for row in rows] == [
+        (numel, density, *each)
+        for numel in (5000, 300)
+        for density in (0.02, 0.5)
+        for each in batch
+    ]
+    for row in rows:
+        assert row["iters"] == len(row["iterations_us"]) == 1
+        assert (row["exchange_alone_us"] is None) == (row["algorithm"] == "gloo_dense")
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -50,14 +50,14 @@ def test_number_of_hosts(count: int) -> None:
 
 
 @pytest.mark.lab
-def test_allreduce_between_hosts(tmp_path: Path) -> None:
+def test_allreduces_between_hosts(tmp_path: Path) -> None:
     needs_namespaces()
     file = tmp_path / "lab.json"
     with subprocess.Popen(
         [
             *(sys.executable, str(BENCHMARKS / "lab.py"), "--hosts", "2", "--numel", "20000"),
-            *("--density", "0.05", "--iters", "2", "--parts", "allreduce", "--report-only"),
-            *("--json", str(file)),
+            *("--rate", "1gbit", "--density", "0.05", "0.1", "--algorithm", "oktopk", "topk_a"),
+            *("--iters", "2", "--parts", "allreduce", "--report-only", "--json", str(file)),
         ],
         stdout=subprocess.PIPE,
         text=True,
@@ -65,11 +65,42 @@ def test_allreduce_between_hosts(tmp_path: Path) -> None:
         output, _ = process.communicate()
     assert process.returncode == 0
     assert namespaces(process.pid) == []
-    result = json.loads(file.read_text())
-    assert [row["algorithm"] for row in result["rows"]] == ["gloo_dense", "oktopk", "topk_a"]
+    (result,) = json.loads(file.read_text())["results"]
+    assert (result["hosts"], result["rate"]) == (2, "1gbit")
+    measured = [(row["density"], row["algorithm"]) for row in result["rows"]]
+    algorithms = ("gloo_dense", "oktopk", "topk_a")
+    assert measured == [(density, name) for density in (0.05, 0.1) for name in algorithms]
     assert all(row["world_size"] == 2 for row in result["rows"])
-    assert result["bytes_goal_met"]
-    assert f"{result['speedup']:.2f} of the median times" in output
+    assert output.count("oktopk sends and receives") == 2
+    assert "MISSED" not in output
+    assert "times as long as topk_a by the median times" in output
+
+
+def row_of(algorithm: str, median: float, **other: object) -> dict[str, object]:
+    figures = {"numel": lab.VGG16_NUMEL, "density": 0.01, "batch": 0, "k": 147_283}
+    times = {"time_us": {"median": median}, "exchange_alone_us": {"median": median / 2}}
+    counted = {"sent_bytes": [1e6], "received_bytes": [1e6]}
+    return {"algorithm": algorithm, **figures, **times, **counted, **other}
+
+
+def test_goals_are_checked_where_they_apply() -> None:
+    dense = row_of("gloo_dense", 900e3)
+    fast = {"hosts": 8, "rate": "1gbit", "rows": [dense, row_of("oktopk", 70e3)]}
+    assert [met for _, met in lab.check_goals(fast)] == [True] * 4
+    slow = {**fast, "rows": [dense, row_of("oktopk", 76e3, sent_bytes=[1.7e6])]}
+    assert [met for _, met in lab.check_goals(slow)] == [True, False, False, False]
+    assert len(lab.check_goals({**fast, "rate": "100mbit"})) == 1
+    assert lab.check_goals({**fast, "rows": [dense, row_of("topk_a", 1)]}) == []
+
+
+def test_the_grid_is_every_combination() -> None:
+    assert len(lab.set_ups(lab.parse_options([]))) == 27
+    goals = lab.set_ups(lab.parse_options(["--grid", "goals"]))
+    assert [(each.hosts, each.rate) for each in goals] == [
+        (goal.hosts, goal.rate) for goal in lab.GOALS
+    ]
+    some = lab.set_ups(lab.parse_options(["--rate", "none", "--numel", "10", "--hosts", "3"]))
+    assert some == [lab.SetUp(3, None, 10)]
 
 
 @pytest.mark.lab
@@ -164,6 +195,7 @@ def test_without_iproute2(
     [
         (["--hosts", "1"], "--hosts 1: it takes 2 or more"),
         (["--rate", "fast"], "'fast' is not a rate such as 1gbit"),
+        (["--algorithm", "best"], "--algorithm: 'best' is none of dense"),
         (["--parts", "all"], "invalid choice: 'all'"),
     ],
 )

@@ -1,0 +1,48 @@
+// An algorithm's exchange alone: of a selection that is at hand, without gradient and residual. For
+// measurements; what the algorithm rejects is lost.
+#pragma once
+
+#include <memory>
+
+#include "engine/communicator.h"
+
+namespace sparsecomm {
+
+template <class V>
+class SelectionExchange final : public Operation {
+ public:
+  // `k`: entries wanted in a result that is cut. Throws InvalidArgument where the algorithm
+  // exchanges no selections.
+  SelectionExchange(AlgorithmEntry const& algorithm, std::uint64_t extent, std::uint64_t k,
+                    AlgorithmOptions const& options)
+      : algorithm_(algorithm), extent_(extent), k_(k) {
+    require(algorithm.sparse, "algorithm ", algorithm.name, " exchanges no selections");
+    allreduce_ = make_sparse_allreduce<V>(algorithm, options);
+  }
+
+  // Of the next submission; its memory stays until that has ended.
+  void bind(SparseView<V> selection) { selection_ = selection; }
+  // Of the last one's result.
+  std::uint64_t result_nnz() const { return result_nnz_; }
+
+  Proposal prepare() override {
+    return {.text = concat("operation=exchange of a selection;algorithm=", algorithm_.name,
+                           ";numel=", extent_, ";k=", k_, ";step=", step_),
+            .entries = selection_.nnz()};
+  }
+  void run(Channel& channel, Agreement const& agreement) override {
+    auto const result =
+        allreduce_->run(channel, selection_, {extent_, k_, agreement.most_entries, step_++});
+    result_nnz_ = result.reduced.nnz();
+  }
+
+ private:
+  AlgorithmEntry const& algorithm_;
+  std::uint64_t extent_, k_;
+  std::uint64_t step_ = 0;
+  std::uint64_t result_nnz_ = 0;
+  SparseView<V> selection_;
+  std::unique_ptr<SparseAllreduce<V>> allreduce_;
+};
+
+}  // namespace sparsecomm
