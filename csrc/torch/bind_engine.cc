@@ -110,14 +110,6 @@ py::dict counters_of(Counters const& counters) {
   return result;
 }
 
-IndexCodecChoice find_index_codec(std::string const& name) {
-  if (name == "smallest") return IndexCodecChoice::smallest;
-  if (name == "raw32") return IndexCodecChoice::raw32;
-  if (name == "delta") return IndexCodecChoice::delta;
-  throw InvalidArgument(
-      concat("index codec '", name, "' is unknown; choose one of smallest, raw32, delta"));
-}
-
 ExchangeOptions make_options(std::string algorithm, double density, std::string const& between,
                              std::uint64_t threshold_period, std::uint64_t partition_period,
                              double balance_factor, std::string const& index_codec, bool average) {
@@ -127,7 +119,7 @@ ExchangeOptions make_options(std::string algorithm, double density, std::string 
   options.schedule = {find_threshold_source(between), threshold_period};
   options.collective.partition_period = partition_period;
   options.collective.balance_factor = balance_factor;
-  options.collective.frame.index_codec = find_index_codec(index_codec);
+  options.collective.frame.index_codec = index_codec_named(index_codec);
   options.average = average;
   validate(options);
   return options;
@@ -160,6 +152,8 @@ py::dict build_info() {
   py::dict info;
   py::list codecs;
   for (IndexCodecEntry const& entry : index_codecs()) codecs.append(entry.name);
+  py::list value_codec_names;
+  for (ValueCodecEntry const& entry : value_codecs()) value_codec_names.append(entry.name);
   py::list targets;
   for (auto const& table : kernel_tables<float>()) targets.append(table.target);
   py::list names;
@@ -168,6 +162,7 @@ py::dict build_info() {
   info["simd_targets"] = targets;
   info["simd_target"] = kernels<float>().target;
   info["index_codecs"] = codecs;
+  info["value_codecs"] = value_codec_names;
   info["algorithms"] = names;
   info["cuda"] = false;
   return info;

@@ -2,12 +2,16 @@
 
 #include <array>
 #include <cstring>
+#include <ostream>
+#include <type_traits>
 
 #include "wire/delta.h"
 #include "wire/sorted.h"
 
 namespace sparsecomm {
 namespace {
+
+constexpr std::string_view smallest_name = "smallest";
 
 std::size_t raw32_bytes(std::size_t count) { return count * sizeof(std::uint32_t); }
 
@@ -42,8 +46,71 @@ constexpr std::array<IndexCodecEntry, 2> table{{
      delta::encode, delta::decode, delta::min_bytes, delta::max_bytes},
 }};
 
+// Streams the names of a table, for messages.
+template <class Entry>
+struct Names {
+  std::span<const Entry> entries;
+  friend std::ostream& operator<<(std::ostream& out, Names const& names) {
+    for (Entry const& entry : names.entries) {
+      out << (&entry == names.entries.data() ? "" : ", ") << entry.name;
+    }
+    return out;
+  }
+};
+
 }  // namespace
 
 std::span<const IndexCodecEntry> index_codecs() { return table; }
+
+IndexCodecEntry const* find_index_codec(IndexCodec id) {
+  for (IndexCodecEntry const& entry : table) {
+    if (entry.id == id) return &entry;
+  }
+  return nullptr;
+}
+
+ValueCodecEntry const* find_value_codec(ValueCodec id) {
+  for (ValueCodecEntry const& entry : value_codecs()) {
+    if (entry.id == id) return &entry;
+  }
+  return nullptr;
+}
+
+IndexCodecChoice index_codec_named(std::string_view name) {
+  if (name == smallest_name) return IndexCodecChoice::smallest;
+  for (IndexCodecEntry const& entry : table) {
+    if (entry.name == name) return static_cast<IndexCodecChoice>(entry.id);
+  }
+  throw InvalidArgument(concat("index codec '", name, "' is unknown; choose one of ", smallest_name,
+                               ", ", Names<IndexCodecEntry>{index_codecs()}));
+}
+
+ValueCodec value_codec_named(std::string_view name) {
+  for (ValueCodecEntry const& entry : value_codecs()) {
+    if (entry.name == name) return entry.id;
+  }
+  throw InvalidArgument(concat("value codec '", name, "' is unknown; choose one of ",
+                               Names<ValueCodecEntry>{value_codecs()}));
+}
+
+ValueCodecEntry const& value_codec_for(ValueCodec id, DType dtype) {
+  ValueCodecEntry const* const entry = find_value_codec(id);
+  require(entry != nullptr, "value codec ", int(id), " is unknown; there are ",
+          Names<ValueCodecEntry>{value_codecs()});
+  require(carries(*entry, dtype), "value codec ", entry->name, " does not carry ", name(dtype),
+          ", only f32 and f64; use raw");
+  return *entry;
+}
+
+template <class V>
+void round_values(ValueCodec codec, std::span<V> values, RoundingKey const& key) {
+  ValueCodecEntry const& entry = value_codec_for(codec, dtype_of<V>());
+  if constexpr (std::is_floating_point_v<V>) functions<V>(entry).round(values, key);
+}
+
+template void round_values<float>(ValueCodec, std::span<float>, RoundingKey const&);
+template void round_values<double>(ValueCodec, std::span<double>, RoundingKey const&);
+template void round_values<std::int32_t>(ValueCodec, std::span<std::int32_t>, RoundingKey const&);
+template void round_values<std::int64_t>(ValueCodec, std::span<std::int64_t>, RoundingKey const&);
 
 }  // namespace sparsecomm

@@ -7,12 +7,21 @@
 #include <span>
 #include <string_view>
 
+#include "base/dtype.h"
 #include "base/error.h"
 
 namespace sparsecomm {
 
 enum class IndexCodec : std::uint8_t { none = 0, raw32 = 1, delta = 2 };
-enum class ValueCodec : std::uint8_t { none = 0, raw = 1 };
+enum class ValueCodec : std::uint8_t {
+  none = 0,
+  raw = 1,
+  f16 = 2,
+  bf16 = 3,
+  qsgd2 = 4,
+  qsgd4 = 5,
+  qsgd8 = 6,
+};
 
 enum class IndexCodecChoice : std::uint8_t { smallest, raw32, delta };
 
@@ -38,5 +47,82 @@ struct IndexCodecEntry {
 };
 
 std::span<const IndexCodecEntry> index_codecs();
+
+// What a stochastic rounding depends on besides the values. The same key gives the same result, on
+// any number of threads; spans that are rounded under one seed need keys that differ.
+struct RoundingKey {
+  std::uint64_t seed = 0;
+  std::uint64_t operation = 0;
+  std::uint32_t stream = 0;  // tells the spans of one operation apart: by rank, region, phase
+};
+
+// V is float or double.
+template <class V>
+struct ValueFunctions {
+  // Rounds in place to what the codec can carry.
+  void (*round)(std::span<V> values, RoundingKey const& key);
+  // Writes exactly encoded_bytes() bytes; throws InvalidArgument for a value that `round` would
+  // change.
+  void (*encode)(std::span<const V> values, std::span<std::byte> out);
+  // `in` is exactly encoded_bytes() long; throws MalformedFrame.
+  void (*decode)(std::span<const std::byte> in, std::span<V> values);
+};
+
+// One line per value codec. An element type that is neither f32 nor f64 always travels raw.
+struct ValueCodecEntry {
+  ValueCodec id;
+  std::string_view name;
+  std::string_view description;
+  bool lossy;
+  // Neighbouring values are carried together: rounded values must be encoded in the very span in
+  // which they were rounded, neither cut nor joined.
+  bool bucketed;
+  std::size_t (*encoded_bytes)(std::size_t count, std::size_t value_size);
+  ValueFunctions<float> f32;
+  ValueFunctions<double> f64;
+};
+
+std::span<const ValueCodecEntry> value_codecs();
+
+// The values of a bucket of QSGD; a payload is a whole number of bytes for every so many values in
+// any codec.
+inline constexpr std::size_t value_bucket = 1024;
+
+template <class V>
+ValueFunctions<V> const& functions(ValueCodecEntry const& entry) {
+  if constexpr (sizeof(V) == sizeof(float)) {
+    return entry.f32;
+  } else {
+    return entry.f64;
+  }
+}
+
+constexpr bool carries(ValueCodecEntry const& entry, DType dtype) {
+  return entry.id == ValueCodec::raw || dtype == DType::f32 || dtype == DType::f64;
+}
+
+// Nullptr where the tables have no such id.
+IndexCodecEntry const* find_index_codec(IndexCodec id);
+ValueCodecEntry const* find_value_codec(ValueCodec id);
+
+// What users name, "smallest" among it; throw InvalidArgument, listing the names there are.
+IndexCodecChoice index_codec_named(std::string_view name);
+ValueCodec value_codec_named(std::string_view name);
+
+// Throws InvalidArgument unless the table has `id` and it carries `dtype`.
+ValueCodecEntry const& value_codec_for(ValueCodec id, DType dtype);
+
+// Rounds values in place to what `codec` carries: afterwards encoding them is exact, so that the
+// receivers will see these very bits. V is float, double, std::int32_t or std::int64_t; integers
+// travel raw only. Throws InvalidArgument, and leaves all values as they were, when a lossy codec
+// meets a value that is not finite. O(n).
+//
+// f16 and bf16 round to nearest even; what would become infinite becomes the largest finite value.
+// QSGD quantises buckets of 1,024 consecutive values, each by the largest magnitude in it, to s =
+// 1, 7 or 127 levels of either sign. A value between two levels becomes either, so that its
+// expectation is the value itself, with a variance of at most (scale / s)^2 / 4; -0 becomes 0.
+// What is rounded already stays as it is.
+template <class V>
+void round_values(ValueCodec codec, std::span<V> values, RoundingKey const& key);
 
 }  // namespace sparsecomm

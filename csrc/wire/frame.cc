@@ -1,10 +1,12 @@
 #include "wire/frame.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cstring>
 #include <limits>
 #include <new>
+#include <type_traits>
 
 #include "wire/checksum.h"
 #include "wire/sorted.h"
@@ -21,13 +23,6 @@ constexpr std::uint16_t frame_magic = 0x5ca7;
 constexpr std::uint8_t frame_version = 1;
 constexpr std::uint64_t index_space = std::uint64_t{1} << 32;
 constexpr std::size_t max_payload = std::numeric_limits<std::uint32_t>::max();
-
-IndexCodecEntry const* find_index_codec(IndexCodec id) {
-  for (IndexCodecEntry const& entry : index_codecs()) {
-    if (entry.id == id) return &entry;
-  }
-  return nullptr;
-}
 
 bool allows(IndexCodecChoice choice, IndexCodec id) {
   return choice == IndexCodecChoice::smallest || std::uint8_t(choice) == std::uint8_t(id);
@@ -48,13 +43,14 @@ void check_range(std::uint32_t first_index, std::uint64_t extent) {
           first_index, " + extent ", extent, " exceeds 2^32 or extent 2^32 - 1; split the range");
 }
 
-FrameHeader new_header(std::uint32_t operation, FrameKind kind, DType dtype) {
+FrameHeader new_header(std::uint32_t operation, FrameKind kind, DType dtype,
+                       ValueCodec value_codec) {
   return {.magic = frame_magic,
           .version = frame_version,
           .kind = kind,
           .dtype = dtype,
           .index_codec = IndexCodec::none,
-          .value_codec = kind == FrameKind::bytes ? ValueCodec::none : ValueCodec::raw,
+          .value_codec = value_codec,
           .reserved = 0,
           .operation = operation,
           .count = 0,
@@ -91,8 +87,52 @@ std::size_t seal(FrameHeader header, Payload const& payload, std::span<std::byte
 }
 
 template <class T>
-void copy_values(std::span<const T> values, std::span<std::byte> out) {
-  if (!values.empty()) std::memcpy(out.data(), values.data(), values.size_bytes());
+void put_values(ValueCodecEntry const& codec, std::span<const T> values, std::span<std::byte> out) {
+  if constexpr (std::is_floating_point_v<T>) {
+    functions<T>(codec).encode(values, out);
+  } else if (!values.empty()) {
+    std::memcpy(out.data(), values.data(), values.size_bytes());
+  }
+}
+
+template <class T>
+void get_values(ValueCodecEntry const& codec, std::span<const std::byte> in, std::span<T> values) {
+  if constexpr (std::is_floating_point_v<T>) {
+    functions<T>(codec).decode(in, values);
+  } else if (!values.empty()) {
+    std::memcpy(values.data(), in.data(), values.size_bytes());
+  }
+}
+
+// Cuts the `extent` values of a dense payload into pieces that fit a cache and calls
+// piece(first position, number of values, bytes) for each.
+template <class Byte, class F>
+void for_each_piece(ValueCodecEntry const& codec, std::size_t value_size, std::size_t extent,
+                    std::span<Byte> payload, F&& piece) {
+  std::size_t const piece_bytes = codec.encoded_bytes(value_bucket, value_size);
+  for (std::size_t first = 0; first < extent; first += value_bucket) {
+    piece(first, std::min(value_bucket, extent - first),
+          payload.first(std::min(piece_bytes, payload.size())));
+    payload = payload.subspan(std::min(piece_bytes, payload.size()));
+  }
+}
+
+// Writes zeros and the given values as a dense payload.
+template <class V>
+void put_scattered(ValueCodecEntry const& codec, std::uint32_t first_index, std::size_t extent,
+                   std::span<const std::uint32_t> indices, std::span<const V> values,
+                   std::span<std::byte> out) {
+  std::array<V, value_bucket> buffer;
+  std::size_t i = 0;
+  for_each_piece(codec, sizeof(V), extent, out,
+                 [&](std::size_t first, std::size_t size, std::span<std::byte> to) {
+                   auto const part = std::span(buffer).first(size);
+                   std::ranges::fill(part, V{0});
+                   for (; i < indices.size() && indices[i] - first_index - first < size; ++i) {
+                     part[indices[i] - first_index - first] = values[i];
+                   }
+                   put_values<V>(codec, part, to);
+                 });
 }
 
 template <class... Parts>
@@ -114,7 +154,10 @@ void check_codecs(FrameHeader const& h) {
     field(h.value_codec == ValueCodec::none, "value_codec", value_codec,
           "0 (none) in a bytes frame");
   } else {
-    field(h.value_codec == ValueCodec::raw, "value_codec", value_codec, "1 (raw)");
+    ValueCodecEntry const* const codec = find_value_codec(h.value_codec);
+    field(codec != nullptr, "value_codec", value_codec, "a known codec in a frame with values");
+    field(carries(*codec, h.dtype), "value_codec", value_codec, "1 (raw) for dtype ",
+          name(h.dtype));
   }
 }
 
@@ -143,9 +186,11 @@ void check_lengths(FrameHeader const& h, std::size_t available) {
     field(h.index_bytes >= least && h.index_bytes <= most, "index_bytes", h.index_bytes, least,
           " to ", most, " for count ", h.count, " in codec ", codec.name);
   }
-  std::uint64_t const size = h.kind == FrameKind::bytes ? 1 : size_of(h.dtype);
-  field(h.value_bytes == h.count * size, "value_bytes", h.value_bytes, h.count * size,
-        " for count ", h.count);
+  ValueCodecEntry const* const codec = find_value_codec(h.value_codec);
+  std::uint64_t const value_bytes =
+      codec == nullptr ? h.count : codec->encoded_bytes(h.count, size_of(h.dtype));
+  field(h.value_bytes == value_bytes, "value_bytes", h.value_bytes, value_bytes, " for count ",
+        h.count, " in codec ", codec == nullptr ? "none" : codec->name);
   std::uint64_t const payload = std::uint64_t{h.index_bytes} + h.value_bytes;
   field(payload <= available, "index_bytes + value_bytes", payload, "at most the ", available,
         " bytes that follow the header");
@@ -156,28 +201,34 @@ void check_dtype(FrameView const& frame, DType expected) {
                           name(frame.header.dtype), ", must be ", name(expected));
 }
 
-// Not v != 0 ? append : skip: which values are zero is not predictable.
-template <class V>
-void append_nonzeros(FrameView const& frame, std::uint32_t* indices, V* values) {
-  std::size_t nnz = 0;
-  for (std::size_t i = 0; i < frame.header.count; ++i) {
-    V value;
-    std::memcpy(&value, frame.values.data() + i * sizeof(V), sizeof(V));
-    indices[nnz] = frame.header.first_index + static_cast<std::uint32_t>(i);
-    values[nnz] = value;
-    nnz += value != V{0};
-  }
+// Calls f(position, value) for each value of a dense frame.
+template <class V, class F>
+void for_each_value(FrameView const& frame, F&& f) {
+  ValueCodecEntry const& codec = *find_value_codec(frame.header.value_codec);
+  std::array<V, value_bucket> buffer;
+  for_each_piece(codec, sizeof(V), frame.header.count, frame.values,
+                 [&](std::size_t first, std::size_t size, std::span<const std::byte> from) {
+                   get_values<V>(codec, from, std::span(buffer).first(size));
+                   for (std::size_t i = 0; i < size; ++i) f(first + i, buffer[i]);
+                 });
 }
 
 template <class V>
 std::size_t count_nonzeros(FrameView const& frame) {
   std::size_t nnz = 0;
-  for (std::size_t i = 0; i < frame.header.count; ++i) {
-    V value;
-    std::memcpy(&value, frame.values.data() + i * sizeof(V), sizeof(V));
-    nnz += value != V{0};
-  }
+  for_each_value<V>(frame, [&](std::size_t, V value) { nnz += value != V{0}; });
   return nnz;
+}
+
+// Not v != 0 ? append : skip: which values are zero is not predictable.
+template <class V>
+void append_nonzeros(FrameView const& frame, std::uint32_t* indices, V* values) {
+  std::size_t nnz = 0;
+  for_each_value<V>(frame, [&](std::size_t position, V value) {
+    indices[nnz] = frame.header.first_index + static_cast<std::uint32_t>(position);
+    values[nnz] = value;
+    nnz += value != V{0};
+  });
 }
 
 // Grows both vectors and restores their length unless release() is called.
@@ -221,6 +272,17 @@ class Growth {
   bool released_ = false;
 };
 
+template <class T>
+std::size_t max_value_bytes(std::size_t count) {
+  std::size_t bytes = 0;
+  for (ValueCodecEntry const& entry : value_codecs()) {
+    if (carries(entry, dtype_of<T>())) {
+      bytes = std::max(bytes, entry.encoded_bytes(count, sizeof(T)));
+    }
+  }
+  return bytes;
+}
+
 }  // namespace
 
 template <class V>
@@ -230,7 +292,12 @@ std::size_t max_sparse_frame_bytes(std::size_t nnz, std::size_t extent) {
   for (IndexCodecEntry const& entry : index_codecs()) {
     index_bytes = std::max(index_bytes, entry.max_bytes(count));
   }
-  return header_bytes + index_bytes + count * sizeof(V);
+  return header_bytes + index_bytes + max_value_bytes<V>(count);
+}
+
+template <class T>
+std::size_t max_dense_frame_bytes(std::size_t extent) {
+  return header_bytes + max_value_bytes<T>(extent);
 }
 
 template <class V>
@@ -240,7 +307,8 @@ std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, st
   check_range(first_index, extent);
   require(indices.size() == values.size(), "encode_sparse: ", indices.size(), " indices but ",
           values.size(), " values");
-  FrameHeader header = new_header(operation, FrameKind::sparse, dtype_of<V>());
+  ValueCodecEntry const& value_codec = value_codec_for(options.value_codec, dtype_of<V>());
+  FrameHeader header = new_header(operation, FrameKind::sparse, dtype_of<V>(), options.value_codec);
   header.first_index = first_index;
   header.extent = extent;
   if (indices.empty()) {
@@ -267,45 +335,46 @@ std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, st
   require(codec != nullptr, "encode_sparse: index codec choice ", int(options.index_codec),
           " is not a codec");
 
-  std::size_t const dense_bytes = std::size_t{extent} * sizeof(V);
-  if (options.allow_dense && dense_bytes < index_bytes + values.size_bytes()) {
+  std::size_t const value_bytes = value_codec.encoded_bytes(values.size(), sizeof(V));
+  std::size_t const dense_bytes = value_codec.encoded_bytes(extent, sizeof(V));
+  if (options.allow_dense && !value_codec.bucketed && dense_bytes < index_bytes + value_bytes) {
     header.kind = FrameKind::dense;
     header.count = extent;
     Payload const payload = open_frame(header, 0, dense_bytes, out);
-    std::memset(payload.values.data(), 0, dense_bytes);
-    for (std::size_t i = 0; i < indices.size(); ++i) {
-      std::memcpy(payload.values.data() + std::size_t{indices[i] - first_index} * sizeof(V),
-                  &values[i], sizeof(V));
-    }
+    put_scattered(value_codec, first_index, extent, indices, values, payload.values);
     return seal(header, payload, out);
   }
 
   header.index_codec = codec->id;
   header.count = static_cast<std::uint32_t>(indices.size());
-  Payload const payload = open_frame(header, index_bytes, values.size_bytes(), out);
+  Payload const payload = open_frame(header, index_bytes, value_bytes, out);
   codec->encode(indices, first_index, payload.indices);
-  copy_values(values, payload.values);
+  put_values(value_codec, values, payload.values);
   return seal(header, payload, out);
 }
 
 template <class T>
 std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
-                         std::span<const T> values, std::span<std::byte> out) {
+                         std::span<const T> values, std::span<std::byte> out,
+                         ValueCodec value_codec) {
   check_range(first_index, values.size());
-  FrameHeader header = new_header(operation, FrameKind::dense, dtype_of<T>());
+  ValueCodecEntry const& codec = value_codec_for(value_codec, dtype_of<T>());
+  FrameHeader header = new_header(operation, FrameKind::dense, dtype_of<T>(), value_codec);
   header.first_index = first_index;
   header.extent = header.count = static_cast<std::uint32_t>(values.size());
-  Payload const payload = open_frame(header, 0, values.size_bytes(), out);
-  copy_values(values, payload.values);
+  Payload const payload = open_frame(header, 0, codec.encoded_bytes(values.size(), sizeof(T)), out);
+  put_values(codec, values, payload.values);
   return seal(header, payload, out);
 }
 
 std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> payload_bytes,
                          std::span<std::byte> out) {
-  FrameHeader header = new_header(operation, FrameKind::bytes, DType::f32);
+  FrameHeader header = new_header(operation, FrameKind::bytes, DType::f32, ValueCodec::none);
   Payload const payload = open_frame(header, 0, payload_bytes.size(), out);
   header.count = header.value_bytes;
-  copy_values(payload_bytes, payload.values);
+  if (!payload_bytes.empty()) {
+    std::memcpy(payload.values.data(), payload_bytes.data(), payload_bytes.size());
+  }
   return seal(header, payload, out);
 }
 
@@ -361,7 +430,7 @@ void decode_sparse(FrameView const& frame, std::uint32_t first_index, std::uint3
   Growth<V> growth(indices, values, h.count);
   find_index_codec(h.index_codec)
       ->decode(frame.indices, h.first_index, h.extent, {growth.indices(), h.count});
-  std::memcpy(growth.values(), frame.values.data(), frame.values.size());
+  get_values<V>(*find_value_codec(h.value_codec), frame.values, {growth.values(), h.count});
   growth.release(h.count);
 }
 
@@ -372,7 +441,7 @@ void decode_dense(FrameView const& frame, std::uint32_t first_index, std::span<T
   check_dtype(frame, dtype_of<T>());
   field(h.first_index == first_index, "first_index", h.first_index, first_index);
   field(h.count == out.size(), "count", h.count, out.size());
-  if (!out.empty()) std::memcpy(out.data(), frame.values.data(), frame.values.size());
+  get_values(*find_value_codec(h.value_codec), frame.values, out);
 }
 
 #define SPARSECOMM_SPARSE(V)                                                                \
@@ -389,7 +458,8 @@ SPARSECOMM_SPARSE(std::int64_t)
 #undef SPARSECOMM_SPARSE
 #define SPARSECOMM_DENSE(T)                                                              \
   template std::size_t encode_dense<T>(std::uint32_t, std::uint32_t, std::span<const T>, \
-                                       std::span<std::byte>);                            \
+                                       std::span<std::byte>, ValueCodec);                \
+  template std::size_t max_dense_frame_bytes<T>(std::size_t);                            \
   template void decode_dense<T>(FrameView const&, std::uint32_t, std::span<T>);
 SPARSECOMM_DENSE(float)
 SPARSECOMM_DENSE(double)

@@ -43,27 +43,34 @@ inline constexpr std::size_t header_bytes = sizeof(FrameHeader);
 // least.
 struct FrameOptions {
   IndexCodecChoice index_codec = IndexCodecChoice::smallest;
-  // Send all `extent` values where that is smaller. Entries whose value is 0 or -0.0 then vanish on
-  // decoding, so this is for sums only.
+  // Send all `extent` values where that is smaller and the value codec has no buckets. Entries
+  // whose value is 0 or -0.0 then vanish on decoding, so this is for sums only.
   bool allow_dense = true;
+  // The caller's choice, as it may be lossy: the values must be what round_values() made of them.
+  ValueCodec value_codec = ValueCodec::raw;
 };
 
-// An upper bound, in bytes, for any frame encode_sparse() can produce under any options.
+// An upper bound, in bytes, for any frame encode_sparse() or encode_dense() can produce under any
+// options.
 template <class V>
 std::size_t max_sparse_frame_bytes(std::size_t nnz, std::size_t extent);
+template <class T>
+std::size_t max_dense_frame_bytes(std::size_t extent);
 
 // Each encoder writes one frame to the front of `out` and returns its length in bytes. V is float,
 // double, std::int32_t or std::int64_t for sparse frames; T is any element type for dense ones.
 // Throws InvalidArgument when `out` is too short, when indices and values differ in length, when
-// indices are not strictly increasing or lie outside [first_index, first_index + extent), or when a
-// payload exceeds 2^32 - 1 bytes.
+// indices are not strictly increasing or lie outside [first_index, first_index + extent), when a
+// payload exceeds 2^32 - 1 bytes, when the value codec does not carry the type (all but raw carry
+// f32 and f64 only), or when it does not carry a value exactly: see round_values().
 template <class V>
 std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, std::uint32_t extent,
                           std::span<const std::uint32_t> indices, std::span<const V> values,
                           FrameOptions const& options, std::span<std::byte> out);
 template <class T>
 std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
-                         std::span<const T> values, std::span<std::byte> out);
+                         std::span<const T> values, std::span<std::byte> out,
+                         ValueCodec value_codec = ValueCodec::raw);
 std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> payload,
                          std::span<std::byte> out);
 

@@ -28,9 +28,10 @@ Bytes sparse_frame(std::uint32_t first_index, std::uint32_t extent,
 }
 
 template <class T>
-Bytes dense_frame(std::uint32_t first_index, std::vector<T> const& values) {
-  Bytes out(header_bytes + values.size() * sizeof(T));
-  out.resize(encode_dense<T>(9, first_index, values, out));
+Bytes dense_frame(std::uint32_t first_index, std::vector<T> const& values,
+                  ValueCodec value_codec = ValueCodec::raw) {
+  Bytes out(max_dense_frame_bytes<T>(values.size()));
+  out.resize(encode_dense<T>(9, first_index, values, out, value_codec));
   return out;
 }
 
@@ -67,6 +68,23 @@ std::string refusal(std::function<void()> const& call) {
   return "accepted";
 }
 
+// `smallest`, after every codec by its name.
+std::vector<IndexCodecChoice> index_codec_choices() {
+  std::vector<IndexCodecChoice> choices;
+  for (auto const& entry : index_codecs()) choices.push_back(index_codec_named(entry.name));
+  choices.push_back(index_codec_named("smallest"));
+  return choices;
+}
+
+template <class T, class V>
+std::vector<T> without_zeros(std::vector<T> const& entries, std::vector<V> const& values) {
+  std::vector<T> kept;
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (values[i] != 0) kept.push_back(entries[i]);
+  }
+  return kept;
+}
+
 template <class V>
 class SparseFrames : public testing::Test {};
 using ValueTypes = testing::Types<float, double>;
@@ -88,13 +106,16 @@ TYPED_TEST(SparseFrames, RoundTripUnderEveryOption) {
       indices.push_back(first + i);
       values.push_back(V(1 + generator() % 1000));
     }
+    auto const& value_codec = value_codecs()[std::size_t(round) % value_codecs().size()];
+    round_values<V>(value_codec.id, values, {seed, std::uint64_t(round), 0});
     std::size_t smallest = std::numeric_limits<std::size_t>::max();
-    for (auto choice :
-         {IndexCodecChoice::raw32, IndexCodecChoice::delta, IndexCodecChoice::smallest}) {
+    for (auto choice : index_codec_choices()) {
       for (bool allow_dense : {false, true}) {
-        auto const frame = sparse_frame(first, extent, indices, values, {choice, allow_dense});
+        auto const frame =
+            sparse_frame(first, extent, indices, values, {choice, allow_dense, value_codec.id});
         auto const header = parse(frame).header;
-        if (!allow_dense || indices.empty()) {
+        ASSERT_EQ(header.value_codec, value_codec.id);
+        if (!allow_dense || indices.empty() || value_codec.bucketed) {
           ASSERT_EQ(header.kind, FrameKind::sparse);
         }
         if (indices.empty()) {
@@ -105,9 +126,14 @@ TYPED_TEST(SparseFrames, RoundTripUnderEveryOption) {
           ASSERT_LE(frame.size(), smallest);
         }
         smallest = std::min(smallest, frame.size());
-        auto const decoded = decode<V>(frame, first, extent);
-        ASSERT_EQ(decoded.indices, indices);
-        ASSERT_EQ(decoded.values, values);
+        auto decoded = decode<V>(frame, first, extent);
+        if (header.kind == FrameKind::sparse) {
+          ASSERT_EQ(decoded.indices, indices);
+          ASSERT_EQ(decoded.values, values);
+        } else {
+          ASSERT_EQ(decoded.indices, without_zeros(indices, values));
+          ASSERT_EQ(decoded.values, without_zeros(values, values));
+        }
       }
     }
   }
@@ -250,6 +276,10 @@ std::vector<std::pair<std::string, Bytes>> small_frames() {
           {"last", sparse_frame<float>(1, whole, {1, whole}, {1, 2})},
           {"dense", sparse_frame<float>(7, 3, {7, 8, 9}, {1, 2, 3})},
           {"half", dense_frame<Half>(0, std::vector<Half>(3, Half(1.0f)))},
+          {"ints", sparse_frame<std::int32_t>(0, 100, {1, 50}, {1, 2})},
+          {"qsgd4", dense_frame<float>(0, {7, -1, 3, 0, 2}, ValueCodec::qsgd4)},
+          {"f16", sparse_frame<double>(5, 100, {7, 8, 90}, {1, -0.5, 3},
+                                       {.value_codec = ValueCodec::f16})},
           {"bytes", bytes_frame("some bytes")}};
 }
 
@@ -297,7 +327,12 @@ TEST(Frame, RefusalsNameTheField) {
       {"raw32", 5, {3}, "frame: index_codec is 3, must be a known codec"},
       {"dense", 5, {1}, "frame: index_codec is 1, must be 0 (none)"},
       {"empty", 5, {1}, "frame: index_codec is 1, must be 0 (none)"},
-      {"raw32", 6, {0}, "frame: value_codec is 0, must be 1 (raw)"},
+      {"raw32", 6, {0}, "frame: value_codec is 0, must be a known codec in a frame with values"},
+      {"qsgd4", 6, {7}, "frame: value_codec is 7, must be a known codec in a frame with values"},
+      {"qsgd4", 6, {6}, "frame: value_bytes is 7, must be 9 for count 5 in codec qsgd8"},
+      {"half", 6, {2}, "frame: value_codec is 2, must be 1 (raw) for dtype f16"},
+      {"ints", 6, {6}, "frame: value_codec is 6, must be 1 (raw) for dtype i32"},
+      {"f16", 28, {7}, "frame: value_bytes is 7, must be 6 for count 3 in codec f16"},
       {"bytes", 6, {1}, "frame: value_codec is 1, must be 0 (none)"},
       {"raw32", 7, {1}, "frame: reserved is 1, must be 0"},
       {"raw32", 8, {8}, "frame: operation is 8, must be 9"},
