@@ -4,9 +4,14 @@
 #include <cmath>
 
 #include "collectives/dense.h"
+#include "collectives/dsar_split_allgather.h"
 #include "collectives/oktopk.h"
 #include "collectives/patterns.h"
+#include "collectives/sparse_ring.h"
+#include "collectives/ssar_recursive_double.h"
+#include "collectives/ssar_split_allgather.h"
 #include "collectives/topk_a.h"
+#include "collectives/topk_dsa.h"
 
 namespace sparsecomm {
 namespace {
@@ -16,6 +21,25 @@ constexpr AlgorithmEntry table[] = {
      false, false, dense_cost, nullptr, nullptr, nullptr, nullptr},
     {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "Ok-Topk Table 1", true,
      false, topk_a_cost, make_topk_a, make_topk_a, make_topk_a, make_topk_a},
+    {"ssar_recursive_double", "exchange of all reduced so far with ranks 1, 2, 4, ... away",
+     "2k log P to 2k(P-1)", "SparCML section 5.3.1", true, false, ssar_recursive_double_cost,
+     make_ssar_recursive_double, make_ssar_recursive_double, make_ssar_recursive_double,
+     make_ssar_recursive_double},
+    {"ssar_split_allgather",
+     "sparse reduce-scatter by regions, then allgather of each in the smaller form",
+     "4k(P-1)/P to 2kP", "SparCML section 5.3.2", true, false, ssar_split_allgather_cost,
+     make_ssar_split_allgather, make_ssar_split_allgather, make_ssar_split_allgather,
+     make_ssar_split_allgather},
+    {"dsar_split_allgather", "sparse reduce-scatter by regions, then dense allgather",
+     "(2k + N)(P-1)/P", "SparCML sections 5.3.3 and 6", true, false, dsar_split_allgather_cost,
+     make_dsar_split_allgather, make_dsar_split_allgather, make_dsar_split_allgather,
+     make_dsar_split_allgather},
+    {"sparse_ring", "sparse reduce-scatter and allgather around a ring", "4k(P-1)/P to 3k(P-1)",
+     "SparCML section 8.1", true, false, sparse_ring_cost, make_sparse_ring, make_sparse_ring,
+     make_sparse_ring, make_sparse_ring},
+    {"topk_dsa", "as ssar_split_allgather, and all regions turn dense together",
+     "4k(P-1)/P to (2k + N)(P-1)/P", "Ok-Topk Table 1", true, false, topk_dsa_cost, make_topk_dsa,
+     make_topk_dsa, make_topk_dsa, make_topk_dsa},
     {"oktopk", "split and reduce, then balance and allgather the k largest sums", "6k(P-1)/P",
      "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk, make_oktopk, nullptr, nullptr},
 };

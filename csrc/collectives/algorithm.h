@@ -30,6 +30,10 @@ struct AlgorithmOptions {
   std::uint64_t partition_period = 64;  // tau: steps between repartitions
   double balance_factor = 4;  // largest share over average above which shares are evened out
   int window = 8;             // receives posted at once while the former ones are reduced
+  // The density above which a partial result turns dense, decided by an upper bound on its entries;
+  // 0: where index-value pairs would be larger than all values, V / (4 + V) for values of V bytes
+  // (SparCML section 5.1).
+  double delta = 0;
 };
 
 // What an algorithm keeps from step to step and a checkpoint must hold.
@@ -75,6 +79,8 @@ struct Cost {
   }
 };
 
+// With `union_nnz` a cost is a prediction, for positions that are spread evenly; without, it is a
+// bound for any positions.
 struct CostShape {
   int ranks = 1;
   std::uint64_t extent = 0;
@@ -88,6 +94,8 @@ struct CostShape {
   // Entries of the reduction of `count` ranks' contributions, at most: what an algorithm that
   // merges on the way passes on.
   double merged(int count) const;
+  bool predicts() const { return union_nnz > 0; }
+  double pair_bytes() const { return index_bytes + value_bytes; }
 };
 
 // Only of a sum may zeros vanish.
@@ -95,6 +103,13 @@ inline FrameOptions frame_options(AlgorithmOptions const& options, SparseProblem
   FrameOptions frame = options.frame;
   frame.allow_dense = frame.allow_dense && problem.reduction == Reduction::sum;
   return frame;
+}
+
+// The most entries of a range of `extent` positions that travel as pairs.
+template <class V>
+std::uint64_t sparse_limit(AlgorithmOptions const& options, std::uint64_t extent) {
+  if (options.delta == 0) return default_delta<V>(extent);
+  return static_cast<std::uint64_t>(options.delta * static_cast<double>(extent));
 }
 
 template <class V>

@@ -23,6 +23,35 @@ constexpr std::uint64_t even_split(std::uint64_t extent, std::uint64_t parts, st
   return extent / parts * part + std::min(part, extent % parts);
 }
 
+// The positions [first, last).
+struct Region {
+  std::uint64_t first = 0;
+  std::uint64_t last = 0;
+  constexpr std::uint64_t extent() const { return last - first; }
+};
+
+constexpr Region even_region(std::uint64_t extent, int parts, int part) {
+  return {even_split(extent, parts, part), even_split(extent, parts, part + 1)};
+}
+// All of them, for whom even_region() would be asked often. Keeps the vector's storage.
+inline std::span<const Region> even_regions(std::uint64_t extent, int parts,
+                                            std::vector<Region>& regions) {
+  regions.resize(parts);
+  for (int part = 0; part < parts; ++part) regions[part] = even_region(extent, parts, part);
+  return regions;
+}
+
+// Recursive doubling among the first core_ranks(size) ranks, the largest power of two; rank
+// core_ranks(size) + i folds its contribution into rank i's before and gets the result from it
+// afterwards (Thakur et al. 2005).
+constexpr int core_ranks(int size) {
+  return static_cast<int>(std::bit_floor(static_cast<unsigned>(size)));
+}
+// How many ranks' contributions the core ranks [first, first + count) hold after folding.
+constexpr int folded_ranks(int first, int count, int size) {
+  return count + std::clamp(size - core_ranks(size) - first, 0, count);
+}
+
 // One message of the balancing step: `count` entries, `offset` into the sender's own entries.
 struct Transfer {
   int source;

@@ -17,7 +17,7 @@ class TopkA final : public SparseAllreduce<V> {
         encode_sparse<V>(channel.operation(), 0, extent, selection.indices, selection.values,
                          frame_options(options_, problem), own);
     auto const frames = gather_.run(channel, Phase::gather, own.first(length), capacity);
-    sum_.reset(0, extent, default_delta<V>(extent), problem.reduction);
+    sum_.reset(0, extent, sparse_limit<V>(options_, extent), problem.reduction);
     for (int rank = 0; rank < channel.size(); ++rank) {
       indices_.clear();
       values_.clear();

@@ -131,11 +131,18 @@ template <class V>
 void SparseStream<V>::add_dense(std::span<const V> values) {
   require(values.size() == extent_, "SparseStream::add_dense: ", values.size(),
           " values, the extent is ", extent_);
-  if (!dense_) densify();
   visit_reduction<V>(reduction_, [&](auto combine) {
-    std::ranges::transform(values, dense_values_, dense_values_.begin(),
-                           [&](V theirs, V ours) { return combine(ours, theirs); });
+    if (dense_) {
+      std::ranges::transform(dense_values_, values, dense_values_.begin(), combine);
+      return;
+    }
+    dense_values_.assign(values.begin(), values.end());
+    for (std::size_t i = 0; i < nnz_; ++i) {
+      V& value = dense_values_[indices_[i] - first_index_];
+      value = combine(values_[i], value);
+    }
   });
+  dense_ = true;
 }
 
 template <class V>

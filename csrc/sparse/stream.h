@@ -61,8 +61,12 @@ class SparseStream {
   void add(SparseView<V> view);
 
   bool is_dense() const { return dense_; }
-  // Combines with all `extent` values; the stream turns dense.
+  // Combines with all `extent` values; the stream turns dense. Where it had no entry it takes the
+  // bits given.
   void add_dense(std::span<const V> values);
+  void add_stream(StreamView<V> const& view) {
+    view.is_dense ? add_dense(view.dense) : add(view.sparse);
+  }
 
   std::size_t nnz() const;  // of a dense stream: its extent
   // In the form it has. Valid until the stream changes.

@@ -1,0 +1,81 @@
+#include "collectives/split_reduce.h"
+
+#include <algorithm>
+#include <cmath>
+
+namespace sparsecomm {
+
+template <class V>
+SparseStream<V>& SplitReduce<V>::run(Channel& channel, SparseView<V> contribution,
+                                     std::span<const Region> regions,
+                                     SparseProblem const& problem) {
+  int const rank = channel.rank();
+  int const size = channel.size();
+  codec_.begin(problem);
+  Region const own = regions[rank];
+  auto const part = [&](int owner) {
+    return contribution.range(regions[owner].first, regions[owner].last);
+  };
+  codec_.reset(sum_, own);
+  sum_.add(part(rank));
+  if (size == 1) return sum_;
+
+  std::uint64_t const most = codec_.most(1);
+  std::size_t const max_receive = codec_.max_bytes(own, most);
+  int const window = std::min(window_, size - 1);
+  auto const incoming = receive_.take(2 * window * max_receive);
+  auto const receive_buffer = [&](int step) {
+    return incoming.subspan((step - 1) % (2 * window) * max_receive, max_receive);
+  };
+  std::size_t send_bytes = 0;
+  for (int owner = 0; owner < size; ++owner) {
+    send_bytes += codec_.max_bytes(regions[owner], part(owner).nnz());
+  }
+  auto outgoing = send_.take(send_bytes);
+  sends_.clear();
+  receives_.assign(size, {});
+  auto const post = [&](int begin, int end) {
+    for (int step = begin; step < std::min(end, size); ++step) {
+      receives_[step] =
+          channel.irecv(rotated_source(rank, step, size), Phase::reduce, receive_buffer(step));
+    }
+    for (int step = begin; step < std::min(end, size); ++step) {
+      int const owner = rotated_destination(rank, step, size);
+      auto const frame = codec_.encode(channel, regions[owner], {.sparse = part(owner)}, outgoing);
+      outgoing = outgoing.subspan(frame.size());
+      sends_.push_back(channel.isend(owner, Phase::reduce, frame));
+    }
+  };
+  post(1, 1 + window);
+  for (int begin = 1; begin < size; begin += window) {
+    post(begin + window, begin + 2 * window);
+    for (int step = begin; step < std::min(begin + window, size); ++step) {
+      int const source = rotated_source(rank, step, size);
+      FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
+      sum_.add_stream(codec_.decode(channel, source, frame, own, most));
+    }
+  }
+  channel.wait_all(sends_);
+  return sum_;
+}
+
+template class SplitReduce<float>;
+template class SplitReduce<double>;
+template class SplitReduce<std::int32_t>;
+template class SplitReduce<std::int64_t>;
+
+Cost split_reduce_cost(CostShape const& shape, AlgorithmOptions const& options) {
+  double const peers = shape.ranks - 1;
+  auto const k = static_cast<double>(shape.k);
+  double const region = std::ceil(static_cast<double>(shape.extent) / shape.ranks);
+  double const part = shape.predicts() ? k / shape.ranks : std::min(k, region);
+  // Encoded once, decoded, and merged into the sum of a region, which grows.
+  double merging = 0;
+  for (int ranks = 1; ranks <= shape.ranks; ++ranks) merging += shape.merged(ranks) / shape.ranks;
+  return {.rounds = shape.ranks > 1 ? 1.0 : 0.0,
+          .messages = peers,
+          .bytes = peers * (header_bytes + stream_bytes(shape, options, part, region)),
+          .entries = 2 * k + merging};
+}
+
+}  // namespace sparsecomm
