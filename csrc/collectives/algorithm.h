@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collectives/channel.h"
+#include "collectives/dense.h"
 #include "compress/schedule.h"
 #include "sparse/stream.h"
 
@@ -30,6 +31,7 @@ struct AlgorithmOptions {
   std::uint64_t partition_period = 64;  // tau: steps between repartitions
   double balance_factor = 4;  // largest share over average above which shares are evened out
   int window = 8;             // receives posted at once while the former ones are reduced
+  std::uint64_t overlap_chunk = std::uint64_t{1} << 18;  // elements of a chunk of dense_overlap
 };
 
 // What an algorithm keeps from step to step and a checkpoint must hold.
@@ -113,6 +115,7 @@ struct AlgorithmEntry {
   MakeAllreduce<double> make_f64;
   MakeAllreduce<std::int32_t> make_i32;
   MakeAllreduce<std::int64_t> make_i64;
+  DenseMakers const* dense = nullptr;  // null where sparse
 
   // The result is the exact reduction of the contributions, for every reduction.
   bool lossless() const { return make_i32 != nullptr; }
