@@ -18,7 +18,16 @@ namespace {
 
 constexpr AlgorithmEntry table[] = {
     {"dense", "every element, reduce-scatter then allgather", "2N(P-1)/P", "Chan et al. 2007",
-     false, false, dense_cost, nullptr, nullptr, nullptr, nullptr},
+     false, false, dense_pairwise_cost, nullptr, nullptr, nullptr, nullptr, &dense_pairwise},
+    {"dense_ring", "every element, reduce-scatter and allgather around a ring", "2N(P-1)/P",
+     "Patarasuk and Yuan 2009", false, false, dense_ring_cost, nullptr, nullptr, nullptr, nullptr,
+     &dense_ring},
+    {"dense_rabenseifner", "every element, recursive halving then doubling", "2N(P-1)/P",
+     "Rabenseifner 2004", false, false, dense_rabenseifner_cost, nullptr, nullptr, nullptr, nullptr,
+     &dense_rabenseifner},
+    {"dense_overlap", "every element, a chunk reduced while the former one is gathered",
+     "2N(P-1)/P", "Ok-Topk Table 1", false, false, dense_overlap_cost, nullptr, nullptr, nullptr,
+     nullptr, &dense_overlap},
     {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "Ok-Topk Table 1", true,
      false, topk_a_cost, make_topk_a, make_topk_a, make_topk_a, make_topk_a},
     {"ssar_recursive_double", "exchange of all reduced so far with ranks 1, 2, 4, ... away",

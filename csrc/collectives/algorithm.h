@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collectives/channel.h"
+#include "collectives/dense.h"
 #include "compress/schedule.h"
 #include "sparse/stream.h"
 
@@ -34,6 +35,7 @@ struct AlgorithmOptions {
   // 0: where index-value pairs would be larger than all values, V / (4 + V) for values of V bytes
   // (SparCML section 5.1).
   double delta = 0;
+  std::uint64_t overlap_chunk = std::uint64_t{1} << 18;  // elements of a chunk of dense_overlap
 };
 
 // What an algorithm keeps from step to step and a checkpoint must hold.
@@ -128,6 +130,7 @@ struct AlgorithmEntry {
   MakeAllreduce<double> make_f64;
   MakeAllreduce<std::int32_t> make_i32;
   MakeAllreduce<std::int64_t> make_i64;
+  DenseMakers const* dense = nullptr;  // null where sparse
 
   // The result is the exact reduction of the contributions, for every reduction.
   bool lossless() const { return make_i32 != nullptr; }

@@ -1,85 +1,188 @@
 #include "collectives/dense.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
 
+#include "collectives/algorithm.h"
+#include "collectives/dense_frames.h"
 #include "collectives/patterns.h"
 
 namespace sparsecomm {
+namespace {
+
+// In chunks of at most `chunk` elements. Of a chunk rank r owns the r-th part.
+template <class T>
+class Pairwise : public DenseAllreduce<T> {
+ public:
+  using V = accumulate_t<T>;
+
+  Pairwise(std::uint64_t chunk, int window) : chunk_(chunk), window_(window) {}
+
+  void run(Channel& channel, std::span<T> data, Reduction reduction, V divisor) override {
+    std::uint64_t const chunks = std::max<std::uint64_t>(1, (data.size() + chunk_ - 1) / chunk_);
+    auto const first = [&](std::uint64_t chunk) { return even_split(data.size(), chunks, chunk); };
+    auto const part_of = [&](std::uint64_t chunk) {
+      return Chunk{first(chunk), data.subspan(first(chunk), first(chunk + 1) - first(chunk))};
+    };
+    // What comes later may fail, and data must be as it was then.
+    std::span<T> const result = chunks == 1 ? data : result_.take(data.size());
+    start(channel, part_of(0), stages_[0]);
+    for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
+      Stage& stage = stages_[chunk % 2];
+      reduce(channel, part_of(chunk), reduction, divisor, stage);
+      if (chunk + 1 < chunks) start(channel, part_of(chunk + 1), stages_[(chunk + 1) % 2]);
+      gather(channel, part_of(chunk), result);
+    }
+    if (chunks > 1) std::ranges::copy(result, data.begin());
+  }
+
+ private:
+  struct Chunk {
+    std::uint64_t first;
+    std::span<T> data;
+
+    std::uint64_t begin(int part, int size) const { return even_split(data.size(), size, part); }
+    std::span<T> region(int part, int size) const {
+      return data.subspan(begin(part, size), begin(part + 1, size) - begin(part, size));
+    }
+    std::uint64_t first_of(int part, int size) const { return first + begin(part, size); }
+    // The first part is the largest.
+    std::size_t max_frame(int size) const { return DenseFrames<T>::bytes(region(0, size).size()); }
+  };
+  struct Stage {
+    ByteBuffer send, receive;
+    std::vector<Request> sends, receives;
+  };
+
+  std::span<std::byte> slot(Chunk const& chunk, int step, int size, Stage& stage) const {
+    std::size_t const frame = chunk.max_frame(size);
+    return stage.receive.take(frame * window_).subspan(step % window_ * frame, frame);
+  }
+  void post(Channel& channel, Chunk const& chunk, int step, Stage& stage) const {
+    int const size = channel.size();
+    if (step >= size) return;
+    stage.receives[step] = channel.irecv(rotated_source(channel.rank(), step, size), Phase::reduce,
+                                         slot(chunk, step, size, stage));
+  }
+
+  void start(Channel& channel, Chunk const& chunk, Stage& stage) {
+    int const size = channel.size();
+    stage.receives.assign(size, {});
+    stage.sends.clear();
+    for (int step = 1; step <= window_; ++step) post(channel, chunk, step, stage);
+    auto outgoing = stage.send.take(chunk.max_frame(size) * (size - 1));
+    for (int step = 1; step < size; ++step) {
+      int const destination = rotated_destination(channel.rank(), step, size);
+      auto const frame = DenseFrames<T>::encode_as_is(channel, chunk.first_of(destination, size),
+                                                      chunk.region(destination, size), outgoing);
+      outgoing = outgoing.subspan(frame.size());
+      stage.sends.push_back(channel.isend(destination, Phase::reduce, frame));
+    }
+  }
+
+  // Leaves this rank's part of the result as a frame in share_.
+  void reduce(Channel& channel, Chunk const& chunk, Reduction reduction, V divisor, Stage& stage) {
+    int const size = channel.size();
+    auto const own = chunk.region(channel.rank(), size);
+    std::uint64_t const first = chunk.first_of(channel.rank(), size);
+    sum_.resize(own.size());
+    DenseFrames<T>::widen(own, sum_);
+    for (int step = 1; step < size; ++step) {
+      int const source = rotated_source(channel.rank(), step, size);
+      FrameView const frame =
+          channel.wait_frame(stage.receives[step], source, slot(chunk, step, size, stage));
+      frames_.reduce(channel, source, frame, first, sum_, reduction);
+      post(channel, chunk, step + window_, stage);
+    }
+    channel.wait_all(stage.sends);
+    finished_.resize(own.size());
+    DenseFrames<T>::finish(sum_, divisor, finished_);
+    share_ =
+        DenseFrames<T>::encode_as_is(channel, first, finished_, own_.take(chunk.max_frame(size)));
+  }
+
+  void gather(Channel& channel, Chunk const& chunk, std::span<T> result) {
+    int const size = channel.size();
+    auto const frames = gather_.run(channel, Phase::gather, share_, chunk.max_frame(size));
+    for (int part = 0; part < size; ++part) {
+      // parse_frame has vouched for the payload; a region of another place or size is caught before
+      // any write.
+      channel.decode_from(part, [&] {
+        FrameHeader const& header = frames[part].header;
+        require<MalformedFrame>(header.kind == FrameKind::dense && header.dtype == dtype_of<T>() &&
+                                    header.first_index == chunk.first_of(part, size) &&
+                                    header.count == chunk.region(part, size).size(),
+                                "kind ", int(header.kind), ", dtype ", name(header.dtype),
+                                ", first_index ", header.first_index, ", count ", header.count,
+                                " are not region ", part, " of ", chunk.data.size(),
+                                " elements of ", name(dtype_of<T>()));
+      });
+    }
+    for (int part = 0; part < size; ++part) {
+      DenseFrames<T>::copy(
+          channel, part, frames[part], chunk.first_of(part, size),
+          result.subspan(chunk.first_of(part, size), chunk.region(part, size).size()));
+    }
+  }
+
+  std::uint64_t chunk_;
+  int window_;
+  std::array<Stage, 2> stages_;  // of two chunks under way
+  ByteBuffer own_;
+  std::span<const std::byte> share_;
+  std::vector<V> sum_;
+  std::vector<T> finished_;
+  Buffer<T> result_;
+  DenseFrames<T> frames_;
+  FrameAllgather gather_;
+};
 
 template <class T>
-void DenseAllreduce<T>::run(Channel& channel, std::span<T> data, accumulate_t<T> divisor) {
-  using V = accumulate_t<T>;
-  int const rank = channel.rank();
-  int const size = channel.size();
-  auto const first = [&](int part) { return even_split(data.size(), size, part); };
-  auto const region = [&](int part) {
-    return data.subspan(first(part), first(part + 1) - first(part));
-  };
-  std::size_t const max_frame =
-      header_bytes + region(0).size_bytes();  // the first part is the largest
-  std::vector<Request> sends;
-  auto const outgoing = send_.take(max_frame * (size - 1));
-  auto const incoming = receive_.take(max_frame);
+class WholePairwise final : public Pairwise<T> {
+ public:
+  // Two receives: the next part arrives while one is summed.
+  explicit WholePairwise(AlgorithmOptions const&) : Pairwise<T>(std::uint64_t{1} << 32, 2) {}
+};
 
-  auto const own = region(rank);
-  sum_.resize(own.size());
-  std::ranges::transform(own, sum_.begin(), [](T x) { return static_cast<V>(x); });
-  incoming_.resize(own.size());
-  for (int step = 1; step < size; ++step) {
-    int const source = rotated_source(rank, step, size);
-    int const destination = rotated_destination(rank, step, size);
-    Request receive = channel.irecv(source, Phase::reduce, incoming);
-    auto const frame = outgoing.subspan((step - 1) * max_frame, max_frame);
-    std::size_t const length =
-        encode_dense<T>(channel.operation(), static_cast<std::uint32_t>(first(destination)),
-                        region(destination), frame);
-    sends.push_back(channel.isend(destination, Phase::reduce, frame.first(length)));
-    FrameView const view = channel.wait_frame(receive, source, incoming);
-    channel.decode_from(source, [&] {
-      decode_dense<T>(view, static_cast<std::uint32_t>(first(rank)), std::span(incoming_));
-    });
-    for (std::size_t i = 0; i < sum_.size(); ++i) sum_[i] += static_cast<V>(incoming_[i]);
-  }
-  channel.wait_all(sends);
+template <class T>
+class ChunkedPairwise final : public Pairwise<T> {
+ public:
+  explicit ChunkedPairwise(AlgorithmOptions const& options)
+      : Pairwise<T>(options.overlap_chunk, options.window) {}
+};
 
-  std::ranges::transform(sum_, incoming_.begin(), [&](V x) { return static_cast<T>(x / divisor); });
-  auto const share = own_.take(max_frame);
-  std::size_t const length =
-      encode_dense<T>(channel.operation(), static_cast<std::uint32_t>(first(rank)),
-                      std::span<const T>(incoming_), share);
-  auto const frames = gather_.run(channel, Phase::gather, share.first(length), max_frame);
-  for (int part = 0; part < size; ++part) {
-    // parse_frame has vouched for the payload; a region of another place or size is caught before
-    // any write.
-    channel.decode_from(part, [&] {
-      FrameHeader const& header = frames[part].header;
-      require<MalformedFrame>(
-          header.kind == FrameKind::dense && header.dtype == dtype_of<T>() &&
-              header.first_index == first(part) && header.count == region(part).size(),
-          "kind ", int(header.kind), ", dtype ", name(header.dtype), ", first_index ",
-          header.first_index, ", count ", header.count, " are not region ", part, " of ",
-          data.size(), " elements of ", name(dtype_of<T>()));
-    });
-  }
-  for (int part = 0; part < size; ++part) {
-    decode_dense<T>(frames[part], static_cast<std::uint32_t>(first(part)), region(part));
-  }
+std::uint64_t largest_region(std::uint64_t extent, int ranks) {
+  return (extent + ranks - 1) / ranks;
 }
 
-template class DenseAllreduce<float>;
-template class DenseAllreduce<double>;
-template class DenseAllreduce<Half>;
-template class DenseAllreduce<BFloat16>;
-
-Cost dense_cost(CostShape const& shape, AlgorithmOptions const&) {
-  double const region = std::ceil(static_cast<double>(shape.extent) / shape.ranks);
+Cost chunked_cost(CostShape const& shape, double chunks) {
+  double const peers = shape.ranks - 1;
+  auto const extent = static_cast<double>(shape.extent);
+  // A chunk's parts differ by one element at most.
+  double const region = std::ceil(std::ceil(extent / chunks) / shape.ranks);
   double const frame = header_bytes + region * shape.value_bytes;
   Cost cost = allgather_cost(shape.ranks, frame);
-  cost.rounds += shape.ranks - 1;
-  cost.messages += shape.ranks - 1;
-  cost.entries = 2.0 * static_cast<double>(shape.extent);
-  cost.bytes += (shape.ranks - 1) * frame;
+  cost.rounds = cost.rounds * chunks + 1;
+  cost.messages = (cost.messages + peers) * chunks;
+  cost.bytes = (cost.bytes + peers * frame) * chunks;
+  cost.entries = 2 * extent;
+  cost.exact = region * shape.ranks * chunks == extent;
   return cost;
+}
+
+}  // namespace
+
+DenseMakers const dense_pairwise = MakeDenseOf<WholePairwise>::makers(largest_region);
+DenseMakers const dense_overlap = MakeDenseOf<ChunkedPairwise>::makers(largest_region);
+
+Cost dense_pairwise_cost(CostShape const& shape, AlgorithmOptions const&) {
+  return chunked_cost(shape, 1);
+}
+
+Cost dense_overlap_cost(CostShape const& shape, AlgorithmOptions const& options) {
+  auto const chunk = static_cast<double>(options.overlap_chunk);
+  return chunked_cost(shape, std::max(1.0, std::ceil(static_cast<double>(shape.extent) / chunk)));
 }
 
 }  // namespace sparsecomm

@@ -45,6 +45,9 @@ void validate(ExchangeOptions const& options) {
           " is below 1; the largest share is never below the average");
   require(options.collective.window >= 1, "window = ", options.collective.window,
           " receives at a time is below 1");
+  require(options.collective.overlap_chunk >= 1,
+          "overlap_chunk = ", options.collective.overlap_chunk,
+          " elements is below 1; use 262144 or so");
 }
 
 template <class T>
@@ -58,15 +61,17 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       feedback_(options.schedule, extent) {
   require(extent < std::numeric_limits<std::uint32_t>::max(), "a gradient of ", extent,
           " entries exceeds 2^32 - 2; split it into smaller groups");
-  std::uint64_t const ranks = communicator.size();
   std::uint64_t const largest_message =
-      algorithm_.sparse ? selection_limit(extent, k()) * (sizeof(std::uint32_t) + sizeof(V))
-                        : (extent + ranks - 1) / ranks * sizeof(T);
+      algorithm_.sparse
+          ? selection_limit(extent, k()) * (sizeof(std::uint32_t) + sizeof(V))
+          : algorithm_.dense->largest_message(extent, communicator.size()) * sizeof(T);
   require(largest_message <= std::numeric_limits<std::uint32_t>::max(), "a message of ", extent,
           " entries at density ", options.density, " may take ", largest_message,
           " bytes, more than a frame's 2^32 - 1; split the gradient into smaller groups");
   if (algorithm_.sparse) {
     sparse_ = make_sparse_allreduce<V>(algorithm_, collective_options(options));
+  } else {
+    dense_ = algorithm_.dense->make<T>(collective_options(options));
   }
 }
 
@@ -136,7 +141,8 @@ Proposal GradientExchange<T>::prepare() {
        << ";average=" << options_.average
        << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
-       << ";balance_factor=" << options_.collective.balance_factor << ";step=" << state_.step
+       << ";balance_factor=" << options_.collective.balance_factor
+       << ";overlap_chunk=" << options_.collective.overlap_chunk << ";step=" << state_.step
        << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   if (finite && algorithm_.sparse && extent_ > 0) {
@@ -202,12 +208,12 @@ template <class T>
 void GradientExchange<T>::run_dense(Channel& channel) {
   Stopwatch const watch(communicator_.clock(), stats_.exchange);
   if (segments_.size() == 1) {
-    dense_.run(channel, segments_.front().gradient, divisor());
+    dense_->run(channel, segments_.front().gradient, Reduction::sum, divisor());
   } else {
     auto const flat = flat_.take(extent_);
     auto out = flat.begin();
     for (Segment<T> const& segment : segments_) out = std::ranges::copy(segment.gradient, out).out;
-    dense_.run(channel, flat, divisor());
+    dense_->run(channel, flat, Reduction::sum, divisor());
     auto in = flat.begin();
     for (Segment<T> const& segment : segments_) {
       std::copy_n(in, segment.gradient.size(), segment.gradient.begin());

@@ -90,7 +90,7 @@ class GradientExchange final : public Operation {
   std::vector<Segment<T>> segments_;
   ErrorFeedback<T> feedback_;
   std::unique_ptr<SparseAllreduce<V>> sparse_;
-  DenseAllreduce<T> dense_;
+  std::unique_ptr<DenseAllreduce<T>> dense_;
   Buffer<T> flat_;  // where a dense exchange gathers a gradient of several segments
   bool delivered_ = false;
   ExchangeState state_;
