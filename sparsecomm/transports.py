@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,7 +57,7 @@ def connect_options(
 
 
 def table() -> list[dict[str, Any]]:
-    """One row per transport; ``problem`` says why it cannot be used here, and is empty if it can."""
+    """One row per transport; ``problem`` says why it cannot be used here, else it is empty."""
     return _C.transports(connect_options(AUTO, timedelta(0)))
 
 

@@ -42,7 +42,11 @@ void open_file(std::string const& file, UcxLibrary& library) {
   if (library.problem.empty() && missing != nullptr) {
     library.problem = concat(file, " has no function ", missing);
   }
-  library.file = file;
+  // Which of several: a name alone finds what has been opened before by another.
+  Dl_info found{};
+  bool const located = library.ucp_get_version != nullptr &&
+                       ::dladdr(reinterpret_cast<void*>(library.ucp_get_version), &found) != 0;
+  library.file = located ? found.dli_fname : file;
   if (!library.problem.empty()) ::dlclose(handle);
 }
 
