@@ -107,7 +107,7 @@ def connect(
     options = connect_options(transport, timeout)
     try:
         return _C.connect(rank, size, own, make_gloo, warn, options)
-    except _C.TransportUnavailable:
+    except _C.TransportError:
         raise  # the same text on every rank
     except RuntimeError as error:
         raise RuntimeError(

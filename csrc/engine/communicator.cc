@@ -1,5 +1,7 @@
 #include "engine/communicator.h"
 
+#include <unistd.h>
+
 #include <cstring>
 #include <functional>
 #include <map>
@@ -146,18 +148,27 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
     : transport_(std::move(transport)),
       options_(options),
       clock_(clock),
+      owner_(::getpid()),
       intents_(transport_->size()),
       counters_(transport_->size()),
       thread_([this] { progress(); }) {}
 
 Communicator::~Communicator() {
+  if (owner_ != ::getpid()) {
+    // Neither the progress thread nor the engine's were copied, but what they hold was, as they
+    // held it: it can only be left alone.
+    static_cast<void>(transport_.release());
+    static_cast<void>(changed_.release());
+    thread_.detach();
+    return;
+  }
   bool busy = false;
   {
     std::lock_guard const lock(mutex_);
     closing_ = true;
     busy = running_ || !queue_.empty();
   }
-  changed_.notify_all();
+  changed_->notify_all();
   if (busy) {
     // Before the connections close, so that peers know why.
     transport_->post_failure({next_operation_, FailureReport::Cause::own, {}, closed_by_its_owner});
@@ -167,19 +178,27 @@ Communicator::~Communicator() {
   transport_.reset();  // before the buffers that its requests may still point to
 }
 
+void Communicator::require_own_process() const {
+  require<Error>(owner_ == ::getpid(), "this communicator was made by process ", owner_,
+                 ", and process ", ::getpid(),
+                 " is a fork of it; make communicators in the process that uses them");
+}
+
 Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
                                           Completion completion) {
+  require_own_process();
   Handle handle;
   handle.state_ = std::make_shared<Handle::State>();
   {
     std::lock_guard const lock(mutex_);
     queue_.push_back({std::move(operation), handle.state_, std::move(completion)});
   }
-  changed_.notify_all();
+  changed_->notify_all();
   return handle;
 }
 
 void Communicator::run(std::shared_ptr<Operation> const& operation) {
+  require_own_process();
   {
     std::unique_lock lock(mutex_);
     if (closing_ || taken_ || !queue_.empty()) {
@@ -202,7 +221,7 @@ void Communicator::run(std::shared_ptr<Operation> const& operation) {
     taken_ = running_ = false;
     awaited = closing_ || !queue_.empty();
   }
-  if (awaited) changed_.notify_all();
+  if (awaited) changed_->notify_all();
   if (error) std::rethrow_exception(error);
 }
 
@@ -217,7 +236,7 @@ void Communicator::progress() {
     bool closing = false;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return !taken_ && (closing_ || !queue_.empty()); });
+      changed_->wait(lock, [&] { return !taken_ && (closing_ || !queue_.empty()); });
       if (queue_.empty()) return;
       item = std::move(queue_.front());
       queue_.pop_front();

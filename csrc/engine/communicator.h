@@ -9,6 +9,8 @@
 // Timeout with the same culprits, and the communicator is done: later operations throw Aborted.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -80,7 +82,8 @@ class Communicator {
 
   Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
                Clock const& clock = steady_clock());
-  // Fails what is queued with Aborted; an operation in progress is broken off.
+  // Fails what is queued with Aborted; an operation in progress is broken off. A forked child
+  // cannot use its parent's communicator: operations throw there, and destroying it does nothing.
   ~Communicator();
   Communicator(Communicator const&) = delete;
   Communicator& operator=(Communicator const&) = delete;
@@ -106,10 +109,12 @@ class Communicator {
   void execute(Operation& operation, bool cancelled);
   Agreement agree(Channel& channel, Operation& operation, bool cancelled);
   [[noreturn]] void fail(std::exception_ptr error);
+  void require_own_process() const;
 
   std::unique_ptr<Transport> transport_;
   CommunicatorOptions options_;
   Clock const& clock_;
+  pid_t owner_;
   // Of the thread that runs an operation.
   FrameAllgather gather_;
   std::vector<std::byte> frame_;
@@ -118,7 +123,7 @@ class Communicator {
   std::string broken_;  // why, once the transport has failed
 
   mutable std::mutex mutex_;  // guards what follows
-  std::condition_variable changed_;
+  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
   std::deque<Item> queue_;
   bool taken_ = false;    // a thread has an operation to run and to report on
   bool running_ = false;  // it is still running

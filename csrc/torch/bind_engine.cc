@@ -37,19 +37,11 @@ class Exchange {
             " elements of ", at::toString(group_->dtype()), ", not ", gradient.numel(), " of ",
             at::toString(gradient.scalar_type()), " on ", gradient.device().str());
     group_->arrive(group_->members().front(), gradient.data_ptr());
-    std::exception_ptr failure;
-    std::mutex mutex;
-    std::condition_variable changed;
-    bool done = false;
-    group_->submit([&](std::exception_ptr const& error) {
-      std::lock_guard const lock(mutex);
-      failure = error;
-      done = true;
-      changed.notify_all();
-    });
-    std::unique_lock lock(mutex);
-    changed.wait(lock, [&] { return done; });
-    if (failure) std::rethrow_exception(as_distributed_error(failure));
+    try {
+      group_->run();
+    } catch (...) {
+      std::rethrow_exception(as_distributed_error(std::current_exception()));
+    }
   }
 
   at::Tensor residual() const { return group_->residual(); }

@@ -92,15 +92,20 @@ std::vector<double> ping_pong(TransportHolder const& holder, std::size_t bytes, 
 }  // namespace
 
 void bind_transport(py::module_& module) {
-  py::register_exception<TransportUnavailable>(module, "TransportUnavailable", PyExc_RuntimeError);
+  py::register_exception<TransportUnavailable>(module, "TransportError", PyExc_RuntimeError);
 
   py::class_<UcxOptions>(module, "UcxOptions")
       .def(py::init(&make_ucx_options), py::kw_only(), py::arg("library"), py::arg("alternatives"),
-           py::arg("settings"), py::arg("reserved"));
+           py::arg("settings"), py::arg("reserved"))
+      .def_readonly("library", &UcxOptions::library)
+      .def_readonly("alternatives", &UcxOptions::alternatives)
+      .def_readonly("settings", &UcxOptions::settings)
+      .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("timeout"))
-      .def_readonly("transport", &ConnectOptions::transport);
+      .def_readonly("transport", &ConnectOptions::transport)
+      .def_property_readonly("ucx", [](ConnectOptions const& self) { return self.libraries.ucx; });
 
   py::class_<TransportHolder>(module, "Transport")
       .def_property_readonly("name", [](TransportHolder const& self) { return self.get().name(); })

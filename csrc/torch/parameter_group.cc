@@ -102,6 +102,18 @@ void ParameterGroup::submit(Communicator::Completion done) {
                        });
 }
 
+void ParameterGroup::run() {
+  std::shared_ptr<Operation> const operation = bind();
+  busy_ = true;
+  try {
+    communicator_.run(operation);
+  } catch (...) {
+    busy_ = false;
+    throw;
+  }
+  busy_ = false;
+}
+
 std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   std::ranges::sort(arrivals_, {}, &Arrival::offset);
   std::size_t const width = at::elementSize(dtype_);

@@ -45,6 +45,8 @@ class ParameterGroup {
   void discard_arrivals();
   // Starts the exchange of a complete group. `done` runs on the progress thread.
   void submit(Communicator::Completion done);
+  // Exchanges in this thread where nothing else is going on; blocks.
+  void run();
   bool busy() const { return busy_; }
 
   // See GradientExchange.

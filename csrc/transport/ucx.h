@@ -22,8 +22,8 @@ struct UcxOptions {
   std::vector<std::pair<std::string, std::string>> settings;
   std::vector<std::string> reserved;
   Duration connect_timeout = std::chrono::seconds(10);
-  // How long wait() polls before it sleeps. More than it takes two ranks to wake each other, or those
-  // that slept once would go on sleeping at every message.
+  // How long wait() polls before it sleeps. More than it takes two ranks to wake each other, or
+  // those that slept once would go on sleeping at every message.
   Duration spin = std::chrono::microseconds(200);
 };
 

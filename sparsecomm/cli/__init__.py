@@ -48,12 +48,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     benchmarks = commands.add_parser(
         "bench",
-        help="measure a collective",
-        description="Measures collectives between the ranks of torchrun, or between ranks that it "
-        "starts on this machine.",
+        help="measure collectives and transports",
+        description="Measures collectives or transports between the ranks of torchrun, or between "
+        "ranks that it starts on this machine.",
     )
     benchmarks.set_defaults(run=None, parser=benchmarks)
-    bench.add_allreduce(benchmarks.add_subparsers(title="collectives", metavar="COLLECTIVE"))
+    subjects = benchmarks.add_subparsers(title="subjects", metavar="SUBJECT")
+    bench.add_allreduce(subjects)
+    bench.add_transport(subjects)
 
     info = commands.add_parser(
         "info",

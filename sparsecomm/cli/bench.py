@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from sparsecomm.build import build_info
+from sparsecomm.cli import ping_pong
 from sparsecomm.cli.gradients import Pattern
 from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, Row, Settings, measure
 from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
@@ -144,6 +145,49 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE, as a JSON list")
 
 
+TRANSPORT_DESCRIPTION = """\
+Measures messages there and back between two ranks through every transport that can be used here,
+each beside the bare engine below it: torch.distributed's send and recv, libucp and ucx_perftest.
+They run block by block in turn, so that what disturbs one disturbs all. Then an allreduce of 16
+non-zeros through each.
+"""
+
+
+def add_transport(parsers: argparse._SubParsersAction[Any]) -> None:
+    parser = parsers.add_parser(
+        "transport",
+        help="latency and bandwidth of each transport",
+        description=TRANSPORT_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_transport, parser=parser)
+    add = parser.add_argument
+    add("--rounds", type=at_least_10, default=1000, metavar="N", help="a block's (1000)")
+    add("--blocks", type=at_least_1, default=5, metavar="N", help="of each engine (5)")
+    add("--json", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
+
+
+def run_transport(options: argparse.Namespace) -> int:
+    if world_size_of_launcher() not in (None, 2):
+        raise UsageError(f"the launcher has started {world_size_of_launcher()} ranks; it takes 2")
+    check_folder(options.json)
+    return run_on_ranks(partial(report_transport, options.rounds, options.blocks, options.json), 2)
+
+
+def report_transport(rounds: int, blocks: int, file: Path | None) -> None:
+    result = ping_pong.measure(rounds, blocks)
+    if dist.get_rank() != 0:
+        return
+    print(ping_pong.text(result), flush=True)
+    if file is not None:
+        write_json(file, result)
+
+
+def check_folder(file: Path | None) -> None:
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UsageError(f"--json {file}: there is no folder {file.parent}")
+
+
 def algorithm_names() -> list[str]:
     return [GLOO_DENSE, *build_info()["algorithms"]]
 
@@ -203,6 +247,10 @@ def at_least_1(text: str) -> int:
     return whole(text, 1)
 
 
+def at_least_10(text: str) -> int:
+    return whole(text, 10)
+
+
 def numel(text: str) -> int:
     return whole(text, 1, MAX_NUMEL)
 
@@ -220,8 +268,7 @@ def run_allreduce(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--ranks {options.ranks}, but the launcher has started {launched}; leave --ranks away"
         )
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
+    check_folder(options.json)
     settings = [
         Settings(
             algorithms=algorithms,

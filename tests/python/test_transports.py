@@ -1,0 +1,355 @@
+"""The choice of a transport, and what processes do to one: die, stop, fork, handle signals."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+
+import sparsecomm
+from sparsecomm import _C
+from sparsecomm.transports import AUTO, connect, connect_options, names, table
+
+PATIENCE = timedelta(seconds=30)
+NOWHERE = "/nowhere/libucp.so.0"
+UCX_PROBLEM = next(row["problem"] for row in table() if row["name"] == "ucx")
+needs_ucx = pytest.mark.skipif(bool(UCX_PROBLEM), reason=UCX_PROBLEM or "ucx")
+
+
+def options_of(density: float = 1.0) -> _C.ExchangeOptions:
+    return _C.ExchangeOptions(
+        algorithm="topk_a",
+        density=density,
+        between="sampled",
+        threshold_period=1,
+        partition_period=1,
+        balance_factor=4.0,
+        index_codec="smallest",
+        average=False,
+    )
+
+
+class Sum:
+    """An allreduce of everything, checked."""
+
+    def __init__(self, transport: _C.Transport, timeout: timedelta = PATIENCE) -> None:
+        self.communicator = _C.Communicator(transport, timeout)
+        self._exchange = _C.Exchange(self.communicator, 1000, torch.float32, options_of())
+
+    def run(self) -> None:
+        gradient = torch.full((1000,), float(1 + self.communicator.rank))
+        self._exchange.run(gradient)
+        size = self.communicator.size
+        assert torch.equal(gradient, torch.full((1000,), size * (size + 1) / 2))
+
+
+# ---- the choice
+
+
+def test_the_table_says_what_there_is() -> None:
+    rows = {row["name"]: row for row in table()}
+    assert rows.keys() == {"inproc", "ucx", "c10d"}
+    assert names() == [AUTO, "ucx", "c10d"]
+    assert rows["c10d"]["problem"] == ""
+    info = sparsecomm.build_info()
+    assert info["transports"] == [name for name, row in rows.items() if not row["problem"]]
+    assert (info["ucx"] is None) == ("ucx" in info["transport_problems"])
+    assert info["transport"] == ("c10d" if UCX_PROBLEM else "ucx")
+
+
+def test_the_environment_says_what_calls_leave_open() -> None:
+    environment = {
+        "SPARSECOMM_TRANSPORT": "c10d",
+        "SPARSECOMM_UCX_LIBRARY": "/opt/libucp.so",
+        "UCX_TLS": "tcp",
+        "GLOO_SOCKET_IFNAME": "eth0,eth1",
+    }
+    options = connect_options(AUTO, PATIENCE, environment)
+    assert options.transport == "c10d"
+    assert options.ucx.library == "/opt/libucp.so"
+    assert options.ucx.reserved == ["TLS"]
+    ((name, value),) = options.ucx.settings
+    assert name == "NET_DEVICES"
+    assert value.split(",")[:2] == ["eth0", "eth1"]
+    assert connect_options("ucx", PATIENCE, environment).transport == "ucx"
+    options = connect_options(AUTO, PATIENCE, {})
+    assert (options.transport, options.ucx.library, options.ucx.settings) == (AUTO, "", [])
+
+
+def test_hooks_refuse_a_transport_that_there_is_not() -> None:
+    with pytest.raises(ValueError, match="transport='inproc' is none of auto, ucx, c10d"):
+        sparsecomm.OkTopkState(transport="inproc")
+
+
+class Collect(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _choose(transport: str, libraries: tuple[str | None, ...]) -> tuple[Any, list[str]]:
+    library = libraries[dist.get_rank()]
+    if library is not None:
+        os.environ["SPARSECOMM_UCX_LIBRARY"] = library
+    log = Collect()
+    logging.getLogger("sparsecomm").addHandler(log)
+    chosen = []
+    for _ in range(2):
+        try:
+            made = connect(None, PATIENCE, transport)
+        except (RuntimeError, ValueError) as error:
+            chosen.append(f"{type(error).__name__}: {error}")
+            continue
+        chosen.append(made.name)
+        Sum(made).run()
+    return chosen, log.texts
+
+
+@needs_ucx
+def test_auto_takes_ucx() -> None:
+    assert run_ranks(2, _choose, AUTO, (None, None)) == [(["ucx", "ucx"], [])] * 2
+
+
+def test_auto_falls_back_on_all_ranks_with_one_warning() -> None:
+    outcomes = run_ranks(3, _choose, AUTO, (None, NOWHERE, None))
+    assert [chosen for chosen, _ in outcomes] == [["c10d/gloo"] * 2] * 3
+    warnings = [texts for _, texts in outcomes]
+    assert warnings[1:] == [[], []]
+    (text,) = warnings[0]
+    assert text.startswith("transport ucx cannot be used: rank 1: libucp cannot be opened (")
+    assert NOWHERE in text
+    assert "pip install libucx-cu13" in text
+
+
+def test_ucx_by_name_fails_with_the_same_text_on_all_ranks() -> None:
+    outcomes = run_ranks(3, _choose, "ucx", ("libm.so.6", None, NOWHERE))
+    assert outcomes == [outcomes[0]] * 3
+    (text, again), warnings = outcomes[0]
+    assert text == again
+    assert warnings == []
+    assert text.startswith("TransportError: transport ucx cannot be used: rank 0: libucp cannot")
+    assert "libm.so.6 has no function" in text
+    assert f"; rank 2: libucp cannot be opened ({NOWHERE}" in text
+
+
+def _disagree() -> str:
+    with pytest.raises(RuntimeError) as error:
+        connect(None, PATIENCE, ("c10d", AUTO)[dist.get_rank()])
+    return str(error.value)
+
+
+def test_ranks_that_ask_for_different_transports_are_told() -> None:
+    text = "the ranks ask for different transports: c10d on rank 0 but auto on rank 1"
+    assert run_ranks(2, _disagree) == [text] * 2
+
+
+def _come_alone(transport: str) -> str:
+    if dist.get_rank() == 1:
+        time.sleep(2)
+        return ""
+    with pytest.raises(RuntimeError) as error:
+        connect(None, timedelta(seconds=1), transport)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("transport", ["ucx", "c10d"])
+def test_a_rank_that_does_not_come_is_named(transport: str) -> None:
+    text, _ = run_ranks(2, _come_alone, transport)
+    assert text.startswith("rank 0: the 2 ranks did not all connect within 1 s")
+    assert "rank 1 did not join" in text
+
+
+def _backend() -> tuple[list[str], str]:
+    if dist.get_rank() == 1:
+        os.environ["SPARSECOMM_UCX_LIBRARY"] = NOWHERE
+    log = Collect()
+    logging.getLogger("sparsecomm").addHandler(log)
+    outcomes = []
+    for choice in ("auto", "ucx"):
+        os.environ["SPARSECOMM_TRANSPORT"] = choice
+        group = dist.new_group(backend="sparsecomm")
+        tensor = torch.sparse_coo_tensor([[dist.get_rank()]], [1.0], (2,))
+        try:
+            dist.all_reduce(tensor, group=group)
+            outcomes.append(str(tensor.to_dense().tolist()))
+        except RuntimeError as error:
+            outcomes.append(str(error))
+    assert outcomes[0] == "[1.0, 1.0]"
+    return log.texts, outcomes[1]
+
+
+def test_the_backend_falls_back_too() -> None:
+    (warnings, text), (none, other) = run_ranks(2, _backend)
+    assert (len(warnings), none) == (1, [])
+    assert text == other
+    assert text.startswith("transport ucx cannot be used: rank 1: libucp cannot be opened (")
+
+
+# ---- ends of processes
+
+OPERATIONS = 50
+
+
+def _survive(
+    number: signal.Signals, victim: int, operation: int, settings: dict[str, str]
+) -> tuple[float, str, int]:
+    """How long the failing operation took, what it said, and how many ranks then went on."""
+    os.environ.update(settings)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    deadline = timedelta(seconds=2)
+    total = Sum(connect(None, PATIENCE, "ucx"), deadline)
+    generator = random.Random(1000 * operation + rank)
+    for step in range(OPERATIONS):
+        if rank == victim and step == operation:
+            if generator.random() < 0.5:
+                os.kill(os.getpid(), number)
+            # In the middle of an operation, perhaps.
+            delay = generator.random() * 2e-3
+            if os.fork() == 0:
+                time.sleep(delay)
+                os.kill(os.getppid(), number)
+                os._exit(0)
+        start = time.monotonic()
+        try:
+            total.run()
+        except RuntimeError as error:
+            took = time.monotonic() - start
+            survivors = [other for other in range(size) if other != victim]
+            del total
+            group = dist.new_group(survivors, use_local_synchronization=True)
+            assert group is not None
+            again = Sum(connect(group, PATIENCE, "ucx"))
+            for _ in range(5):
+                again.run()
+            return took, str(error), again.communicator.size
+        if rank == victim:
+            time.sleep(0.005)
+    raise AssertionError("nothing was raised")
+
+
+@needs_ucx
+@pytest.mark.parametrize("settings", [{}, {"UCX_TLS": "tcp"}], ids=["any", "tcp"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_survivors_name_the_rank_and_go_on(
+    size: int, number: signal.Signals, settings: dict[str, str]
+) -> None:
+    generator = random.Random(f"{size} {number} {settings}")
+    victim, operation = generator.randrange(size), generator.randrange(OPERATIONS)
+    outcomes = run_ranks(
+        size, _survive, number, victim, operation, settings, may_die=(victim,), timeout=50
+    )
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        took, text, left = outcome
+        assert text.startswith(f"rank {victim} "), text
+        assert took < (2 if number == signal.SIGKILL else 4.5), text
+        assert left == size - 1
+
+
+# ---- what belongs to the process
+
+
+def _fork() -> tuple[list[int], str]:
+    total = Sum(connect(None, PATIENCE, "ucx"))
+    total.run()
+    reader, writer = os.pipe()
+    statuses = []
+    for way in ("_exit", "exit"):
+        child = os.fork()
+        if child == 0:
+            try:
+                total.run()
+            except RuntimeError as error:
+                os.write(writer, f"{error}\n".encode())
+            if way == "_exit":
+                os._exit(3)
+            # With all that an interpreter does at its end.
+            del total
+            sys.exit(4)
+        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        total.run()
+    os.close(writer)
+    with os.fdopen(reader) as pipe:
+        return statuses, pipe.read()
+
+
+@needs_ucx
+def test_a_fork_is_told_and_its_parent_goes_on() -> None:
+    for statuses, said in run_ranks(2, _fork):
+        first, second = said.splitlines()
+        assert "is a fork of it; make communicators in the process that uses them" in first
+        assert "is a fork of it" in second
+        assert statuses[0] == 3
+        assert statuses[1] == 4
+
+
+def _several() -> list[str]:
+    chosen = []
+    for _ in range(3):
+        totals = [Sum(connect(None, PATIENCE, name)) for name in ("ucx", "c10d", "ucx")]
+        for _ in range(5):
+            for total in totals:
+                total.run()
+        chosen = [total.communicator.transport for total in totals]
+    return chosen
+
+
+@needs_ucx
+@pytest.mark.parametrize("size", [1, 2])
+def test_several_at_once_and_one_after_the_other(size: int) -> None:
+    assert run_ranks(size, _several) == [["ucx", "c10d/gloo", "ucx"]] * size
+
+
+@needs_ucx
+def test_signal_handlers_are_left_alone(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import ctypes, faulthandler, sys
+            from datetime import timedelta
+            from pathlib import Path
+            import torch.distributed as dist
+            from sparsecomm import _C
+            from sparsecomm.transports import connect_options
+
+            def caught():
+                lines = Path("/proc/self/status").read_text().splitlines()
+                return [line for line in lines if line.startswith("SigCgt")]
+
+            before = caught()
+            options = connect_options("ucx", timedelta(seconds=10))
+            transport = _C.connect(0, 1, dist.HashStore(), None, None, options)
+            assert transport.name == "ucx"
+            assert caught() == before, (before, caught())
+            del transport
+            assert caught() == before, (before, caught())
+            faulthandler.enable()
+            transport = _C.connect(0, 1, dist.HashStore(), None, None, options)
+            print("connected", flush=True)
+            ctypes.string_at(0)
+            """
+        )
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.stdout == "connected\n", done.stderr
+    assert done.returncode == -signal.SIGSEGV
+    assert done.stderr.startswith("Fatal Python error: Segmentation fault")
