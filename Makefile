@@ -43,6 +43,8 @@ $(VENV)/.system: scripts/system_packages.sh
 
 $(VENV)/.torch: $(VENV)/.system Makefile
 	python -m pip install --quiet "setuptools>=77" "cmake>=3.20" ninja "$(TORCH)"
+	@# Its headers are what the transport ucx is compiled against, where the system has none.
+	python -m pip install --quiet libucx-cu13 || echo "libucx-cu13 is not to be had; going on without" >&2
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)

@@ -35,6 +35,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "lab-allreduce.json"
 PORT = 29500  # free: a namespace has all ports to itself
 VGG16_NUMEL = 14_728_266
+# The hosts share a kernel, so without being told UCX would go through shared memory.
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
 # Of a rank: its gradients, and for each algorithm a residual and dense scratch.
 MEMORY_BYTES = 16 << 30
 
@@ -197,8 +199,7 @@ def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
                 "WORLD_SIZE": str(set_up.hosts),
                 "MASTER_ADDR": hosts.addresses[0],
                 "MASTER_PORT": str(PORT),
-                "GLOO_SOCKET_IFNAME": INTERFACE,
-                "OMP_NUM_THREADS": "1",
+                **ENVIRONMENT,
             }
             for rank in range(set_up.hosts)
         ]
@@ -307,11 +308,11 @@ def train(options: argparse.Namespace) -> None:
         ]
         print(f"training on 2 hosts, links of {rate}:")
         for name, command in zip(hosts.names, commands, strict=True):
-            print(f"  {name}: GLOO_SOCKET_IFNAME={INTERFACE} {shlex.join(command)}", flush=True)
-        environment = {"GLOO_SOCKET_IFNAME": INTERFACE, "OMP_NUM_THREADS": "1"}
+            variables = " ".join(f"{key}={value}" for key, value in ENVIRONMENT.items())
+            print(f"  {name}: {variables} {shlex.join(command)}", flush=True)
         hosts.run(
             [[sys.executable, "-m", "torch.distributed.run", *command[1:]] for command in commands],
-            [environment] * 2,
+            [ENVIRONMENT] * 2,
             folder=ROOT,
         )
         summary = json.loads((Path(folder) / "summary.json").read_text())
