@@ -5,6 +5,7 @@
 #include <cstring>
 #include <functional>
 #include <map>
+#include <tuple>
 
 #include "engine/verdict.h"
 
@@ -157,8 +158,8 @@ Communicator::~Communicator() {
   if (owner_ != ::getpid()) {
     // Neither the progress thread nor the engine's were copied, but what they hold was, as they
     // held it: it can only be left alone.
-    static_cast<void>(transport_.release());
-    static_cast<void>(changed_.release());
+    std::ignore = transport_.release();
+    std::ignore = changed_.release();
     thread_.detach();
     return;
   }

@@ -134,7 +134,7 @@ void bind_transport(py::module_& module) {
          std::size_t bytes, int rounds) {
         std::atomic<bool> const interrupted = false;
         return ucx_ping_pong(
-            rank, make_store_rendezvous(rank, 2, std::move(store), options.timeout, interrupted),
+            rank, *make_store_rendezvous(rank, 2, std::move(store), options.timeout, interrupted),
             options.libraries.ucx, bytes, rounds);
       },
       py::arg("rank"), py::arg("store"), py::arg("options"), py::arg("bytes"), py::arg("rounds"),

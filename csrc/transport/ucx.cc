@@ -21,6 +21,8 @@ constexpr Duration longest_sleep = std::chrono::milliseconds(100);  // in case n
 // For what is still to be said to peers that may not be listening.
 constexpr Duration brief_farewell = std::chrono::milliseconds(100);
 constexpr Duration farewell = std::chrono::seconds(1);
+constexpr Duration solitary_spin =
+    std::chrono::microseconds(20);  // more than a message by TCP takes
 constexpr char const* aborted_here = "this rank's transport was aborted";
 
 // UCX matches the whole of it: who sent the message, and which one it is.
@@ -236,7 +238,8 @@ class UcxTransport final : public Transport {
                       {slot.peer});
       }
       if (now - idle_since < spin_) {
-        if (yields_) ::sched_yield();
+        // The peer may need this core to answer.
+        if (yields_ || now - idle_since >= solitary_spin) ::sched_yield();
         continue;
       }
       if (greetings_pending_) rendezvous_->check();
@@ -296,12 +299,12 @@ std::unique_ptr<Transport> make_ucx_transport(int rank, int size,
   return transport;
 }
 
-std::vector<double> ucx_ping_pong(int rank, std::shared_ptr<Rendezvous> rendezvous,
-                                  UcxOptions const& options, std::size_t bytes, int rounds) {
+std::vector<double> ucx_ping_pong(int rank, Rendezvous& rendezvous, UcxOptions const& options,
+                                  std::size_t bytes, int rounds) {
   int const peer = 1 - rank;
   std::vector<std::byte> outgoing(bytes), incoming(bytes);
   bool done = false;
-  UcxLink link = UcxLink::open(rank, 2, *rendezvous, options);  // after what its requests point to
+  UcxLink link = UcxLink::open(rank, 2, rendezvous, options);  // after what its requests point to
   auto const finish = [&](void* request) {
     require<TransportUnavailable>(!UCS_PTR_IS_ERR(request), "a message could not be sent");
     while (request != nullptr && !done) {
@@ -335,7 +338,7 @@ std::vector<double> ucx_ping_pong(int rank, std::shared_ptr<Rendezvous> rendezvo
     }
     seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
   }
-  rendezvous->allgather("");
+  rendezvous.allgather("");
   link.flush(farewell);
   link.close(farewell);
   return seconds;

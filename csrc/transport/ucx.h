@@ -43,7 +43,7 @@ std::unique_ptr<Transport> make_ucx_transport(int rank, int size,
 // One-way times in seconds of `rounds` ping-pongs of `bytes` between two ranks on bare libucp, set
 // up as the transport is but without its requests, deadlines and sleeping: what the transport's own
 // are measured against. Collective over two ranks; throws like make_ucx_transport().
-std::vector<double> ucx_ping_pong(int rank, std::shared_ptr<Rendezvous> rendezvous,
-                                  UcxOptions const& options, std::size_t bytes, int rounds);
+std::vector<double> ucx_ping_pong(int rank, Rendezvous& rendezvous, UcxOptions const& options,
+                                  std::size_t bytes, int rounds);
 
 }  // namespace sparsecomm

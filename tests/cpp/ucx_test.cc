@@ -330,8 +330,8 @@ TEST_F(UcxTest, TheBarePingPongIsTimed) {
   std::vector<std::thread> threads;
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      times[rank] = ucx_ping_pong(rank, std::make_shared<ThreadRendezvous>(rank, meeting),
-                                  options_here(), 1000, 50);
+      ThreadRendezvous rendezvous(rank, meeting);
+      times[rank] = ucx_ping_pong(rank, rendezvous, options_here(), 1000, 50);
     });
   }
   for (std::thread& thread : threads) thread.join();
