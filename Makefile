@@ -42,11 +42,11 @@ $(VENV)/.system: scripts/system_packages.sh
 	@touch $@
 
 $(VENV)/.torch: $(VENV)/.system Makefile
-	python -m pip install --quiet "setuptools>=77" "cmake>=3.20" ninja "$(TORCH)"
+	python -m pip install --quiet "setuptools>=77" "cmake>=3.20" ninja "$(TORCH)" mpich==5.0.2
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	python -m pip install --quiet --no-build-isolation --editable '.[examples,test,lint]'
+	python -m pip install --quiet --no-build-isolation --editable '.[examples,mpi,test,lint]'
 	@touch $@
 
 setup: $(VENV)/.torch ## install the system's packages, the virtual environment and torch

@@ -62,10 +62,9 @@ class Communicator:
         may use MPI meanwhile; with ``MPI.THREAD_SERIALIZED`` it must not while an operation runs.
 
         MPI cannot always tell that a peer is gone: the ranks that wait for it raise, and name it,
-        when ``timeout`` has passed. Launchers commonly end all ranks when one dies. MPICH's
-        ``mpiexec -disable-auto-cleanup`` tells the others by SIGUSR1: those that ignore it go on.
-        After a lost rank ``MPI.Finalize`` may wait for it forever: end with
-        ``MPI.COMM_WORLD.Abort()``.
+        when ``timeout`` has passed. They can go on with a communicator of those that are left,
+        where the launcher lets them: most end all ranks when one dies. ``MPI.Finalize`` may wait
+        for a lost rank forever: end with ``MPI.COMM_WORLD.Abort()``.
 
         Args:
             comm: an intracommunicator.

@@ -92,7 +92,6 @@ def lost_rank(how: str, algorithm: str) -> None:
 
     The survivors then go on with a communicator of those that are left.
     """
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # MPICH's mpiexec announces a lost rank by it
     victim, timeout = WORLD.size - 1, 3.0
     communicator = sparsecomm.Communicator.from_mpi(WORLD, timeout=timedelta(seconds=timeout))
     exchange = _exchange(communicator, 100_000, algorithm)
