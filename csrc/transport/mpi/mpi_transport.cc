@@ -45,14 +45,9 @@ struct Place {
   bool serialized;
 };
 
-Place take_place(MPI_Comm parent) {
-  int initialised = 0;
-  int finalised = 0;
-  MPI_Initialized(&initialised);
-  MPI_Finalized(&finalised);
-  require(initialised != 0 && finalised == 0, "MPI is ",
-          finalised != 0 ? "finalised already" : "not initialised",
-          "; make the transport between MPI_Init_thread and MPI_Finalize");
+// One thread calls MPI where waits block, so any level will do.
+int thread_level(MpiOptions const& options) {
+  if (!options.poll) return MPI_THREAD_MULTIPLE;
   int level = MPI_THREAD_SINGLE;
   MPI_Query_thread(&level);
   require(level >= MPI_THREAD_SERIALIZED, "MPI was initialised with ",
@@ -60,6 +55,18 @@ Place take_place(MPI_Comm parent) {
           ", but operations run on a thread of their own; initialise it with MPI_THREAD_SERIALIZED "
           "or MPI_THREAD_MULTIPLE (mpi4py: leave mpi4py.rc.thread_level at \"multiple\", its "
           "default, or set it to \"serialized\" before mpi4py.MPI is imported)");
+  return level;
+}
+
+Place take_place(MPI_Comm parent, MpiOptions const& options) {
+  int initialised = 0;
+  int finalised = 0;
+  MPI_Initialized(&initialised);
+  MPI_Finalized(&finalised);
+  require(initialised != 0 && finalised == 0, "MPI is ",
+          finalised != 0 ? "finalised already" : "not initialised",
+          "; make the transport between MPI_Init_thread and MPI_Finalize");
+  int const level = thread_level(options);
   int between_groups = 0;
   check(MPI_Comm_test_inter(parent, &between_groups), "MPI_Comm_test_inter");
   require(between_groups == 0,
@@ -123,7 +130,7 @@ class MpiTransport final : public Transport {
   MpiTransport(Place const& place, MpiOptions const& options)
       : Transport(place.rank, place.size),
         options_(options),
-        serialized_(place.serialized && options.poll),
+        serialized_(place.serialized),
         report_tag_(report_tag()),
         communicator_(place.communicator),
         reports_(place.size) {}
@@ -280,7 +287,8 @@ class MpiTransport final : public Transport {
                    {slot.peer});
   }
 
-  std::size_t received(Slot const& slot, MPI_Status const& status) const {
+  // `status` is not const for older declarations' sake.
+  std::size_t received(Slot const& slot, MPI_Status& status) const {
     if (slot.bytes <= options_.max_count) {
       int count = 0;
       MPI_Get_count(&status, MPI_BYTE, &count);
@@ -349,7 +357,7 @@ class MpiTransport final : public Transport {
 }  // namespace
 
 std::unique_ptr<Transport> make_mpi_transport(MPI_Comm parent, MpiOptions const& options) {
-  return std::make_unique<MpiTransport>(take_place(parent), options);
+  return std::make_unique<MpiTransport>(take_place(parent, options), options);
 }
 
 }  // namespace sparsecomm

@@ -16,7 +16,7 @@ namespace sparsecomm {
 
 struct MpiOptions {
   // Waits by testing, so that a deadline can end it. Off: MPI_Wait, without deadlines, for
-  // simulators, where a test costs simulated time.
+  // simulators, where a test costs simulated time. Then one thread calls MPI, at any thread level.
   bool poll = true;
   // The most bytes that one count of MPI's expresses; longer messages travel as a derived type.
   std::size_t max_count = std::numeric_limits<int>::max();
