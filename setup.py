@@ -115,7 +115,8 @@ def build_core() -> tuple[list[str], list[str]]:
     for command in (configure, build):
         subprocess.run(list(map(str, command)), check=True, env=environment)
     link_files, modules = (
-        (directory / name).read_text().split("\n")[:-1] for name in ("link_files.txt", "modules.txt")
+        (directory / name).read_text().split("\n")[:-1]
+        for name in ("link_files.txt", "modules.txt")
     )
     return link_files, modules
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path

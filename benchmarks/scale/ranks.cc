@@ -140,8 +140,8 @@ int run_all(int count, char** arguments) {
     double const memory = ranks * (cost.bytes + 8.0 * static_cast<double>(run.numel));
     if (memory > max_bytes) continue;
     auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.poll = false});
-    Counted const counted = entry.sparse ? run_sparse(*transport, entry, run)
-                                         : run_dense(*transport, run);
+    Counted const counted =
+        entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, run);
     print(entry, run, counted, ranks, rank);
   }
   return 0;

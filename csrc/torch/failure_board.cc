@@ -31,7 +31,8 @@ struct FailureBoard::Shared {
       for (int rank = 0; rank < size; ++rank) {
         if (known[rank] || !store->check({board_key(rank)})) continue;
         auto const bytes = store->get(board_key(rank));
-        auto report = parse_report({reinterpret_cast<char const*>(bytes.data()), bytes.size()}, size);
+        auto report =
+            parse_report({reinterpret_cast<char const*>(bytes.data()), bytes.size()}, size);
         known[rank] = true;
         std::lock_guard const lock(mutex);
         reports[rank] = std::move(report);

@@ -20,11 +20,10 @@ std::string_view first_line(std::string_view text) { return text.substr(0, text.
 MpiLibrary const& open_library(std::string const& file, std::string const& version) {
   // Never closed: transports and MPI itself keep pointers into it.
   void* const object = dlopen(file.c_str(), RTLD_NOW | RTLD_LOCAL);
-  require(object != nullptr, "the MPI transport cannot be loaded: ",
-          object == nullptr ? dlerror() : "", "; the MPI of this program is ", first_line(version),
-          "; ", rebuild);
-  auto const* const library =
-      static_cast<MpiLibrary const*>(dlsym(object, mpi_library_symbol));
+  require(object != nullptr,
+          "the MPI transport cannot be loaded: ", object == nullptr ? dlerror() : "",
+          "; the MPI of this program is ", first_line(version), "; ", rebuild);
+  auto const* const library = static_cast<MpiLibrary const*>(dlsym(object, mpi_library_symbol));
   require(library != nullptr, file, " is not sparsecomm's MPI transport; ", rebuild);
   bool const related = std::ranges::any_of(
       library->families, [&](std::string_view family) { return version.starts_with(family); });

@@ -20,8 +20,8 @@ constexpr std::array table{
                    true, problem_of_ucx},
     TransportEntry{"c10d", "point-to-point messages of a torch process group (gloo)", true, true,
                    false, no_problem},
-    TransportEntry{"mpi", "the ranks of an MPI communicator, without a process group", false,
-                   false, true, problem_of_mpi},
+    TransportEntry{"mpi", "the ranks of an MPI communicator, without a process group", false, false,
+                   true, problem_of_mpi},
 };
 
 }  // namespace

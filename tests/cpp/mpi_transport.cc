@@ -1,9 +1,9 @@
 // The transport over MPI, run by mpiexec: every rank is one process and runs every test.
+#include "transport/mpi/mpi_transport.h"
+
 #include <gtest/gtest.h>
 
 #include <numeric>
-
-#include "transport/mpi/mpi_transport.h"
 
 namespace sparsecomm {
 namespace {

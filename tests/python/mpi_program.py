@@ -20,6 +20,7 @@ import mpi4py
 if len(sys.argv) > 1 and sys.argv[1] == "thread_level":
     mpi4py.rc.thread_level = sys.argv[2]
 
+import pytest
 import torch
 from mpi4py import MPI
 
@@ -65,12 +66,8 @@ def two_communicators() -> list[float]:
     sums.append(WORLD.allreduce(1.0))
     half_ranks.close()
     half_ranks.close()
-    try:
+    with pytest.raises(ValueError, match="closed"):
         _sum(half_ranks)
-    except ValueError as error:
-        assert "closed" in str(error)
-    else:
-        raise AssertionError("a closed communicator took an operation")
     return sums
 
 
@@ -108,12 +105,8 @@ def lost_rank(how: str, algorithm: str) -> None:
             error = str(failure)
             break
     waited = time.monotonic() - start
-    try:
+    with pytest.raises(RuntimeError, match="make a new one"):
         exchange.run(torch.ones(100_000))
-    except RuntimeError as failure:
-        assert "make a new one" in str(failure), failure
-    else:
-        raise AssertionError("an operation went well after the communicator had failed")
     del exchange
     communicator.close()
     left = WORLD.Create_group(WORLD.group.Excl([victim]))

@@ -120,7 +120,7 @@ def test_another_library_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"bound to MPICH Version: .* is MPICH Version: 3\.2"):
         _C.mpi_transport(str(MPI_LIBRARY), "MPICH Version: 3.2", 0)
     missing = tmp_path / "_mpi.so"
-    with pytest.raises(ValueError, match="cannot be loaded: .*No such file"):
+    with pytest.raises(ValueError, match=r"cannot be loaded: .*No such file"):
         _C.mpi_transport(str(missing), "MPICH Version: 3.2", 0)
 
 

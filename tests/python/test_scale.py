@@ -26,7 +26,7 @@ def rows() -> dict[tuple[str, int], scale.Row]:
     found = [
         row
         for ranks in (16, 64)
-        for row in scale.simulate(program, ranks, 10, 1 << 18, 0.02, steps=1)
+        for row in scale.simulate(program, ranks, 10, 1 << 17, 0.04, steps=1)
     ]
     return {(row.algorithm, row.ranks): row for row in found}
 
@@ -58,7 +58,7 @@ def test_words_of_oktopk_do_not_grow_with_the_ranks_and_those_of_topk_a_do(
 
 @needs_simgrid
 def test_a_faster_network_takes_less_time(rows: dict[tuple[str, int], scale.Row]) -> None:
-    for row in scale.simulate(scale.build(), 16, 100, 1 << 18, 0.02, steps=1):
+    for row in scale.simulate(scale.build(), 16, 100, 1 << 17, 0.04, steps=1):
         slow = rows[row.algorithm, 16]
         assert row.seconds < slow.seconds
         assert row.words_mean == slow.words_mean
@@ -86,7 +86,9 @@ def test_the_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [(row["gbit"], row["ranks"]) for row in rows] == [
         (gbit, ranks) for gbit in (10, 100) for ranks in (4, 16, 64, 256)
     ]
-    assert "| `oktopk` | 256 | 100.000 | 5 | 6 | 9 | 4.0 | 8 |" in file.with_suffix(".md").read_text()
+    assert (
+        "| `oktopk` | 256 | 100.000 | 5 | 6 | 9 | 4.0 | 8 |" in file.with_suffix(".md").read_text()
+    )
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

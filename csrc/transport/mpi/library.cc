@@ -12,7 +12,8 @@ constexpr std::string_view families[] = {"MPICH", "MVAPICH", "Intel(R) MPI", "CR
 #elif defined(OMPI_MAJOR_VERSION)
 #define SPARSECOMM_TEXT_OF(number) #number
 #define SPARSECOMM_TEXT(number) SPARSECOMM_TEXT_OF(number)
-constexpr std::string_view built_with = "Open MPI " SPARSECOMM_TEXT(OMPI_MAJOR_VERSION) "." SPARSECOMM_TEXT(OMPI_MINOR_VERSION);
+constexpr std::string_view built_with =
+    "Open MPI " SPARSECOMM_TEXT(OMPI_MAJOR_VERSION) "." SPARSECOMM_TEXT(OMPI_MINOR_VERSION);
 constexpr std::string_view families[] = {"Open MPI"};
 #else
 #error "neither MPICH, or one that is compatible, nor Open MPI"

@@ -35,8 +35,8 @@ std::string describe(int error) {
 }
 
 void check(int error, char const* call) {
-  require<Error>(error == MPI_SUCCESS, call, " failed: ",
-                 error == MPI_SUCCESS ? "" : describe(error));
+  require<Error>(error == MPI_SUCCESS, call,
+                 " failed: ", error == MPI_SUCCESS ? "" : describe(error));
 }
 
 struct Place {
@@ -148,8 +148,8 @@ class MpiTransport final : public Transport {
     Slot slot = std::exchange(slots_.at(request.slot), Slot{});
     free_.push_back(std::exchange(request, Request{}).slot);
     MPI_Status status;
-    int const error = options_.poll ? poll(slot, deadline, status)
-                                    : MPI_Wait(&slot.request, &status);
+    int const error =
+        options_.poll ? poll(slot, deadline, status) : MPI_Wait(&slot.request, &status);
     if (error != MPI_SUCCESS) fail(error, slot);
     return slot.receives ? received(slot, status) : 0;
   }
@@ -225,9 +225,8 @@ class MpiTransport final : public Transport {
   Request post(Slot slot, F&& start) {
     user_ = std::this_thread::get_id();
     if (aborted_) throw PeerLost("this rank's transport was aborted", {slot.peer});
-    int const error = call([&] {
-      return start(Layout(slot.bytes, options_.max_count), slot.request);
-    });
+    int const error =
+        call([&] { return start(Layout(slot.bytes, options_.max_count), slot.request); });
     if (error != MPI_SUCCESS) fail(error, slot);
     if (free_.empty()) {
       slots_.push_back(slot);
