@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build train test test-cpp test-python lint types format bench lab sanitize fuzz clean
+.PHONY: help setup build train test test-cpp test-python lint types format bench lab scale sanitize fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -17,6 +17,8 @@ BATCH ?=
 SEED ?= 1
 # make fuzz, for each target
 FUZZ_SECONDS ?= 60
+# make scale: short, or full
+export SCALE ?= short
 # arguments handed on to: pytest, the benchmarks, the lab
 ARGS ?=
 
@@ -28,7 +30,7 @@ export MAX_JOBS := $(JOBS)
 export CCACHE_NOHASHDIR := 1
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cmake' -o -name CMakeLists.txt)
-CPP := $(shell find csrc tests/cpp tests/fuzz -name '*.cc' -o -name '*.h')
+CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h')
 TIDIED := $(shell find csrc -name '*.cc' -not -path 'csrc/torch/*')
 
 help: ## list the targets
@@ -43,12 +45,17 @@ $(VENV)/.system: scripts/system_packages.sh
 
 $(VENV)/.torch: $(VENV)/.system Makefile
 	python -m pip install --quiet "setuptools>=77" "cmake>=3.20" ninja "$(TORCH)"
-	@# Its headers are what the transport ucx is compiled against, where the system has none.
+	@# What the transports ucx and mpi are compiled against, where the system has none.
 	python -m pip install --quiet libucx-cu13 || echo "libucx-cu13 is not to be had; going on without" >&2
+	python -m pip install --quiet mpich==5.0.2 || echo "mpich is not to be had; going on without" >&2
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	python -m pip install --quiet --no-build-isolation --editable '.[examples,test,lint]'
+	python -m pip install --quiet --no-build-isolation --editable '.[examples,mpi,test,lint]'
+	@touch $@
+
+$(VENV)/.simgrid: scripts/system_packages.sh
+	@scripts/system_packages.sh $(PYTHON) scale
 	@touch $@
 
 setup: $(VENV)/.torch ## install the system's packages, the virtual environment and torch
@@ -70,16 +77,19 @@ bench: build ## measure the collectives on this machine
 lab: build ## measure over rate-limited links between network namespaces, as root (ARGS="--grid goals" for minutes)
 	python benchmarks/lab.py $(ARGS)
 
+scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=full: also 1,024
+	python benchmarks/scale/scale.py $(ARGS)
+
 # ---- checks
 
 test: test-cpp test-python lint types ## run every test and check
 
-test-cpp: setup ## run the C++ tests
+test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
 	cmake -S csrc -B build -G Ninja
 	cmake --build build --parallel $(JOBS)
 	ctest --test-dir build --output-on-failure --parallel $(JOBS)
 
-test-python: build ## run the Python tests (ARGS are pytest's)
+test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest $(ARGS)
 
 lint: build ## check the format and the usual mistakes

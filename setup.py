@@ -94,8 +94,8 @@ def prepare_compiler() -> None:
     os.environ["CXX"] = shlex.join(compiler)
 
 
-def build_core() -> list[str]:
-    """Builds the static core library; returns the files to link with."""
+def build_core() -> tuple[list[str], list[str]]:
+    """Builds the C++ core; returns the files to link with, and the modules to install beside."""
     directory = BUILD / "core"
     compiler = find_compiler()
     assert compiler is not None
@@ -105,12 +105,20 @@ def build_core() -> list[str]:
         configure += generator
     configure += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPARSECOMM_BUILD_TESTS=OFF"]
     configure += [f"-DPython3_EXECUTABLE={sys.executable}"]  # whose packages may hold UCX's headers
+    # mpi4py prefers the MPI of the interpreter's environment, and so do we.
+    mpicxx = Path(sysconfig.get_path("scripts")) / "mpicxx"
+    if mpicxx.exists():
+        configure.append(f"-DMPI_CXX_COMPILER={mpicxx}")
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    build = ["cmake", "--build", directory, "--target", "sparsecomm_core", "--parallel", jobs]
+    build = ["cmake", "--build", directory, "--parallel", jobs]
     environment = {**os.environ, "CXX": shlex.join(compiler)}
     for command in (configure, build):
         subprocess.run(list(map(str, command)), check=True, env=environment)
-    return (directory / "link_files.txt").read_text().split("\n")[:-1]
+    link_files, modules = (
+        (directory / name).read_text().split("\n")[:-1]
+        for name in ("link_files.txt", "modules.txt")
+    )
+    return link_files, modules
 
 
 def extension_arguments() -> dict[str, Any]:
@@ -125,9 +133,13 @@ def extension_arguments() -> dict[str, Any]:
             self.build_temp = str(BUILD)
 
         def run(self) -> None:
+            link_files, modules = build_core()
             for extension in self.extensions:
-                extension.extra_objects = build_core()
+                extension.extra_objects = link_files
             super().run()
+            package = Path(self.get_ext_fullpath("sparsecomm._C")).parent
+            for module in modules:
+                self.copy_file(module, str(package / Path(module).name))
 
     extension = CppExtension(
         "sparsecomm._C",

@@ -5,8 +5,12 @@
     torchrun --nproc-per-node 2 examples/train_vgg16.py --hook oktopk --density 0.02
     python examples/report_vgg16.py
 
+or, where an MPI launches programs,
+
+    mpiexec -n 4 python examples/train_vgg16.py --launcher mpi
+
 Each run leaves summary.json, TensorBoard events and, if asked for, checkpoints in its output
-folder, runs/vgg16-HOOK. Without torchrun it trains on a single rank.
+folder, runs/vgg16-HOOK. Without a launcher it trains on a single rank.
 """
 
 from __future__ import annotations
@@ -39,6 +43,7 @@ from vgg16 import checkpoint
 from vgg16.checkpoint import CheckpointError
 from vgg16.data import DataError, Dataset, epoch_batches, load, mix_seed, steps_per_epoch
 from vgg16.exchange import HOOKS, HookError, make_exchange
+from vgg16.launcher import LAUNCHERS, LauncherError, is_first_rank, take_ranks_from_mpi
 from vgg16.model import VGG16, count_parameters
 
 if TYPE_CHECKING:
@@ -68,6 +73,11 @@ class History:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
+    try:
+        if options.launcher == "mpi":
+            take_ranks_from_mpi()
+    except LauncherError as error:
+        return fail(str(error), 2)
     rank = int(os.environ.get("RANK", "0"))
     try:
         data = load(options.data)
@@ -100,6 +110,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
+    add("--launcher", choices=LAUNCHERS, default="torchrun", help="what has started the ranks")
     add("--hook", choices=HOOKS, default="oktopk", help="how gradients are exchanged")
     add("--density", type=share, default=0.02, help="share of the gradient a sparse hook sends")
     add(
@@ -132,7 +143,7 @@ class Parser(argparse.ArgumentParser):
     """Complains on one rank: the others were given the same arguments."""
 
     def error(self, message: str) -> NoReturn:
-        if os.environ.get("RANK", "0") != "0":
+        if not is_first_rank():
             sys.exit(2)
         super().error(message)
 

@@ -1,9 +1,11 @@
 #!/usr/bin/env bash
 # Installs what sparsecomm needs from the system and what is missing here, through apt-get as root or with a sudo that
-# asks nothing. Where that cannot be, names the packages. Usage: system_packages.sh [PYTHON]
+# asks nothing. Where that cannot be, names the packages. Usage: system_packages.sh [PYTHON [scale]]; with scale, the
+# simulator too.
 set -euo pipefail
 
 python=${1:-python3}
+scale=${2:-}
 cxx=${CXX:-c++}  # several words, perhaps: ccache g++
 
 has() { command -v "$1" > /dev/null; }
@@ -31,6 +33,7 @@ look() {
   has ccache || optional+=(ccache)                        # builds a second time at once
   has_header hwy/highway.h || optional+=(libhwy-dev)      # otherwise CMake downloads it
   has_header gtest/gtest.h || optional+=(libgtest-dev)    # likewise
+  [ "$scale" != scale ] || has smpicxx || optional+=(libsimgrid-dev)  # make scale
   has ip || [ -x /sbin/ip ] || optional+=(iproute2)       # make lab
 }
 

@@ -5,6 +5,7 @@ Importing this package also registers the ``torch.distributed`` backend ``"spars
 
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
+from sparsecomm.communicator import Communicator
 from sparsecomm.hooks import (
     CompressionState,
     OkTopkState,
@@ -16,6 +17,7 @@ from sparsecomm.hooks import (
 from sparsecomm.schedule import ThresholdSchedule
 
 __all__ = [
+    "Communicator",
     "CompressionState",
     "OkTopkState",
     "ThresholdSchedule",

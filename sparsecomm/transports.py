@@ -27,6 +27,8 @@ from torch.distributed import distributed_c10d
 from sparsecomm import _C
 
 AUTO = "auto"
+# Present where sparsecomm was built with an MPI.
+MPI_LIBRARY = Path(_C.__file__).with_name("_mpi.so")
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
@@ -53,7 +55,7 @@ def connect_options(
         settings=settings,
         reserved=[name.removeprefix("UCX_") for name in environment if name.startswith("UCX_")],
     )
-    return _C.ConnectOptions(transport=transport, ucx=ucx, timeout=timeout)
+    return _C.ConnectOptions(transport=transport, ucx=ucx, mpi=str(MPI_LIBRARY), timeout=timeout)
 
 
 def table() -> list[dict[str, Any]]:

@@ -1,5 +1,6 @@
 # Highway and, for the tests, GoogleTest. Each is taken from the first of: a CMake package of the system, pkg-config,
-# a download whose hash is pinned here. Afterwards the targets hwy::hwy and GTest::gtest_main exist.
+# a download whose hash is pinned here. Afterwards the targets hwy::hwy and GTest::gtest_main exist, and MPI::MPI_CXX
+# where there is an MPI.
 include(FetchContent)
 find_package(PkgConfig QUIET)
 
@@ -80,4 +81,10 @@ if(SPARSECOMM_BUILD_TESTS)
     sparsecomm_fetch(googletest https://github.com/google/googletest/archive/refs/tags/v1.14.0.tar.gz
       8ad598c73ad796e0d8280b082cebd82a630d73e73cd3c70057938a6501bba5d7)
   endif()
+endif()
+
+set(MPI_CXX_SKIP_MPICXX ON)  # its C++ interface was removed from MPI in 2012
+find_package(MPI QUIET COMPONENTS CXX)
+if(NOT MPI_CXX_FOUND)
+  message(STATUS "no mpicxx on PATH: building without the MPI transport")
 endif()

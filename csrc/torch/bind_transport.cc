@@ -27,11 +27,12 @@ UcxOptions make_ucx_options(std::string library, std::vector<std::string> altern
   return options;
 }
 
-ConnectOptions make_options(std::string transport, UcxOptions const& ucx,
+ConnectOptions make_options(std::string transport, UcxOptions const& ucx, std::string mpi,
                             std::chrono::duration<double> timeout) {
   ConnectOptions options;
   options.transport = std::move(transport);
   options.libraries.ucx = ucx;
+  options.libraries.mpi = std::move(mpi);
   options.timeout = to_duration(timeout);
   return options;
 }
@@ -103,7 +104,7 @@ void bind_transport(py::module_& module) {
       .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
-           py::arg("timeout"))
+           py::arg("mpi"), py::arg("timeout"))
       .def_readonly("transport", &ConnectOptions::transport)
       .def_property_readonly("ucx", [](ConnectOptions const& self) { return self.libraries.ucx; });
 
@@ -128,6 +129,13 @@ void bind_transport(py::module_& module) {
       },
       py::arg("rank"), py::arg("size"), py::arg("store"), py::arg("make_gloo"), py::arg("warn"),
       py::arg("options"), py::call_guard<py::gil_scoped_release>());
+  module.def(
+      "mpi_transport",
+      [](std::string const& library, std::string const& version, int communicator) {
+        return TransportHolder(open_mpi_transport(library, version, communicator));
+      },
+      py::arg("library"), py::arg("version"), py::arg("communicator"),
+      py::call_guard<py::gil_scoped_release>());
   module.def(
       "ucx_ping_pong",
       [](int rank, c10::intrusive_ptr<c10d::Store> store, ConnectOptions const& options,

@@ -36,7 +36,8 @@ constexpr std::array connectors{Connector{"ucx", connect_ucx}, Connector{"c10d",
 std::vector<TransportEntry const*> candidates(std::string const& name) {
   if (name != "auto") {
     TransportEntry const& entry = find_transport(name);
-    require(entry.connects_processes, "transport '", name, "' does not connect processes");
+    require(entry.connects_processes, "transport '", name,
+            "' does not connect the ranks of a process group but ", entry.description);
     return {&entry};
   }
   std::vector<TransportEntry const*> entries;

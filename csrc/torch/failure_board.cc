@@ -3,56 +3,17 @@
 #include <algorithm>
 #include <chrono>
 #include <functional>
-#include <iterator>
 #include <mutex>
-#include <sstream>
 #include <string>
 #include <thread>
 #include <utility>
+
+#include "transport/failure_report.h"
 
 namespace sparsecomm {
 namespace {
 
 std::string board_key(int rank) { return concat("failure/", rank); }
-
-std::vector<std::uint8_t> serialize(FailureReport const& report) {
-  std::ostringstream out;
-  out << report.operation << ' ' << int(report.cause) << ' ' << report.suspects.size();
-  for (int const rank : report.suspects) out << ' ' << rank;
-  for (auto const count : report.sent) out << ' ' << count;
-  for (auto const count : report.received) out << ' ' << count;
-  out << '\n' << report.text;
-  std::string const text = out.str();
-  return {text.begin(), text.end()};
-}
-
-// Null where the bytes are not a report of one of `size` ranks.
-std::optional<FailureReport> parse_report(std::vector<std::uint8_t> const& bytes, int size) {
-  std::istringstream in(std::string(bytes.begin(), bytes.end()));
-  FailureReport report;
-  int cause = -1;
-  std::size_t suspects = 0;
-  in >> report.operation >> cause >> suspects;
-  if (!in || cause < 0 || cause > int(FailureReport::Cause::invalid) ||
-      suspects > static_cast<std::size_t>(size)) {
-    return std::nullopt;
-  }
-  report.cause = static_cast<FailureReport::Cause>(cause);
-  report.suspects.resize(suspects);
-  for (int& rank : report.suspects) {
-    in >> rank;
-    if (!in || rank < 0 || rank >= size) return std::nullopt;
-  }
-  report.sent.resize(size);
-  report.received.resize(size);
-  for (auto* const counts : {&report.sent, &report.received}) {
-    for (std::uint64_t& count : *counts) in >> count;
-  }
-  if (!in) return std::nullopt;
-  in.get();
-  report.text.assign(std::istreambuf_iterator<char>(in), {});
-  return report;
-}
 
 }  // namespace
 
@@ -69,7 +30,9 @@ struct FailureBoard::Shared {
     for (;;) {
       for (int rank = 0; rank < size; ++rank) {
         if (known[rank] || !store->check({board_key(rank)})) continue;
-        auto report = parse_report(store->get(board_key(rank)), size);
+        auto const bytes = store->get(board_key(rank));
+        auto report =
+            parse_report({reinterpret_cast<char const*>(bytes.data()), bytes.size()}, size);
         known[rank] = true;
         std::lock_guard const lock(mutex);
         reports[rank] = std::move(report);
@@ -96,7 +59,7 @@ FailureBoard::~FailureBoard() {
 
 void FailureBoard::post(int rank, FailureReport const& report) noexcept {
   try {
-    shared_->store->set(board_key(rank), serialize(report));
+    shared_->store->set(board_key(rank), serialize_report(report));
   } catch (std::exception const&) {
     // The board is gone, most likely with the rank that served it: each survivor judges by itself.
   }

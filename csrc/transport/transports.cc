@@ -9,6 +9,9 @@ std::string no_problem(TransportLibraries const& /*libraries*/) { return {}; }
 std::string problem_of_ucx(TransportLibraries const& libraries) {
   return ucx_problem(libraries.ucx);
 }
+std::string problem_of_mpi(TransportLibraries const& libraries) {
+  return mpi_problem(libraries.mpi);
+}
 
 constexpr std::array table{
     TransportEntry{"inproc", "ranks as threads of one process, for tests", false, false, true,
@@ -17,6 +20,8 @@ constexpr std::array table{
                    true, problem_of_ucx},
     TransportEntry{"c10d", "point-to-point messages of a torch process group (gloo)", true, true,
                    false, no_problem},
+    TransportEntry{"mpi", "the ranks of an MPI communicator, without a process group", false, false,
+                   true, problem_of_mpi},
 };
 
 }  // namespace

@@ -10,7 +10,9 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,11 @@ import train_vgg16
 from vgg16 import model
 
 HOOKS = ["dense", "oktopk", "topk"]
+
+MPIEXEC = shutil.which(
+    "mpiexec", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
+)
+HAS_MPI = MPIEXEC is not None and find_spec("mpi4py") is not None
 
 # Six images in batches of two: three steps an epoch on one rank.
 SMALL = ["--limit", "6", "--batch", "2", "--epochs", "2"]
@@ -136,6 +143,35 @@ def test_ranks_train_together(tmp_path: Path, hook: str) -> None:
     saved = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.pt"))
     folder = "checkpoints/epoch-0002"
     assert saved == [f"{folder}/{name}.pt" for name in ("rank-0", "rank-1", "shared")]
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="no mpi4py or no mpiexec")
+def test_ranks_of_mpi_train_together(tmp_path: Path) -> None:
+    arguments = [*SMALL, "--launcher", "mpi", "--epochs", "1", "--output", str(tmp_path)]
+    run = subprocess.run(
+        [str(MPIEXEC), "-n", "3", sys.executable, train_vgg16.__file__, *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr
+    summary = read(tmp_path)
+    assert summary["world_size"] == 3
+    assert summary["complete"]
+    assert 0 < summary["sent_bytes_per_iteration"] < 4 * model.PARAMETERS / 15
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="no mpi4py or no mpiexec")
+def test_bad_options_are_refused_once_under_mpi() -> None:
+    run = subprocess.run(
+        [str(MPIEXEC), "-n", "2", sys.executable, train_vgg16.__file__, "--epochs", "0"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert run.returncode == 2
+    assert run.stderr.count("--epochs: 0 is below 1") == 1
 
 
 @pytest.mark.parametrize("hook", HOOKS)

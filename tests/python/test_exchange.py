@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import numpy as np
@@ -51,11 +52,17 @@ def make_options(algorithm: str, density: float, between: str = "sampled") -> _C
     )
 
 
-def _check_matrix(transport: str) -> tuple[int, int]:
-    rank, size = dist.get_rank(), dist.get_world_size()
-    patience = timedelta(seconds=30)
-    communicator = _C.Communicator(connect(None, patience, transport), patience)
-    assert communicator.transport.startswith(transport)
+def check_matrix(
+    communicator: _C.Communicator,
+    sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
+    of_first_rank: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[int, int]:
+    """Contracts 1 to 4 and 6 on ``communicator``; the other two are its ranks' collectives.
+
+    Returns:
+        The bytes that this rank sent and received.
+    """
+    rank, size = communicator.rank, communicator.size
     for algorithm in ALGORITHMS:
         for dtype in DTYPES:
             for pattern in PATTERNS:
@@ -69,16 +76,28 @@ def _check_matrix(transport: str) -> tuple[int, int]:
                             carried += make_gradient(pattern, other, numel, step, dtype)
                         exchange.run(gradient)
                         carried -= gradient.double()
-                        kept = exchange.residual.to(torch.float64, copy=True)
-                        dist.all_reduce(kept)
+                        kept = sum_over_ranks(exchange.residual.to(torch.float64, copy=True))
                         where = (algorithm, dtype, pattern, numel, step)
                         assert torch.equal(kept, carried), where
                         bits = gradient.view(torch.uint8) if numel else gradient
-                        first = bits.clone()
-                        dist.broadcast(first, 0)
-                        assert torch.equal(first, bits), where
+                        assert torch.equal(of_first_rank(bits.clone()), bits), where
     counters = communicator.counters()
     return counters["sent_bytes"], counters["received_bytes"]
+
+
+def _check_matrix(transport: str) -> tuple[int, int]:
+    def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor)
+        return tensor
+
+    def of_first_rank(tensor: torch.Tensor) -> torch.Tensor:
+        dist.broadcast(tensor, 0)
+        return tensor
+
+    patience = timedelta(seconds=30)
+    communicator = _C.Communicator(connect(None, patience, transport), patience)
+    assert communicator.transport.startswith(transport)
+    return check_matrix(communicator, sum_over_ranks, of_first_rank)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,0 +1,157 @@
+// What the simulated ranks run: every allreduce of algorithms() over the MPI transport, without the
+// communicator's thread, for ranks are threads of one process here. Rank 0 prints one JSON object
+// per algorithm and line.
+//
+//   scale_ranks NUMEL DENSITY STEPS MAX_BYTES
+//
+// Time is the network's alone: what the processor does takes none. An algorithm whose ranks would
+// take more than MAX_BYTES of memory in all is left out.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+#include "collectives/dense.h"
+#include "transport/mpi/mpi_transport.h"
+
+namespace {
+
+using namespace sparsecomm;
+
+// Of each rank's selection, at the same places on all ranks (measured on VGG16: 0.1 to 0.3).
+constexpr double shared = 0.3;
+
+// splitmix64: the same numbers everywhere, and none depend on the order of ranks.
+std::uint64_t random_bits(std::uint64_t seed) {
+  seed += 0x9e3779b97f4a7c15u;
+  seed = (seed ^ (seed >> 30)) * 0xbf58476d1ce4e5b9u;
+  seed = (seed ^ (seed >> 27)) * 0x94d049bb133111ebu;
+  return seed ^ (seed >> 31);
+}
+
+struct Selection {
+  std::vector<std::uint32_t> indices;
+  std::vector<float> values;
+
+  // One entry in each of k ranges that are as even as can be.
+  Selection(std::uint64_t numel, std::uint64_t k, int rank, std::uint64_t step) {
+    for (std::uint64_t i = 0; i < k; ++i) {
+      bool const common = static_cast<double>(random_bits(i) >> 11) * 0x1p-53 < shared;
+      std::uint64_t const who = common ? 0 : static_cast<std::uint64_t>(rank) + 1;
+      std::uint64_t const bits = random_bits((step << 52) ^ (who << 36) ^ i);
+      std::uint64_t const first = i * numel / k;
+      std::uint64_t const last = (i + 1) * numel / k;
+      indices.push_back(static_cast<std::uint32_t>(first + bits % (last - first)));
+      values.push_back(std::ldexp(static_cast<float>((bits >> 40) + 1), -24) *
+                       ((bits >> 39) % 2 == 0 ? 1.0f : -1.0f));
+    }
+  }
+};
+
+struct Run {
+  std::uint64_t numel, k;
+  int steps;
+  AlgorithmOptions options;
+};
+
+// What a rank counted, over all measured steps.
+struct Counted {
+  double seconds = 0, received_bytes = 0, messages = 0;
+};
+
+template <class F>
+Counted measure(Transport& transport, int steps, F&& step) {
+  // The first step finds thresholds and regions that later ones use.
+  step(0);
+  double const bytes = Counters::total(transport.counters().received_bytes);
+  double const messages = Counters::total(transport.counters().sent_messages);
+  Counted counted;
+  for (int i = 1; i <= steps; ++i) {
+    MPI_Barrier(MPI_COMM_WORLD);
+    double const start = MPI_Wtime();
+    step(i);
+    double const own = MPI_Wtime() - start;
+    double slowest = 0;
+    MPI_Allreduce(&own, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+    counted.seconds += slowest;
+  }
+  counted.received_bytes = Counters::total(transport.counters().received_bytes) - bytes;
+  counted.messages = Counters::total(transport.counters().sent_messages) - messages;
+  return counted;
+}
+
+Counted run_sparse(Transport& transport, AlgorithmEntry const& entry, Run const& run) {
+  auto const allreduce = make_sparse_allreduce<float>(entry, run.options);
+  return measure(transport, run.steps, [&](int step) {
+    Selection const selection(run.numel, run.k, transport.rank(), static_cast<std::uint64_t>(step));
+    Channel channel(transport, static_cast<std::uint32_t>(step),
+                    Deadline(steady_clock(), std::chrono::hours(24)));
+    allreduce->run(channel, {selection.indices, selection.values},
+                   {run.numel, run.k, run.k, static_cast<std::uint64_t>(step)});
+  });
+}
+
+Counted run_dense(Transport& transport, Run const& run) {
+  DenseAllreduce<float> allreduce;
+  std::vector<float> data(run.numel, 1.0f);
+  return measure(transport, run.steps, [&](int step) {
+    Channel channel(transport, static_cast<std::uint32_t>(step),
+                    Deadline(steady_clock(), std::chrono::hours(24)));
+    allreduce.run(channel, data, 1.0f);
+  });
+}
+
+void print(AlgorithmEntry const& entry, Run const& run, Counted const& own, int ranks, int rank) {
+  double most[2] = {own.received_bytes, own.messages};
+  double sums[2] = {own.received_bytes, own.messages};
+  MPI_Allreduce(MPI_IN_PLACE, most, 2, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Allreduce(MPI_IN_PLACE, sums, 2, MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD);
+  Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
+  if (rank != 0) return;
+  double const steps = run.steps;
+  std::printf(
+      "{\"algorithm\": \"%s\", \"ranks\": %d, \"numel\": %llu, \"k\": %llu, \"seconds\": %.9g, "
+      "\"words_max\": %.9g, \"words_mean\": %.9g, \"messages_max\": %.9g, \"messages_mean\": %.9g, "
+      "\"formula_words\": %.9g, \"formula_messages\": %.9g}\n",
+      std::string(entry.name).c_str(), ranks, static_cast<unsigned long long>(run.numel),
+      static_cast<unsigned long long>(run.k), own.seconds / steps, most[0] / steps / 4,
+      sums[0] / steps / 4 / ranks, most[1] / steps, sums[1] / steps / ranks, cost.bytes / 4,
+      cost.messages);
+  std::fflush(stdout);
+}
+
+int run_all(int count, char** arguments) {
+  if (count != 5) {
+    std::fprintf(stderr, "usage: scale_ranks NUMEL DENSITY STEPS MAX_BYTES\n");
+    return 2;
+  }
+  Run run{std::strtoull(arguments[1], nullptr, 10), 0, std::atoi(arguments[3]), {}};
+  run.k = static_cast<std::uint64_t>(std::atof(arguments[2]) * static_cast<double>(run.numel));
+  // Words as the formulas count them: an index and a value for each entry.
+  run.options.frame.index_codec = IndexCodecChoice::raw32;
+  double const max_bytes = std::atof(arguments[4]);
+  int ranks = 0;
+  int rank = 0;
+  MPI_Comm_size(MPI_COMM_WORLD, &ranks);
+  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
+  for (AlgorithmEntry const& entry : algorithms()) {
+    Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
+    double const memory = ranks * (cost.bytes + 8.0 * static_cast<double>(run.numel));
+    if (memory > max_bytes) continue;
+    auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.poll = false});
+    Counted const counted =
+        entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, run);
+    print(entry, run, counted, ranks, rank);
+  }
+  return 0;
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  MPI_Init(&count, &arguments);
+  int const status = run_all(count, arguments);
+  MPI_Finalize();
+  return status;
+}

@@ -1,0 +1,147 @@
+"""Ranks that exchange with one another: what sparsecomm's own collectives run on."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from sparsecomm import _C
+from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, table
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+
+class Communicator:
+    """A group of ranks with connections and a progress thread of its own.
+
+    Made by :meth:`from_process_group` or :meth:`from_mpi`. Operations run one after another, in the
+    order in which they were submitted, which must be the same on every rank. When a rank is lost
+    or a deadline passes, every rank that is left raises an error that names the culprit, and the
+    communicator is done: close it and make a new one of the ranks that are left.
+    """
+
+    def __init__(self, engine: _C.Communicator) -> None:
+        self._engine: _C.Communicator | None = engine
+
+    @classmethod
+    def from_process_group(
+        cls,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        transport: str = AUTO,
+        timeout: timedelta | None = None,
+    ) -> Communicator:
+        """Connects the ranks of ``process_group``, the default group if ``None``.
+
+        Collective: every rank of the group calls it, in the same order.
+
+        Args:
+            process_group: of torch.distributed, over any backend.
+            transport: ``"auto"`` takes the first that works on all ranks; ``"ucx"``, ``"c10d"``.
+            timeout: of connecting, and of one operation; torch.distributed's default if ``None``.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised, this rank is not in the group, or
+                the ranks did not all connect in time, or the transport cannot be used.
+            ValueError: there is no such transport.
+        """
+        limit = _checked_timeout(timeout)
+        return cls(_C.Communicator(connect(process_group, limit, transport), limit))
+
+    @classmethod
+    def from_mpi(cls, comm: MPI.Comm, *, timeout: timedelta | None = None) -> Communicator:
+        """Uses the ranks of an mpi4py communicator; torch.distributed is not needed.
+
+        Collective over ``comm``, which is duplicated and may be freed afterwards. Operations call
+        MPI on a thread of their own. With mpi4py's default, ``MPI.THREAD_MULTIPLE``, the program
+        may use MPI meanwhile; with ``MPI.THREAD_SERIALIZED`` it must not while an operation runs.
+
+        MPI cannot always tell that a peer is gone: the ranks that wait for it raise, and name it,
+        when ``timeout`` has passed. They can go on with a communicator of those that are left,
+        where the launcher lets them: most end all ranks when one dies. ``MPI.Finalize`` may wait
+        for a lost rank forever: end with ``MPI.COMM_WORLD.Abort()``.
+
+        Args:
+            comm: an intracommunicator.
+            timeout: of one operation; torch.distributed's default if ``None``.
+
+        Raises:
+            RuntimeError: sparsecomm was built without MPI.
+            ValueError: it was built with another MPI than the one that is loaded, MPI was
+                initialised with less than ``MPI.THREAD_SERIALIZED``, or ``comm`` is an
+                intercommunicator or null.
+        """
+        from mpi4py import MPI
+
+        limit = _checked_timeout(timeout)
+        if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL:
+            raise ValueError(f"{comm!r} is not a communicator of mpi4py with this rank in it")
+        if problem := next(row["problem"] for row in table() if row["name"] == "mpi"):
+            raise RuntimeError(f"sparsecomm has no MPI transport: {problem}")
+        transport = _C.mpi_transport(str(MPI_LIBRARY), MPI.Get_library_version(), comm.py2f())
+        return cls(_C.Communicator(transport, limit))
+
+    @property
+    def engine(self) -> _C.Communicator:
+        """The compiled communicator.
+
+        Raises:
+            ValueError: the communicator is closed.
+        """
+        if self._engine is None:
+            raise ValueError("this communicator is closed; make a new one")
+        return self._engine
+
+    @property
+    def rank(self) -> int:
+        """This rank, from 0."""
+        return self.engine.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.engine.size
+
+    @property
+    def transport(self) -> str:
+        """What moves the bytes, such as ``"c10d/gloo"`` or ``"mpi"``."""
+        return self.engine.transport
+
+    def counters(self) -> dict[str, int]:
+        """Bytes sent and received and messages sent by this rank, as of the last operation.
+
+        Keys: ``sent_bytes``, ``received_bytes``, ``messages``.
+        """
+        return self.engine.counters()
+
+    def close(self) -> None:
+        """Breaks off what runs and gives the connections back. Closing twice does nothing."""
+        self._engine = None
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        if self._engine is None:
+            return "<sparsecomm.Communicator, closed>"
+        return f"<sparsecomm.Communicator, rank {self.rank} of {self.size}, {self.transport}>"
+
+
+def _checked_timeout(timeout: timedelta | None) -> timedelta:
+    timeout = default_pg_timeout if timeout is None else timeout
+    if timeout <= timedelta(0):
+        raise ValueError(f"timeout={timeout} is not positive")
+    return timeout

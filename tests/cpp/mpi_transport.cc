@@ -1,0 +1,146 @@
+// The transport over MPI, run by mpiexec: every rank is one process and runs every test.
+#include "transport/mpi/mpi_transport.h"
+
+#include <gtest/gtest.h>
+
+#include <numeric>
+
+namespace sparsecomm {
+namespace {
+
+using Bytes = std::vector<std::byte>;
+
+Deadline soon(Duration allowance = std::chrono::seconds(20)) { return {steady_clock(), allowance}; }
+
+Bytes pattern(std::size_t size, int seed) {
+  Bytes bytes(size);
+  for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 7 + i / 251 + seed);
+  return bytes;
+}
+
+TEST(MpiTransport, DeliversAnyLengthOnBothSidesOfTheCountLimit) {
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.max_count = 1000});
+  int const next = (transport->rank() + 1) % transport->size();
+  int const previous = (transport->rank() + transport->size() - 1) % transport->size();
+  for (std::size_t const size : {0, 1, 999, 1000, 1001, 1999, 2000, 2001, 123'456}) {
+    Bytes const out = pattern(size, transport->rank());
+    Bytes in(size + 1500);  // more room than the message needs: the length must still be right
+    auto const deadline = soon();
+    Request receive = transport->irecv(previous, 5, in);
+    Request send = transport->isend(next, 5, out);
+    ASSERT_EQ(transport->wait(receive, deadline), size);
+    transport->wait(send, deadline);
+    in.resize(size);
+    EXPECT_EQ(in, pattern(size, previous)) << size;
+  }
+  EXPECT_EQ(transport->counters().sent_messages[next], 9u);
+}
+
+TEST(MpiTransport, KeepsTagsApartAndOrderWithinATag) {
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD);
+  int const peer = transport->rank() ^ 1;
+  // The largest operation number and the smallest, every phase.
+  std::vector<Tag> tags;
+  for (Tag const operation : {0u, 1u, 0x0ffffffu, 0x0fffffffu}) {
+    for (Tag phase = 0; phase < 8; ++phase) tags.push_back((operation << 3) | phase);
+  }
+  auto const deadline = soon();
+  std::vector<Request> requests;
+  Bytes const first = pattern(100, 1);
+  Bytes const second = pattern(50, 2);
+  for (auto tag = tags.rbegin(); tag != tags.rend(); ++tag) {
+    requests.push_back(transport->isend(peer, *tag, first));
+    requests.push_back(transport->isend(peer, *tag, second));
+  }
+  for (Tag const tag : tags) {
+    Bytes in(100);
+    Request one = transport->irecv(peer, tag, in);
+    Bytes more(100);
+    Request two = transport->irecv(peer, tag, more);
+    EXPECT_EQ(transport->wait(one, deadline), 100u);
+    EXPECT_EQ(in, first);
+    EXPECT_EQ(transport->wait(two, deadline), 50u);
+  }
+  for (Request& request : requests) transport->wait(request, deadline);
+}
+
+TEST(MpiTransport, NamesTheSenderOfAMessageThatIsTooLong) {
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD);
+  int const peer = transport->rank() ^ 1;
+  Bytes const out(100);
+  Bytes in(99);
+  auto const deadline = soon();
+  Request receive = transport->irecv(peer, 1, in);
+  Request send = transport->isend(peer, 1, out);
+  try {
+    transport->wait(receive, deadline);
+    ADD_FAILURE() << "100 bytes fitted into 99";
+  } catch (PeerInvalid const& error) {
+    EXPECT_EQ(error.ranks(), std::vector<int>{peer});
+    EXPECT_NE(std::string(error.what()).find("99 bytes"), std::string::npos) << error.what();
+  }
+  transport->wait(send, deadline);
+}
+
+TEST(MpiTransport, GivesTheMemoryBackWhenTheDeadlinePasses) {
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD);
+  int const peer = transport->rank() ^ 1;
+  Bytes in(10, std::byte{1});
+  Request receive = transport->irecv(peer, 1, in);
+  try {
+    transport->wait(receive, soon(std::chrono::milliseconds(30)));
+    ADD_FAILURE() << "nobody had sent anything";
+  } catch (Timeout const& error) {
+    EXPECT_EQ(error.ranks(), std::vector<int>{peer});
+  }
+  MPI_Barrier(MPI_COMM_WORLD);
+  // What comes too late goes to the next receive, not into the memory of the one that was given up.
+  Bytes const out(10, std::byte{2});
+  Bytes next(10);
+  Request send = transport->isend(peer, 1, out);
+  Request again = transport->irecv(peer, 1, next);
+  EXPECT_EQ(transport->wait(again, soon()), 10u);
+  transport->wait(send, soon());
+  EXPECT_EQ(next, out);
+  EXPECT_EQ(in, Bytes(10, std::byte{1}));
+}
+
+TEST(MpiTransport, AReportEndsTheWaitOfTheOthersAtOnce) {
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD);
+  FailureReport const report{7, FailureReport::Cause::own, {}, std::string(10'000, 'x')};
+  if (transport->rank() == 0) {
+    transport->post_failure(report);
+    transport->abort();
+    EXPECT_THROW(transport->isend(1, 1, {}), PeerLost);
+  } else {
+    Bytes in(10);
+    Request receive = transport->irecv(transport->rank() ^ 1, 1, in);
+    try {
+      transport->wait(receive, soon(std::chrono::minutes(5)));
+      ADD_FAILURE() << "rank 0 had given up";
+    } catch (PeerLost const& error) {
+      EXPECT_EQ(error.ranks(), std::vector<int>{0});
+    }
+    auto const reports = transport->failures();
+    ASSERT_TRUE(reports[0]);
+    EXPECT_EQ(reports[0]->operation, 7u);
+    EXPECT_EQ(reports[0]->text.front(), 'x');
+    EXPECT_LT(reports[0]->text.size(), report.text.size());
+    EXPECT_FALSE(reports[1]);
+    transport->abort();
+  }
+}
+
+}  // namespace
+}  // namespace sparsecomm
+
+int main(int count, char** arguments) {
+  int level = 0;
+  MPI_Init_thread(&count, &arguments, MPI_THREAD_MULTIPLE, &level);
+  testing::InitGoogleTest(&count, arguments);
+  int const status = RUN_ALL_TESTS();
+  // A rank that fails leaves others waiting.
+  if (status != 0) MPI_Abort(MPI_COMM_WORLD, status);
+  MPI_Finalize();
+  return status;
+}

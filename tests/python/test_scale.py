@@ -1,0 +1,100 @@
+"""The simulated ranks of benchmarks/scale: 64 of them, every algorithm, against its formula."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from sparsecomm import _C
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "scale"))
+
+import scale
+
+ALGORITHMS = [row["name"] for row in _C.algorithms()]
+
+needs_simgrid = pytest.mark.skipif(shutil.which("smpicxx") is None, reason="no SimGrid")
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[tuple[str, int], scale.Row]:
+    program = scale.build()
+    found = [
+        row
+        for ranks in (16, 64)
+        for row in scale.simulate(program, ranks, 10, 1 << 17, 0.04, steps=1)
+    ]
+    return {(row.algorithm, row.ranks): row for row in found}
+
+
+@needs_simgrid
+@pytest.mark.timeout(300)  # the program may have to be compiled
+def test_64_ranks_run_every_algorithm_within_its_formula(
+    rows: dict[tuple[str, int], scale.Row],
+) -> None:
+    assert sorted(rows) == sorted((name, ranks) for name in ALGORITHMS for ranks in (16, 64))
+    for row in rows.values():
+        assert 0 < row.words_mean <= row.words_max <= row.formula_words, row
+        assert 0 < row.messages_mean <= row.messages_max <= row.formula_messages, row
+        # Not faster than the link: 4 bytes at 10 Gbit/s take 3.2 ns.
+        assert row.seconds > 3.2e-9 * row.words_max, row
+
+
+@needs_simgrid
+def test_words_of_oktopk_do_not_grow_with_the_ranks_and_those_of_topk_a_do(
+    rows: dict[tuple[str, int], scale.Row],
+) -> None:
+    def growth(algorithm: str) -> float:
+        return rows[algorithm, 64].words_mean / rows[algorithm, 16].words_mean
+
+    # (P-1)/P grows by 1.05, and the headers of four times as many messages come on top.
+    assert growth("oktopk") < 1.3
+    assert growth("topk_a") > 4
+
+
+@needs_simgrid
+def test_a_faster_network_takes_less_time(rows: dict[tuple[str, int], scale.Row]) -> None:
+    for row in scale.simulate(scale.build(), 16, 100, 1 << 17, 0.04, steps=1):
+        slow = rows[row.algorithm, 16]
+        assert row.seconds < slow.seconds
+        assert row.words_mean == slow.words_mean
+        assert row.messages_mean == slow.messages_mean
+
+
+def test_the_network_has_room_for_the_ranks() -> None:
+    for ranks, hosts in ((1, 1), (2, 4), (4, 4), (5, 9), (1024, 1024), (1025, 1089)):
+        assert f'radical="0-{hosts - 1}"' in scale.platform(ranks, 10), ranks
+
+
+def test_the_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def simulate(
+        program: Path, ranks: int, gbit: float, numel: int, density: float, steps: int
+    ) -> list[scale.Row]:
+        k = int(density * numel)
+        seconds = 1 / gbit
+        return [scale.Row("oktopk", ranks, gbit, numel, k, seconds, 6, 5, 4, 3, 9, 8)]
+
+    monkeypatch.setattr(scale, "build", lambda: Path("scale_ranks"))
+    monkeypatch.setattr(scale, "simulate", simulate)
+    file = tmp_path / "new" / "scale.json"
+    assert scale.main(["--json", str(file), "--numel", "1000"]) == 0
+    rows = json.loads(file.read_text())
+    assert [(row["gbit"], row["ranks"]) for row in rows] == [
+        (gbit, ranks) for gbit in (10, 100) for ranks in (4, 16, 64, 256)
+    ]
+    assert (
+        "| `oktopk` | 256 | 100.000 | 5 | 6 | 9 | 4.0 | 8 |" in file.with_suffix(".md").read_text()
+    )
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_missing_simulator_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert scale.main([]) == 1
+    assert "apt-get install libsimgrid-dev" in capsys.readouterr().err
