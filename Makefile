@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build train test test-cpp test-python lint types format bench lab scale sanitize fuzz clean
+.PHONY: help setup build train test test-cpp test-python lint types format docs bench lab scale sanitize fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -107,6 +107,9 @@ format: build ## rewrite the sources in the project's format
 	clang-format -i $(CPP)
 	ruff check --fix-only .
 	ruff format .
+
+docs: build ## rewrite the tables of the docs from those of the code
+	python scripts/docs_table.py
 
 sanitize: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined

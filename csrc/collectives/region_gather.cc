@@ -59,10 +59,9 @@ Cost region_gather_cost(CostShape const& shape, AlgorithmOptions const& options,
   return cost;
 }
 
-Cost split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options, double entries) {
   if (shape.ranks == 1) return {.exact = true};
-  Cost cost = split_reduce_cost(shape, options) +
-              region_gather_cost(shape, options, shape.merged(shape.ranks));
+  Cost cost = split_reduce_cost(shape, options) + region_gather_cost(shape, options, entries);
   if (!shape.predicts()) {
     // What a rank receives of others' entries in its own region is not received in the second half.
     double const headers = 2 * (shape.ranks - 1.0) * header_bytes;

@@ -37,6 +37,6 @@ class RegionGather {
 Cost region_gather_cost(CostShape const& shape, AlgorithmOptions const& options, double entries);
 
 // Both halves.
-Cost split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options);
+Cost split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options, double entries);
 
 }  // namespace sparsecomm

@@ -101,11 +101,12 @@ Cost sparse_ring_cost(CostShape const& shape, AlgorithmOptions const& options) {
   auto const k = static_cast<double>(shape.k);
   auto const extent = static_cast<double>(shape.extent);
   double const region = std::ceil(extent / shape.ranks);
-  Cost cost = region_gather_cost(shape, options, shape.merged(shape.ranks));
+  Cost cost = region_gather_cost(shape, options, joined_entries(shape, options, shape.ranks, 1));
   cost.rounds = cost.messages = 2 * peers;
   cost.bytes += peers * header_bytes;
   for (int held = 1; held < shape.ranks; ++held) {
-    double const part = shape.predicts() ? shape.merged(held) / shape.ranks : held * k;
+    double const part =
+        shape.predicts() ? joined_entries(shape, options, held, 1) / shape.ranks : held * k;
     cost.bytes += stream_bytes(shape, options, part, region);
     cost.entries += (2 * shape.merged(held) + shape.merged(held + 1)) / shape.ranks;
   }

@@ -96,13 +96,10 @@ Cost ssar_recursive_double_cost(CostShape const& shape, AlgorithmOptions const& 
   int const core = core_ranks(shape.ranks);
   bool const folds = core < shape.ranks;
   auto const extent = static_cast<double>(shape.extent);
-  double const limit = sparse_limit(shape, options, extent);
   Cost cost;
-  // Whether the partial result of so many ranks, in equal halves, is dense.
+  // Of so many ranks, in two halves.
   auto const entries_of = [&](int ranks) {
-    bool const dense =
-        shape.predicts() && shape.merged(ranks / 2) + shape.merged(ranks - ranks / 2) > limit;
-    return dense ? extent : shape.merged(ranks);
+    return joined_entries(shape, options, ranks, ranks - ranks / 2);
   };
   auto const receive = [&](int theirs, int together) {
     ++cost.rounds;

@@ -41,7 +41,7 @@ template std::unique_ptr<SparseAllreduce<std::int64_t>> make_ssar_split_allgathe
     AlgorithmOptions const&);
 
 Cost ssar_split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options) {
-  return split_allgather_cost(shape, options);
+  return split_allgather_cost(shape, options, joined_entries(shape, options, shape.ranks, 1));
 }
 
 }  // namespace sparsecomm

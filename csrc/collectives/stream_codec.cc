@@ -132,6 +132,14 @@ double sparse_limit(CostShape const& shape, AlgorithmOptions const& options, dou
   return extent * (options.delta > 0 ? options.delta : shape.value_bytes / (4 + shape.value_bytes));
 }
 
+double joined_entries(CostShape const& shape, AlgorithmOptions const& options, int ranks,
+                      int added) {
+  auto const extent = static_cast<double>(shape.extent);
+  bool const dense = shape.predicts() && shape.merged(ranks - added) + shape.merged(added) >
+                                             sparse_limit(shape, options, extent);
+  return dense ? extent : shape.merged(ranks);
+}
+
 // A stream turns dense when more than `limit` entries came together, so no entry costs more than
 // dense / limit bytes or a pair's.
 double stream_bytes(CostShape const& shape, AlgorithmOptions const& options, double entries,

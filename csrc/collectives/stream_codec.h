@@ -57,6 +57,10 @@ class StreamCodec {
 
 // The most entries of `extent` positions that travel as pairs.
 double sparse_limit(CostShape const& shape, AlgorithmOptions const& options, double extent);
+// Entries of a partial result in which `ranks` ranks' contributions come together, those of `added`
+// of them last; all positions where it is predicted to turn dense.
+double joined_entries(CostShape const& shape, AlgorithmOptions const& options, int ranks,
+                      int added);
 // The bytes of streams over `extent` positions, headers excluded, in which `entries` entries came
 // together: as a prediction of one stream, or of several alike; as a bound for any streams.
 double stream_bytes(CostShape const& shape, AlgorithmOptions const& options, double entries,

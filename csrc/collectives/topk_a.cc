@@ -1,5 +1,7 @@
 #include "collectives/topk_a.h"
 
+#include <algorithm>
+
 namespace sparsecomm {
 namespace {
 
@@ -21,8 +23,11 @@ class TopkA final : public SparseAllreduce<V> {
     for (int rank = 0; rank < channel.size(); ++rank) {
       indices_.clear();
       values_.clear();
-      channel.decode_from(rank,
-                          [&] { decode_sparse<V>(frames[rank], 0, extent, indices_, values_); });
+      channel.decode_from(rank, [&] {
+        decode_sparse<V>(frames[rank], 0, extent, indices_, values_);
+        require<MalformedFrame>(indices_.size() <= problem.limit, indices_.size(),
+                                " entries, must be at most ", problem.limit);
+      });
       sum_.add({indices_, values_});
     }
     return {.reduced = sum_.view(), .rejected = {}};
@@ -48,10 +53,13 @@ template std::unique_ptr<SparseAllreduce<double>> make_topk_a(AlgorithmOptions c
 template std::unique_ptr<SparseAllreduce<std::int32_t>> make_topk_a(AlgorithmOptions const&);
 template std::unique_ptr<SparseAllreduce<std::int64_t>> make_topk_a(AlgorithmOptions const&);
 
+// Counted where all contributions have k entries.
 Cost topk_a_cost(CostShape const& shape, AlgorithmOptions const&) {
   auto const k = static_cast<double>(shape.k);
-  Cost cost =
-      allgather_cost(shape.ranks, header_bytes + k * (shape.index_bytes + shape.value_bytes));
+  double const payload =
+      std::min(k * shape.pair_bytes(), static_cast<double>(shape.extent) * shape.value_bytes);
+  Cost cost = allgather_cost(shape.ranks, header_bytes + payload);
+  cost.exact = true;
   // Encoded once, decoded P times, and merged into a sum that grows.
   cost.entries = k * (1 + shape.ranks);
   for (int rank = 1; rank <= shape.ranks; ++rank) cost.entries += shape.merged(rank);

@@ -1,7 +1,6 @@
 #include "collectives/topk_dsa.h"
 
-#include <algorithm>
-#include <cmath>
+#include <array>
 #include <cstring>
 
 #include "collectives/region_gather.h"
@@ -70,7 +69,7 @@ template std::unique_ptr<SparseAllreduce<std::int64_t>> make_topk_dsa(AlgorithmO
 
 Cost topk_dsa_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
-  return split_allgather_cost(shape, options) +
+  return split_allgather_cost(shape, options, shape.merged(shape.ranks)) +
          allgather_cost(shape.ranks, header_bytes + sizeof(std::uint64_t));
 }
 

@@ -48,6 +48,9 @@ void validate(ExchangeOptions const& options) {
   require(options.collective.overlap_chunk >= 1,
           "overlap_chunk = ", options.collective.overlap_chunk,
           " elements is below 1; use 262144 or so");
+  require(options.collective.delta >= 0 && options.collective.delta <= 1,
+          "delta = ", options.collective.delta,
+          " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
 }
 
 template <class T>
@@ -142,7 +145,8 @@ Proposal GradientExchange<T>::prepare() {
        << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
        << ";balance_factor=" << options_.collective.balance_factor
-       << ";overlap_chunk=" << options_.collective.overlap_chunk << ";step=" << state_.step
+       << ";overlap_chunk=" << options_.collective.overlap_chunk
+       << ";delta=" << options_.collective.delta << ";step=" << state_.step
        << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   if (finite && algorithm_.sparse && extent_ > 0) {

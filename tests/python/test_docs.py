@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from sparsecomm import build_info
+
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -98,6 +100,13 @@ def run_on_two_hosts(words: list[str], tmp_path: Path) -> None:
         for node in nodes:
             node.kill()
     assert (tmp_path / "run" / "summary.json").exists()
+
+
+def test_algorithms_are_those_of_the_code() -> None:
+    run([sys.executable, str(ROOT / "scripts" / "docs_table.py"), "--check"], ROOT)
+    page = (ROOT / "docs" / "algorithms.md").read_text()
+    for name in build_info()["algorithms"]:
+        assert f"\n## {name}\n" in page, f"docs/algorithms.md has no section on {name}"
 
 
 def test_links_lead_somewhere() -> None:
