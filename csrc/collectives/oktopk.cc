@@ -223,7 +223,7 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
 
 template <class V>
 void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
-  ThresholdSource const source = options_.schedule.at(problem.step, cut_.threshold() > 0);
+  ThresholdSource const source = options_.schedule.global_at(problem.step, cut_.threshold() > 0);
   Cut const cut = cut_.run(channel, region.values, problem.k, source);
   std::uint64_t quota = cut.quota;
   share_.clear();
