@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SOURCES = ("exact", "reused", "sampled")
+SOURCES = ("exact", "reused", "sampled", "gaussian")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,9 @@ class ThresholdSchedule:
     - ``"reused"``: the last exact one, as in Ok-Topk (section 3.1.3). Cheapest; the number
       selected drifts while the gradients still change quickly.
     - ``"exact"``: exact at every step.
+    - ``"gaussian"``: from the mean and the deviation of gradient and residual, as if they were
+      normally distributed, lowered until more than 3/4 k pass (Shi et al. 2019), at every step; the
+      global one is sampled.
 
     Args:
         between: source of the threshold between exact steps.

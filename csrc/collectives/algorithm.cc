@@ -5,6 +5,7 @@
 
 #include "collectives/dense.h"
 #include "collectives/dsar_split_allgather.h"
+#include "collectives/gtopk.h"
 #include "collectives/oktopk.h"
 #include "collectives/patterns.h"
 #include "collectives/sparse_ring.h"
@@ -49,6 +50,12 @@ constexpr AlgorithmEntry table[] = {
     {"topk_dsa", "as ssar_split_allgather, and all regions turn dense together",
      "4k(P-1)/P to (2k + N)(P-1)/P", "Ok-Topk Table 1", true, false, topk_dsa_cost, make_topk_dsa,
      make_topk_dsa, make_topk_dsa, make_topk_dsa},
+    {"gaussian_k", "topk_a of selections by a threshold of the normal distribution", "2k(P-1)",
+     "Shi et al. 2019, Ok-Topk Table 1", true, false, topk_a_cost, make_topk_a, make_topk_a,
+     nullptr, nullptr, nullptr, ThresholdSource::gaussian},
+    {"gtopk", "summed up a tree, cut to the k largest at each rank, and sent down", "4k log P",
+     "Shi et al. 2019, Ok-Topk Table 1", true, true, gtopk_cost, make_gtopk, make_gtopk, nullptr,
+     nullptr},
     {"oktopk", "split and reduce, then balance and allgather the k largest sums", "6k(P-1)/P",
      "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk, make_oktopk, nullptr, nullptr},
 };

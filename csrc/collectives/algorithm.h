@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string_view>
 #include <type_traits>
@@ -131,6 +132,8 @@ struct AlgorithmEntry {
   MakeAllreduce<std::int32_t> make_i32;
   MakeAllreduce<std::int64_t> make_i64;
   DenseMakers const* dense = nullptr;  // null where sparse
+  // Where the local threshold comes from, whatever the schedule says.
+  std::optional<ThresholdSource> selection = {};
 
   // The result is the exact reduction of the contributions, for every reduction.
   bool lossless() const { return make_i32 != nullptr; }

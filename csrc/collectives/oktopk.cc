@@ -5,27 +5,13 @@
 #include <cstring>
 
 #include "collectives/global_cut.h"
+#include "collectives/pairs.h"
 #include "collectives/patterns.h"
+#include "collectives/regions.h"
 #include "kernels/magnitude.h"
 
 namespace sparsecomm {
 namespace {
-
-template <class V>
-struct Stream {
-  std::vector<std::uint32_t> indices;
-  std::vector<V> values;
-
-  void clear() {
-    indices.clear();
-    values.clear();
-  }
-  void append(SparseView<V> view) {
-    indices.insert(indices.end(), view.indices.begin(), view.indices.end());
-    values.insert(values.end(), view.values.begin(), view.values.end());
-  }
-  SparseView<V> view() const { return {indices, values}; }
-};
 
 template <class V>
 class OkTopk final : public SparseAllreduce<V> {
@@ -34,11 +20,14 @@ class OkTopk final : public SparseAllreduce<V> {
 
   AllreduceResult<V> run(Channel& channel, SparseView<V> selection,
                          SparseProblem const& problem) override {
-    partition(channel, selection.indices, problem);
-    SparseView<V> const region = split_and_reduce(channel, selection, problem);
-    keep_top_k(channel, region, problem);
-    if (needs_balance(cut_.kept(), options_.balance_factor)) balance(channel, problem);
-    gather(channel, problem);
+    if (settle_regions(channel, selection.indices, problem)) {
+      SparseView<V> const region = split_and_reduce(channel, selection, problem);
+      keep_top_k(channel, region, problem);
+      if (needs_balance(cut_.kept(), options_.balance_factor)) balance(channel, problem);
+      gather(channel, problem);
+    } else {
+      reduce_everywhere(channel, selection, problem);
+    }
     state_.global_threshold = cut_.threshold();
     rejected_.clear();
     for_each_missing(selection.indices, result_.indices, [&](std::size_t i) {
@@ -55,8 +44,11 @@ class OkTopk final : public SparseAllreduce<V> {
   }
 
  private:
-  void partition(Channel& channel, std::span<const std::uint32_t> indices,
-                 SparseProblem const& problem);
+  bool settle_regions(Channel& channel, std::span<const std::uint32_t> indices,
+                      SparseProblem const& problem);
+  bool within_budget(Channel& channel, std::span<const std::uint32_t> indices,
+                     SparseProblem const& problem);
+  void reduce_everywhere(Channel& channel, SparseView<V> selection, SparseProblem const& problem);
   SparseView<V> split_and_reduce(Channel& channel, SparseView<V> selection,
                                  SparseProblem const& problem);
   void keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem);
@@ -76,7 +68,7 @@ class OkTopk final : public SparseAllreduce<V> {
                                       part.values, options_.frame, out));
   }
   void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
-              std::uint32_t last, Stream<V>& out) const {
+              std::uint32_t last, Pairs<V>& out) const {
     channel.decode_from(
         peer, [&] { decode_sparse<V>(frame, first, last - first, out.indices, out.values); });
   }
@@ -85,45 +77,94 @@ class OkTopk final : public SparseAllreduce<V> {
   AlgorithmState state_;
   GlobalCut<V> cut_;
   SparseStream<V> sum_;
-  Stream<V> incoming_, share_, balanced_, result_, rejected_;
+  Pairs<V> incoming_, share_, balanced_, result_, rejected_;
   ByteBuffer send_, receive_;
   FrameAllgather gather_;
-  std::vector<std::uint32_t> proposal_;
+  RegionSearch search_;
+  TopK<V> top_k_;
   std::vector<Request> sends_, receives_;
 };
 
+// False where no regions would do: then every rank takes all selections, which three ranks or fewer
+// can afford.
 template <class V>
-void OkTopk<V>::partition(Channel& channel, std::span<const std::uint32_t> indices,
-                          SparseProblem const& problem) {
-  std::size_t const parts = channel.size() - 1;
-  bool const kept =
-      state_.boundaries.size() == parts && problem.step % options_.partition_period != 0;
-  if (parts == 0 || kept) return;
-  proposal_.resize(parts);
-  local_boundaries(indices, problem.extent, channel.size(), proposal_);
-  auto const payload = std::as_bytes(std::span(proposal_));
-  auto const frame = send_.take(header_bytes + payload.size());
-  encode_bytes(channel.operation(), payload, frame);
-  auto const frames = gather_.run(channel, Phase::partition, frame, frame.size());
+bool OkTopk<V>::settle_regions(Channel& channel, std::span<const std::uint32_t> indices,
+                               SparseProblem const& problem) {
+  int const size = channel.size();
+  if (size == 1) return true;
+  std::size_t const boundaries = size - 1;
+  bool const outdated =
+      state_.boundaries.size() != boundaries || problem.step % options_.partition_period == 0;
+  auto const search = [&] {
+    state_.boundaries.resize(boundaries);
+    search_.run(channel, indices, problem.extent, state_.boundaries);
+  };
+  if (outdated) search();
+  if (size <= 3) return within_budget(channel, indices, problem);
+  if (!outdated && !within_budget(channel, indices, problem)) search();
+  return true;
+}
 
-  std::vector<std::uint64_t> sums(parts, 0);
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    channel.decode_from(rank, [&] {
-      require<MalformedFrame>(frames[rank].values.size() == payload.size(), "boundaries of ",
-                              frames[rank].values.size(), " bytes are not ", payload.size());
-    });
-    std::memcpy(proposal_.data(), frames[rank].values.data(), payload.size());
-    channel.decode_from(rank, [&] {
-      require<MalformedFrame>(
-          std::ranges::is_sorted(proposal_) && proposal_.back() <= problem.extent,
-          "boundaries are not an ascending split of ", problem.extent);
-    });
-    for (std::size_t part = 0; part < parts; ++part) sums[part] += proposal_[part];
+// Whether no rank can receive more than (2 - 3/P) times the largest selection in split and reduce,
+// judged by the most that each rank has for any other.
+template <class V>
+bool OkTopk<V>::within_budget(Channel& channel, std::span<const std::uint32_t> indices,
+                              SparseProblem const& problem) {
+  struct Sizes {
+    std::uint32_t selection, largest_part;
+  };
+  int const size = channel.size();
+  Sizes own{static_cast<std::uint32_t>(indices.size()), 0};
+  auto begin = indices.begin();
+  for (int part = 0; part < size; ++part) {
+    auto const end = std::lower_bound(begin, indices.end(), region_last(part, problem));
+    if (part != channel.rank()) {
+      own.largest_part = std::max(own.largest_part, static_cast<std::uint32_t>(end - begin));
+    }
+    begin = end;
   }
-  state_.boundaries.resize(parts);
-  std::ranges::transform(sums, state_.boundaries.begin(), [&](std::uint64_t sum) {
-    return static_cast<std::uint32_t>(sum / channel.size());
-  });
+  auto const frame = send_.take(header_bytes + sizeof own);
+  encode_bytes(channel.operation(), std::as_bytes(std::span(&own, 1)), frame);
+  auto const frames = gather_.run(channel, Phase::partition, frame, frame.size());
+  std::uint64_t selection = problem.k;
+  std::uint64_t parts = 0;
+  std::uint64_t least = problem.extent;
+  for (int rank = 0; rank < size; ++rank) {
+    Sizes sizes{};
+    channel.decode_from(rank, [&] {
+      require<MalformedFrame>(frames[rank].values.size() == sizeof sizes, "sizes of ",
+                              frames[rank].values.size(), " bytes are not ", sizeof sizes);
+      std::memcpy(&sizes, frames[rank].values.data(), sizeof sizes);
+      require<MalformedFrame>(
+          sizes.largest_part <= sizes.selection && sizes.selection <= problem.limit, "a part of ",
+          sizes.largest_part, " of ", sizes.selection, " entries, where at most ", problem.limit,
+          " are selected");
+    });
+    selection = std::max<std::uint64_t>(selection, sizes.selection);
+    parts += sizes.largest_part;
+    least = std::min<std::uint64_t>(least, sizes.largest_part);
+  }
+  auto const ranks = static_cast<std::uint64_t>(size);
+  return ranks * (parts - least) <= (2 * ranks - 3) * selection;
+}
+
+// The same result, from an allgather of the selections.
+template <class V>
+void OkTopk<V>::reduce_everywhere(Channel& channel, SparseView<V> selection,
+                                  SparseProblem const& problem) {
+  auto const extent = static_cast<std::uint32_t>(problem.extent);
+  std::size_t const max_frame = max_sparse_frame_bytes<V>(problem.limit, extent);
+  auto const frame = encode(channel, 0, extent, selection, send_.take(max_frame));
+  auto const frames = gather_.run(channel, Phase::gather, frame, max_frame);
+  sum_.reset(0, extent);
+  for (int rank = 0; rank < channel.size(); ++rank) {
+    incoming_.clear();
+    decode(channel, rank, frames[rank], 0, extent, incoming_);
+    sum_.add(incoming_.view());
+  }
+  result_.clear();
+  V const threshold = top_k_.cut(sum_.sparse(), problem.k, result_);
+  if (threshold > 0) cut_.load_threshold(static_cast<double>(threshold));
 }
 
 template <class V>
@@ -182,7 +223,7 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
 
 template <class V>
 void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
-  ThresholdSource const source = options_.schedule.at(problem.step, cut_.threshold() > 0);
+  ThresholdSource const source = options_.schedule.global_at(problem.step, cut_.threshold() > 0);
   Cut const cut = cut_.run(channel, region.values, problem.k, source);
   std::uint64_t quota = cut.quota;
   share_.clear();
@@ -279,32 +320,36 @@ std::unique_ptr<SparseAllreduce<V>> make_oktopk(AlgorithmOptions const& options)
 template std::unique_ptr<SparseAllreduce<float>> make_oktopk(AlgorithmOptions const&);
 template std::unique_ptr<SparseAllreduce<double>> make_oktopk(AlgorithmOptions const&);
 
-// With even regions and shares, reduce, balance and allgather receive k(P-1)/P pairs each. An
-// allgather of shares that needed no balancing may receive all k, but then balance receives
-// nothing, and k <= 2k(P-1)/P.
+// Pairs received: in split and reduce (2 - 3/P) k at most, or k(1 + 1/6) + 2P where regions are
+// new; k in balance and allgather together, since a rank that is given an even share does not
+// receive it again.
 Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const&) {
   if (shape.ranks == 1) return {};
-  double const peers = shape.ranks - 1;
-  double const share = std::ceil(static_cast<double>(shape.k) / shape.ranks) *
-                       (shape.index_bytes + shape.value_bytes);
-  Cost const boundaries = allgather_cost(shape.ranks, header_bytes + 4 * peers);
+  double const ranks = shape.ranks;
+  double const peers = ranks - 1;
+  auto const k = static_cast<double>(shape.k);
+  double const pair = shape.index_bytes + shape.value_bytes;
+  Cost const sizes = allgather_cost(shape.ranks, header_bytes + 8);
+  Cost const regions = regions_cost(shape.ranks, shape.extent);
   int const histograms = 1 + (shape.value_bytes > 4 ? GlobalCut<double>::exact_rounds(shape.k)
                                                     : GlobalCut<float>::exact_rounds(shape.k));
   Cost const histogram = allgather_cost(
       shape.ranks, header_bytes + 4.0 * static_cast<double>(GlobalCut<float>::bins(shape.k) + 2));
-  Cost const gather = allgather_cost(shape.ranks, header_bytes + share);
+  Cost const gather = allgather_cost(shape.ranks, header_bytes);
   double const transfers = 2 * peers + 1;
   // Encoded once and its share once more, decoded and merged region by region, and the result
   // decoded: the sum of a region grows while P parts of it arrive.
   double merging = 0;
   for (int rank = 1; rank <= shape.ranks; ++rank) merging += shape.merged(rank) / shape.ranks;
-  return {.rounds = boundaries.rounds + 1 + histograms * histogram.rounds + 1 + gather.rounds,
-          .messages = boundaries.messages + peers + histograms * histogram.messages + transfers +
-                      gather.messages,
-          .bytes = boundaries.bytes + peers * (header_bytes + share) +
-                   histograms * histogram.bytes + transfers * header_bytes + peers * share +
-                   gather.bytes,
-          .entries = 3 * static_cast<double>(shape.k) + merging};
+  Cost cost{
+      .rounds = 2,
+      .messages = peers + transfers,
+      .bytes = (peers + transfers) * header_bytes + 3 * k * peers / ranks * pair,
+      .entries = 3 * k + merging,
+  };
+  cost = cost + sizes + regions + gather;
+  for (int round = 0; round < histograms; ++round) cost = cost + histogram;
+  return cost;
 }
 
 }  // namespace sparsecomm

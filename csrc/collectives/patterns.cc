@@ -33,14 +33,4 @@ bool needs_balance(std::span<const std::uint64_t> counts, double factor) {
          factor * static_cast<double>(total);
 }
 
-void local_boundaries(std::span<const std::uint32_t> indices, std::uint64_t extent, int size,
-                      std::span<std::uint32_t> boundaries) {
-  for (int part = 1; part < size; ++part) {
-    boundaries[part - 1] =
-        indices.empty()
-            ? static_cast<std::uint32_t>(even_split(extent, size, part))
-            : indices[std::min(even_split(indices.size(), size, part), indices.size() - 1)];
-  }
-}
-
 }  // namespace sparsecomm

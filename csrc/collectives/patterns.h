@@ -69,9 +69,4 @@ std::vector<Transfer> plan_balance(std::span<const std::uint64_t> counts);
 // True when the largest share exceeds `factor` times the average.
 bool needs_balance(std::span<const std::uint64_t> counts, double factor);
 
-// size - 1 boundaries that split sorted `indices` of [0, extent) into parts of even nnz: part j
-// starts at boundary j-1. With no indices the range itself is split evenly (Ok-Topk section 3.1.1).
-void local_boundaries(std::span<const std::uint32_t> indices, std::uint64_t extent, int size,
-                      std::span<std::uint32_t> boundaries);
-
 }  // namespace sparsecomm

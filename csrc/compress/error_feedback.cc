@@ -40,12 +40,15 @@ ErrorFeedback<T>::ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent
 template <class T>
 void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                       std::uint64_t step) {
-  switch (schedule_.at(step, threshold_.magnitude > 0)) {
+  switch (schedule_.local_at(step, threshold_.magnitude > 0)) {
     case ThresholdSource::exact:
       threshold_ = exact_threshold<T>(segments, k, scratch_);
       break;
     case ThresholdSource::sampled:
       threshold_ = sampled_threshold<T>(segments, k, sample_stride, step, scratch_);
+      break;
+    case ThresholdSource::gaussian:
+      threshold_ = gaussian_threshold<T>(segments, k);
       break;
     case ThresholdSource::reused:
       threshold_.ties = k;

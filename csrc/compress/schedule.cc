@@ -7,6 +7,7 @@ constexpr ThresholdSourceEntry sources[] = {
     {ThresholdSource::exact, "exact"},
     {ThresholdSource::reused, "reused"},
     {ThresholdSource::sampled, "sampled"},
+    {ThresholdSource::gaussian, "gaussian"},
 };
 
 }  // namespace
@@ -21,11 +22,12 @@ std::string_view name(ThresholdSource source) {
 }
 
 ThresholdSource find_threshold_source(std::string_view name) {
+  std::string known;
   for (auto const& entry : sources) {
     if (entry.name == name) return entry.id;
+    known += concat(known.empty() ? "" : ", ", entry.name);
   }
-  throw InvalidArgument(
-      concat("threshold source '", name, "' is unknown; choose one of exact, reused, sampled"));
+  throw InvalidArgument(concat("threshold source '", name, "' is unknown; choose one of ", known));
 }
 
 }  // namespace sparsecomm

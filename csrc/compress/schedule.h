@@ -10,9 +10,11 @@
 namespace sparsecomm {
 
 enum class ThresholdSource : std::uint8_t {
-  exact,    // the k-th largest magnitude
-  reused,   // the last exact one (Ok-Topk section 3.1.3)
-  sampled,  // an estimate made anew: local from a strided sample, global from one histogram
+  exact,     // the k-th largest magnitude
+  reused,    // the last exact one (Ok-Topk section 3.1.3)
+  sampled,   // an estimate made anew: local from a strided sample, global from one histogram
+  gaussian,  // made anew, as if entries were normally distributed (Ok-Topk section 5.4); a global
+             // one is sampled
 };
 
 struct ThresholdSourceEntry {
@@ -25,13 +27,18 @@ std::string_view name(ThresholdSource source);
 ThresholdSource find_threshold_source(std::string_view name);
 
 // Exact at every step that `period` (tau') divides, and wherever no earlier threshold exists;
-// `between` otherwise.
+// `between` otherwise. A local gaussian threshold needs no exact one before it.
 struct ThresholdSchedule {
   ThresholdSource between = ThresholdSource::sampled;
   std::uint64_t period = 32;
 
-  ThresholdSource at(std::uint64_t step, bool have_former) const {
+  ThresholdSource local_at(std::uint64_t step, bool have_former) const {
+    if (between == ThresholdSource::gaussian) return between;
     return step % period == 0 || !have_former ? ThresholdSource::exact : between;
+  }
+  ThresholdSource global_at(std::uint64_t step, bool have_former) const {
+    if (step % period == 0 || !have_former) return ThresholdSource::exact;
+    return between == ThresholdSource::gaussian ? ThresholdSource::sampled : between;
   }
 };
 

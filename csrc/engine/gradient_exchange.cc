@@ -29,6 +29,12 @@ AlgorithmOptions collective_options(ExchangeOptions const& options) {
   return collective;
 }
 
+ThresholdSchedule local_schedule(AlgorithmEntry const& algorithm, ExchangeOptions const& options) {
+  ThresholdSchedule schedule = options.schedule;
+  schedule.between = algorithm.selection.value_or(schedule.between);
+  return schedule;
+}
+
 }  // namespace
 
 void validate(ExchangeOptions const& options) {
@@ -61,7 +67,7 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       options_(options),
       communicator_(communicator),
       algorithm_((validate(options), find_algorithm(options.algorithm))),
-      feedback_(options.schedule, extent) {
+      feedback_(local_schedule(algorithm_, options), extent) {
   require(extent < std::numeric_limits<std::uint32_t>::max(), "a gradient of ", extent,
           " entries exceeds 2^32 - 2; split it into smaller groups");
   std::uint64_t const largest_message =

@@ -55,6 +55,17 @@ struct SelectionStats {
 // The most bins of one magnitude_histogram.
 inline constexpr std::size_t histogram_bins = 2048;
 
+struct Moments {
+  double sum = 0;
+  double squares = 0;
+
+  Moments& operator+=(Moments const& other) {
+    sum += other.sum;
+    squares += other.squares;
+    return *this;
+  }
+};
+
 // One instruction set's kernels for one element type.
 template <class T>
 struct KernelTable {
@@ -88,6 +99,9 @@ struct KernelTable {
   // high), and returns how many bit patterns are `high` or above.
   std::uint64_t (*collect_magnitudes)(std::span<const T> gradient, std::span<const V> residual,
                                       std::uint64_t low, std::uint64_t high, std::vector<V>& out);
+
+  // The sums of gradient + residual and of its squares, in double. Reads 2N.
+  Moments (*moments)(std::span<const T> gradient, std::span<const V> residual);
 };
 
 // The fastest table this machine can run, and all that it can run (scalar first).
@@ -119,6 +133,18 @@ template <class T>
 Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                              std::size_t stride, std::size_t phase,
                                              std::vector<accumulate_t<T>>& scratch);
+
+// The threshold that k of the entries of gradient + residual would exceed in magnitude if they were
+// normally distributed with the mean and the deviation they have, lowered (by 1/64 of an octave at
+// a time) until more than 3/4 k pass. Where the distribution has lighter tails than a normal one it
+// takes many steps down, where it has heavier ones more than k pass. Throws InvalidArgument unless
+// 1 <= k. Reads 2N twice. Source: Shi et al. 2019 (Gaussian-k), Ok-Topk section 5.4.
+template <class T>
+Threshold<accumulate_t<T>> gaussian_threshold(std::span<const Segment<T>> segments,
+                                              std::uint64_t k);
+
+// z such that a standard normal variable exceeds z with this probability, in (0, 1/2].
+double upper_normal_quantile(double probability);
 
 // destination[indices[i] - first_index] = T(values[i] / divisor). Every index must lie in the
 // destination.

@@ -36,6 +36,14 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
   return collect_range<T>(gradient, residual, 0, low, high, out);
 }
 
+template <class T>
+Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> residual) {
+  require_same_size(gradient.size(), residual.size());
+  MomentLanes lanes;
+  lanes.add_range<T>(gradient, residual, 0);
+  return lanes.total();
+}
+
 }  // namespace
 
 template <class T>
@@ -45,7 +53,8 @@ KernelTable<T> scalar_kernels() {
           fused_error_feedback_by<T, ScalarLoop>,
           select_by<T, ScalarLoop>,
           magnitude_histogram<T>,
-          collect_magnitudes<T>};
+          collect_magnitudes<T>,
+          moments<T>};
 }
 
 template KernelTable<float> scalar_kernels();

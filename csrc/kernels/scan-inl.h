@@ -161,6 +161,51 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
   return count_above + collect_range(gradient, residual, i, low, high, out);
 }
 
+// gradient + residual of the next Lanes(d) entries, as double.
+template <class D, class T>
+HWY_INLINE hn::Vec<D> load_wide_sum(D d, accumulate_t<T> const* residual, T const* gradient) {
+  if constexpr (std::is_same_v<T, double>) {
+    return load_sum(d, residual, gradient);
+  } else {
+    return hn::PromoteTo(d, load_sum(hn::Rebind<float, D>(), residual, gradient));
+  }
+}
+
+template <class T>
+Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> residual) {
+  require_same_size(gradient.size(), residual.size());
+  hn::CappedTag<double, moment_lanes / 4> const d;
+  std::size_t const lanes = hn::Lanes(d);
+  MomentLanes all;
+  std::size_t const blocks = gradient.size() - gradient.size() % moment_lanes;
+  // Four vectors of lanes at a time: one pass but for the narrowest vectors.
+  for (std::size_t lane = 0; lane < moment_lanes; lane += 4 * lanes) {
+    auto sum0 = hn::Zero(d), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+    auto squares0 = sum0, squares1 = sum0, squares2 = sum0, squares3 = sum0;
+    auto const add = [&](std::size_t i, auto& sum, auto& squares) HWY_ATTR {
+      auto const value = load_wide_sum(d, residual.data() + i, gradient.data() + i);
+      sum = hn::Add(sum, value);
+      squares = hn::Add(squares, hn::Mul(value, value));
+    };
+    for (std::size_t i = lane; i < blocks; i += moment_lanes) {
+      add(i, sum0, squares0);
+      add(i + lanes, sum1, squares1);
+      add(i + 2 * lanes, sum2, squares2);
+      add(i + 3 * lanes, sum3, squares3);
+    }
+    auto const store = [&](std::size_t at, auto sum, auto squares) HWY_ATTR {
+      hn::StoreU(sum, d, all.sum.data() + at);
+      hn::StoreU(squares, d, all.squares.data() + at);
+    };
+    store(lane, sum0, squares0);
+    store(lane + lanes, sum1, squares1);
+    store(lane + 2 * lanes, sum2, squares2);
+    store(lane + 3 * lanes, sum3, squares3);
+  }
+  all.add_range<T>(gradient, residual, blocks);
+  return all.total();
+}
+
 }  // namespace HWY_NAMESPACE
 }  // namespace sparsecomm
 HWY_AFTER_NAMESPACE();

@@ -1,6 +1,7 @@
 // What the scalar and the SIMD kernels share in reading magnitudes: the entry at a time rules.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -56,5 +57,32 @@ std::uint64_t collect_range(std::span<const T> gradient, std::span<const accumul
   }
   return above;
 }
+
+// Partial sums that every kernel keeps alike: entry i goes to lane i % moment_lanes.
+inline constexpr std::size_t moment_lanes = 16;
+
+class MomentLanes {
+ public:
+  std::array<double, moment_lanes> sum{}, squares{};
+
+  template <class T>
+  void add_range(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                 std::size_t begin) {
+    for (std::size_t i = begin; i < gradient.size(); ++i) {
+      auto const value = static_cast<double>(residual[i] + widen(gradient[i]));
+      sum[i % moment_lanes] += value;
+      squares[i % moment_lanes] += value * value;
+    }
+  }
+  Moments total() const { return {folded(sum), folded(squares)}; }
+
+ private:
+  static double folded(std::array<double, moment_lanes> lanes) {
+    for (std::size_t half = moment_lanes / 2; half > 0; half /= 2) {
+      for (std::size_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+    }
+    return lanes[0];
+  }
+};
 
 }  // namespace sparsecomm

@@ -26,7 +26,7 @@ template <class T>
 void append(std::vector<KernelTable<T>>& tables) {
   tables.push_back({hwy::TargetName(HWY_TARGET), all_finite<T>,
                     fused_error_feedback_by<T, VectorLoop>, select_by<T, VectorLoop>,
-                    magnitude_histogram<T>, collect_magnitudes<T>});
+                    magnitude_histogram<T>, collect_magnitudes<T>, moments<T>});
 }
 
 void append_kernels(SimdKernels& all) {

@@ -2,6 +2,7 @@
 // in every dtype and results can be compared with ==.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <random>
 #include <span>
@@ -74,5 +75,12 @@ inline constexpr Pattern patterns[] = {
        return gradient;
      }},
 };
+
+template <class T>
+std::vector<T> typed(std::vector<int> const& values) {
+  std::vector<T> result(values.size());
+  std::ranges::transform(values, result.begin(), [](int x) { return T(static_cast<float>(x)); });
+  return result;
+}
 
 }  // namespace sparsecomm::test

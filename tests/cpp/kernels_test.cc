@@ -318,6 +318,10 @@ TYPED_TEST(Kernels, ScansEqualTheOracle) {
           }
         }
       }
+      Moments const expected = oracle.moments(problem.gradient(), problem.residual());
+      Moments const actual = table.moments(problem.gradient(), problem.residual());
+      EXPECT_TRUE(same(actual.sum, expected.sum)) << actual.sum << ", " << expected.sum;
+      EXPECT_TRUE(same(actual.squares, expected.squares));
       std::uint64_t const end = std::uint64_t{1} << bits;
       std::vector<std::uint64_t> const bounds{0, 1, at_two, at_two + 1, end, ~std::uint64_t{0}};
       for (std::size_t pair = 0; pair < bounds.size() * bounds.size(); ++pair) {

@@ -22,12 +22,19 @@ struct RankFault {
   Fault fault;
 };
 
-// errors[r] is what rank r's function threw, null when it returned.
+using WrapTransport = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
+
+// errors[r] is what rank r's function threw, null when it returned. `wrap` may put something
+// between every rank and its transport.
 inline std::vector<std::exception_ptr> run_ranks(int size,
                                                  std::function<void(Communicator&)> const& body,
                                                  CommunicatorOptions const& options = {},
-                                                 std::optional<RankFault> fault = std::nullopt) {
+                                                 std::optional<RankFault> fault = std::nullopt,
+                                                 WrapTransport const& wrap = {}) {
   auto transports = make_inproc_transports(size);
+  if (wrap) {
+    for (auto& transport : transports) transport = wrap(std::move(transport));
+  }
   if (fault) {
     transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
   }

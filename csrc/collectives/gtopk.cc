@@ -1,0 +1,114 @@
+#include "collectives/gtopk.h"
+
+#include <utility>
+
+#include "collectives/pairs.h"
+#include "collectives/patterns.h"
+
+namespace sparsecomm {
+namespace {
+
+template <class V>
+class GTopK final : public SparseAllreduce<V> {
+ public:
+  explicit GTopK(AlgorithmOptions const& options) : options_(options) {}
+
+  AllreduceResult<V> run(Channel& channel, SparseView<V> selection,
+                         SparseProblem const& problem) override {
+    int const rank = channel.rank();
+    int const size = channel.size();
+    auto const extent = static_cast<std::uint32_t>(problem.extent);
+    std::size_t const max_frame =
+        max_sparse_frame_bytes<V>(std::min(problem.k, problem.limit), extent);
+    auto const incoming = receive_.take(max_frame);
+    rejected_.reset(0, extent, extent);
+    result_.clear();
+    cut(selection, problem.k, result_);
+
+    int distance = 1;
+    for (; distance < size && (rank & distance) == 0; distance *= 2) {
+      int const child = rank + distance;
+      if (child >= size) continue;
+      Request receive = channel.irecv(child, Phase::reduce, incoming);
+      take(channel, child, channel.wait_frame(receive, child, incoming), extent);
+      sum_.reset(0, extent, extent);
+      sum_.add(result_.view());
+      sum_.add(incoming_.view());
+      result_.clear();
+      cut(sum_.sparse(), problem.k, result_);
+    }
+
+    // Down again, the farthest child first: its subtree is the deepest.
+    std::span<const std::byte> frame;
+    if (rank == 0) {
+      frame = encode(channel, extent, max_frame);
+      // As the others see it: a dense frame drops zeros.
+      if (size > 1) take(channel, rank, parse_frame(frame, channel.operation()), extent);
+    } else {
+      int const parent = rank - distance;
+      Request send = channel.isend(parent, Phase::reduce, encode(channel, extent, max_frame));
+      Request receive = channel.irecv(parent, Phase::gather, incoming);
+      FrameView const arrived = channel.wait_frame(receive, parent, incoming);
+      take(channel, parent, arrived, extent);
+      channel.wait(send);
+      frame = incoming.first(arrived.size());
+    }
+    if (size > 1) std::swap(result_, incoming_);
+    sends_.clear();
+    for (distance /= 2; distance > 0; distance /= 2) {
+      if (rank + distance < size) {
+        sends_.push_back(channel.isend(rank + distance, Phase::gather, frame));
+      }
+    }
+    channel.wait_all(sends_);
+    return {.reduced = {.sparse = result_.view()}, .rejected = rejected_.sparse()};
+  }
+
+ private:
+  void cut(SparseView<V> view, std::uint64_t k, Pairs<V>& kept) {
+    rest_.clear();
+    top_k_.cut(view, k, kept, &rest_);
+    rejected_.add(rest_.view());
+  }
+  std::span<const std::byte> encode(Channel const& channel, std::uint32_t extent,
+                                    std::size_t max_frame) {
+    auto const out = send_.take(max_frame);
+    return out.first(encode_sparse<V>(channel.operation(), 0, extent, result_.indices,
+                                      result_.values, options_.frame, out));
+  }
+  void take(Channel& channel, int peer, FrameView const& frame, std::uint32_t extent) {
+    incoming_.clear();
+    channel.decode_from(
+        peer, [&] { decode_sparse<V>(frame, 0, extent, incoming_.indices, incoming_.values); });
+  }
+
+  AlgorithmOptions options_;
+  SparseStream<V> sum_, rejected_;
+  Pairs<V> result_, incoming_, rest_;
+  TopK<V> top_k_;
+  ByteBuffer send_, receive_;
+  std::vector<Request> sends_;
+};
+
+}  // namespace
+
+template <class V>
+std::unique_ptr<SparseAllreduce<V>> make_gtopk(AlgorithmOptions const& options) {
+  return std::make_unique<GTopK<V>>(options);
+}
+template std::unique_ptr<SparseAllreduce<float>> make_gtopk(AlgorithmOptions const&);
+template std::unique_ptr<SparseAllreduce<double>> make_gtopk(AlgorithmOptions const&);
+
+// The root receives a selection in each round up and sends the result in each round down; that is
+// also how long the others wait.
+Cost gtopk_cost(CostShape const& shape, AlgorithmOptions const&) {
+  double const rounds = bruck_rounds(shape.ranks);
+  auto const k = static_cast<double>(shape.k);
+  double const frame = header_bytes + k * (shape.index_bytes + shape.value_bytes);
+  return {.rounds = 2 * rounds,
+          .messages = rounds,
+          .bytes = 2 * rounds * frame,
+          .entries = k * (2 + 4 * rounds)};
+}
+
+}  // namespace sparsecomm
