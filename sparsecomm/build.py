@@ -17,7 +17,7 @@ def build_info() -> dict[str, Any]:
 
     Keys: ``version``, ``torch`` (the release it runs with), ``compiler``, ``simd_targets``
     (instruction sets that this machine can run, the scalar oracle first), ``simd_target`` (the one
-    in use), ``index_codecs``, ``algorithms``, ``transports``, and ``cuda`` (whether the CUDA
-    kernels are there).
+    in use), ``index_codecs``, ``value_codecs``, ``algorithms``, ``transports``, and ``cuda``
+    (whether the CUDA kernels are there).
     """
     return {"version": __version__, "torch": torch.__version__, **_C.build_info()}

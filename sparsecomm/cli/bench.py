@@ -90,7 +90,7 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
     )
     add(
         "--index-codec",
-        choices=("smallest", "raw32", "delta"),
+        choices=("smallest", *build_info()["index_codecs"]),
         default="smallest",
         help="how indices travel; smallest picks one per message (smallest)",
     )
@@ -171,8 +171,7 @@ def run_allreduce(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--ranks {options.ranks}, but the launcher has started {launched}; leave --ranks away"
         )
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
+    check_json(options.json)
     settings = Settings(
         algorithms=options.algorithm,
         numel=options.numel,
@@ -186,6 +185,12 @@ def run_allreduce(options: argparse.Namespace) -> int:
         seed=options.seed,
     )
     return run_on_ranks(partial(report, settings, options.json), options.ranks or 2)
+
+
+def check_json(file: Path | None) -> None:
+    """Says before the measurement, not after it, that its result could not be written."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UsageError(f"--json {file}: there is no folder {file.parent}")
 
 
 def report(settings: Settings, file: Path | None) -> None:
