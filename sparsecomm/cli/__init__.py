@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench
+from sparsecomm.cli import bench, codecs
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,14 +48,15 @@ def make_parser() -> argparse.ArgumentParser:
 
     benchmarks = commands.add_parser(
         "bench",
-        help="measure collectives and transports",
+        help="measure collectives, transports or the wire format",
         description="Measures collectives or transports between the ranks of torchrun, or between "
-        "ranks that it starts on this machine.",
+        "ranks that it starts on this machine, or the codecs of the wire format.",
     )
     benchmarks.set_defaults(run=None, parser=benchmarks)
     subjects = benchmarks.add_subparsers(title="subjects", metavar="SUBJECT")
     bench.add_allreduce(subjects)
     bench.add_transport(subjects)
+    codecs.add_codecs(subjects)
 
     info = commands.add_parser(
         "info",

@@ -131,7 +131,7 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
     )
     add(
         "--index-codec",
-        choices=("smallest", "raw32", "delta"),
+        choices=("smallest", *build_info()["index_codecs"]),
         default="smallest",
         help="how indices travel; smallest picks one per message (smallest)",
     )
