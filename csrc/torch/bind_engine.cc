@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "distributed_error.h"
 #include "engine/selection_exchange.h"
+#include "interpreter.h"
 #include "parameter_group.h"
 #include "transport_holder.h"
 
@@ -17,6 +18,15 @@ namespace sparsecomm {
 namespace {
 
 double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+std::shared_ptr<Communicator> make_communicator(std::unique_ptr<Transport> transport,
+                                                CommunicatorOptions const& options) {
+  // What still runs is broken off, and its completion may want the interpreter.
+  return {new Communicator(std::move(transport), options), [](Communicator const* communicator) {
+            InterpreterRelease const release;
+            delete communicator;
+          }};
+}
 
 // A communicator of its own and an exchange of one tensor at a time: what benchmarks and tests
 // drive.
@@ -135,6 +145,7 @@ py::list describe_algorithms() {
     row["source"] = entry.source;
     row["sparse"] = entry.sparse;
     row["top_k_result"] = entry.top_k_result;
+    row["lossless"] = entry.sparse && entry.lossless();
     rows.append(row);
   }
   return rows;
@@ -180,7 +191,7 @@ void bind_engine(py::module_& module) {
       .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout) {
              CommunicatorOptions options;
              options.timeout = std::chrono::duration_cast<Duration>(timeout);
-             return std::make_shared<Communicator>(transport.take(), options);
+             return make_communicator(transport.take(), options);
            }),
            py::arg("transport"), py::arg("timeout"))
       .def_property_readonly("rank", &Communicator::rank)
