@@ -5,6 +5,13 @@ Importing this package also registers the ``torch.distributed`` backend ``"spars
 
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
+from sparsecomm.collectives import (
+    CancelledError,
+    Work,
+    allgather_sparse,
+    allreduce,
+    reduce_scatter_sparse,
+)
 from sparsecomm.communicator import Communicator
 from sparsecomm.hooks import (
     CompressionState,
@@ -17,14 +24,19 @@ from sparsecomm.hooks import (
 from sparsecomm.schedule import ThresholdSchedule
 
 __all__ = [
+    "CancelledError",
     "Communicator",
     "CompressionState",
     "OkTopkState",
     "ThresholdSchedule",
     "TopkState",
+    "Work",
     "__version__",
+    "allgather_sparse",
+    "allreduce",
     "build_info",
     "oktopk_hook",
+    "reduce_scatter_sparse",
     "register_comm_hook",
     "topk_hook",
 ]

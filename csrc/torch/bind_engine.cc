@@ -137,6 +137,7 @@ py::list describe_algorithms() {
     row["source"] = entry.source;
     row["sparse"] = entry.sparse;
     row["top_k_result"] = entry.top_k_result;
+    row["lossless"] = entry.sparse && entry.lossless();
     rows.append(row);
   }
   return rows;

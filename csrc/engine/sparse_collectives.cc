@@ -1,0 +1,219 @@
+#include "engine/sparse_collectives.h"
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "engine/choose.h"
+
+namespace sparsecomm {
+namespace {
+
+constexpr std::uint64_t largest_payload = std::numeric_limits<std::uint32_t>::max();
+
+template <class T>
+std::string describe(char const* operation, CollectiveConfig const& config) {
+  require(config.extent < largest_payload, operation, ": a vector of ", config.extent,
+          " entries exceeds 2^32 - 2; split it");
+  require(!config.average || (config.reduction == Reduction::sum && !std::is_integral_v<T>),
+          operation, ": the average of ", name(dtype_of<T>()), " is not defined; use sum");
+  return concat("operation=", operation, ";numel=", config.extent, ";dtype=", name(dtype_of<T>()),
+                ";", config.vector);
+}
+
+std::string describe_reduction(CollectiveConfig const& config) {
+  return concat(";reduction=", config.average ? "avg" : name(config.reduction));
+}
+
+// All ranks throw alike, before any entry travels.
+template <class V>
+void check_message(std::uint64_t entries, char const* what) {
+  constexpr std::uint64_t entry_bytes = sizeof(std::uint32_t) + sizeof(V);
+  require<Mismatch>(entries <= largest_payload / entry_bytes, what, " of ", entries,
+                    " entries takes up to ", entries * entry_bytes,
+                    " bytes, a message holds at most ", largest_payload, "; send less at a time");
+}
+
+// Whether an entry of a dense vector takes no part.
+template <class T>
+struct IsNeutral {
+  T neutral;
+
+  bool operator()(T x) const {
+    if constexpr (std::is_same_v<T, Half> || std::is_same_v<T, BFloat16>) {
+      return x.bits == neutral.bits || ((x.bits | neutral.bits) & 0x7fffu) == 0;
+    } else {
+      return x == neutral;
+    }
+  }
+};
+
+template <class T>
+IsNeutral<T> is_neutral(Reduction reduction) {
+  return {static_cast<T>(neutral<accumulate_t<T>>(reduction))};
+}
+
+}  // namespace
+
+template <class T>
+AllreduceOperation<T>::AllreduceOperation(AlgorithmOptions const& options)
+    : options_(options), sparse_(algorithms().size()) {}
+
+template <class T>
+void AllreduceOperation<T>::configure(CollectiveConfig config) {
+  if (config.algorithm != nullptr) {
+    find_reducing(config.algorithm->name, dtype_of<T>(), config.reduction);
+  }
+  text_ = describe<T>("allreduce", config) + describe_reduction(config) +
+          concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name);
+  config_ = std::move(config);
+}
+
+template <class T>
+void AllreduceOperation<T>::bind(SparseView<V> contribution) {
+  is_dense_ = false;
+  contribution_ = contribution;
+}
+
+template <class T>
+void AllreduceOperation<T>::bind(std::span<T> data) {
+  require(data.size() == config_.extent, "allreduce: ", data.size(), " entries are bound, ",
+          config_.extent, " were configured");
+  is_dense_ = true;
+  data_ = data;
+}
+
+template <class T>
+Proposal AllreduceOperation<T>::prepare() {
+  entries_ = contribution_.nnz();
+  if (is_dense_) {
+    bool const sparse = config_.algorithm == nullptr || config_.algorithm->sparse;
+    entries_ = sparse ? data_.size() - static_cast<std::size_t>(std::ranges::count_if(
+                                           data_, is_neutral<T>(config_.reduction)))
+                      : data_.size();
+  }
+  return {text_, true, entries_};
+}
+
+template <class T>
+void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
+  AlgorithmEntry const& entry =
+      config_.algorithm != nullptr
+          ? *config_.algorithm
+          : choose({channel.size(), config_.extent, dtype_of<T>(), config_.reduction,
+                    agreement.most_entries, agreement.total_entries});
+  if (entry.sparse) {
+    reduce_sparse(channel, agreement, entry);
+  } else {
+    reduce_dense(channel);
+  }
+}
+
+template <class T>
+void AllreduceOperation<T>::reduce_sparse(Channel& channel, Agreement const& agreement,
+                                          AlgorithmEntry const& entry) {
+  // Streams that algorithms pass on have as many entries as are not smaller dense.
+  check_message<V>(std::max(agreement.most_entries,
+                            std::min(agreement.total_entries, default_delta<V>(config_.extent))),
+                   "a contribution or partial reduction");
+  auto& algorithm = sparse_[static_cast<std::size_t>(&entry - algorithms().data())];
+  if (!algorithm) algorithm = make_sparse_allreduce<V>(entry, options_);
+  result_ = algorithm
+                ->run(channel, is_dense_ ? compress() : contribution_,
+                      {config_.extent, agreement.most_entries, agreement.most_entries, 0,
+                       config_.reduction})
+                .reduced;
+  if (is_dense_) expand(channel.size());
+}
+
+template <class T>
+void AllreduceOperation<T>::reduce_dense([[maybe_unused]] Channel& channel) {
+  if constexpr (!std::is_integral_v<T>) {  // can_reduce() keeps integers away
+    if (is_dense_) {
+      dense_.run(channel, data_, config_.average ? static_cast<V>(channel.size()) : V{1});
+      return;
+    }
+    expanded_.assign(config_.extent, neutral<V>(config_.reduction));
+    for (std::size_t i = 0; i < contribution_.nnz(); ++i) {
+      expanded_[contribution_.indices[i]] = contribution_.values[i];
+    }
+    wide_dense_.run(channel, expanded_, V{1});
+    result_ = {.dense = expanded_, .is_dense = true};
+  }
+}
+
+// The entries that are not neutral, packed without a branch.
+template <class T>
+SparseView<typename AllreduceOperation<T>::V> AllreduceOperation<T>::compress() {
+  indices_.resize(entries_ + 1);  // a neutral one behind the last is written, but not counted
+  values_.resize(entries_ + 1);
+  auto const absent = is_neutral<T>(config_.reduction);
+  std::size_t k = 0;
+  for (std::size_t i = 0; i < data_.size(); ++i) {
+    indices_[k] = static_cast<std::uint32_t>(i);
+    values_[k] = static_cast<V>(data_[i]);
+    k += !absent(data_[i]);
+  }
+  return SparseView<V>{indices_, values_}.slice(0, entries_);
+}
+
+// Writes the result into the dense vector.
+template <class T>
+void AllreduceOperation<T>::expand(int ranks) {
+  V const divisor = config_.average ? static_cast<V>(ranks) : V{1};
+  auto const finish = [&](V x) { return static_cast<T>(config_.average ? x / divisor : x); };
+  if (result_.is_dense) {
+    std::ranges::transform(result_.dense, data_.begin(), finish);
+    return;
+  }
+  std::ranges::fill(data_, static_cast<T>(neutral<V>(config_.reduction)));
+  for (std::size_t i = 0; i < result_.nnz(); ++i) {
+    data_[result_.sparse.indices[i]] = finish(result_.sparse.values[i]);
+  }
+}
+
+template class AllreduceOperation<float>;
+template class AllreduceOperation<double>;
+template class AllreduceOperation<Half>;
+template class AllreduceOperation<BFloat16>;
+template class AllreduceOperation<std::int32_t>;
+template class AllreduceOperation<std::int64_t>;
+
+template <class V>
+void AllgatherOperation<V>::configure(CollectiveConfig config) {
+  text_ = describe<V>("allgather of sparse vectors", config);
+  config_ = std::move(config);
+}
+
+template <class V>
+void AllgatherOperation<V>::run(Channel& channel, Agreement const& agreement) {
+  check_message<V>(agreement.most_entries, "a contribution");
+  result_ = gather_.run(channel, contribution_, config_.extent, agreement.most_entries);
+}
+
+template <class V>
+void ReduceScatterOperation<V>::configure(CollectiveConfig config) {
+  text_ = describe<V>("reduce-scatter of sparse vectors", config) + describe_reduction(config);
+  config_ = std::move(config);
+}
+
+template <class V>
+void ReduceScatterOperation<V>::run(Channel& channel, Agreement const& agreement) {
+  check_message<V>(agreement.most_entries, "a contribution");
+  result_ = reduce_
+                .run(channel, contribution_,
+                     {config_.extent, agreement.most_entries, agreement.most_entries, 0,
+                      config_.reduction})
+                .sparse();
+}
+
+#define SPARSECOMM_OPERATIONS(V)        \
+  template class AllgatherOperation<V>; \
+  template class ReduceScatterOperation<V>;
+SPARSECOMM_OPERATIONS(float)
+SPARSECOMM_OPERATIONS(double)
+SPARSECOMM_OPERATIONS(std::int32_t)
+SPARSECOMM_OPERATIONS(std::int64_t)
+#undef SPARSECOMM_OPERATIONS
+
+}  // namespace sparsecomm

@@ -1,0 +1,124 @@
+// The lossless collectives as operations of a communicator: a reduction of all ranks' vectors for
+// all (allreduce) or by regions (reduce-scatter), and everybody's vectors for all (allgather).
+//
+// Each is configured with what ranks must agree on, then bound to one contribution after another;
+// its scratch is kept between them. One submission at a time: bind again when it has ended.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "collectives/algorithm.h"
+#include "collectives/dense.h"
+#include "collectives/sparse_allgather.h"
+#include "collectives/sparse_reduce_scatter.h"
+#include "engine/communicator.h"
+
+namespace sparsecomm {
+
+// What ranks must agree on. Text and numbers in `vector` name what the vector is besides, its shape
+// for example, as "name=value;name=value".
+struct CollectiveConfig {
+  std::string vector;
+  std::uint64_t extent = 0;                   // at most 2^32 - 2
+  AlgorithmEntry const* algorithm = nullptr;  // null: choose() decides for each call
+  Reduction reduction = Reduction::sum;
+  bool average = false;  // of a sum: divided by the number of ranks
+};
+
+// The reduction of one vector per rank, exact but for the rounding of sums in accumulate_t<T>, with
+// the same bits on every rank. T is any element type; a vector that is given as sparse has
+// accumulate_t<T> values.
+template <class T>
+class AllreduceOperation final : public Operation {
+ public:
+  using V = accumulate_t<T>;
+
+  explicit AllreduceOperation(AlgorithmOptions const& options = {});
+
+  // Throws InvalidArgument where the extent exceeds 2^32 - 2, or the algorithm cannot reduce so.
+  void configure(CollectiveConfig config);
+
+  // A sparse contribution, whose memory stays until the operation has ended.
+  void bind(SparseView<V> contribution);
+  // After the operation, until the next one: the reduction, not divided yet where the average is
+  // wanted. Entries that are the neutral element may be missing.
+  StreamView<V> result() const { return result_; }
+
+  // A dense vector of `extent` entries, which the reduction replaces. Only entries that are not the
+  // neutral element travel in a sparse algorithm. Unchanged after a failure.
+  void bind(std::span<T> data);
+
+  Proposal prepare() override;
+  void run(Channel& channel, Agreement const& agreement) override;
+
+ private:
+  void reduce_sparse(Channel& channel, Agreement const& agreement, AlgorithmEntry const& entry);
+  void reduce_dense(Channel& channel);
+  SparseView<V> compress();
+  void expand(int ranks);
+
+  AlgorithmOptions options_;
+  CollectiveConfig config_;
+  std::string text_;
+  bool is_dense_ = false;
+  SparseView<V> contribution_;
+  std::span<T> data_;
+  std::uint64_t entries_ = 0;
+  StreamView<V> result_;
+  std::vector<std::unique_ptr<SparseAllreduce<V>>> sparse_;  // by line of the table, when needed
+  DenseAllreduce<T> dense_;
+  DenseAllreduce<V> wide_dense_;
+  std::vector<std::uint32_t> indices_;  // of a dense vector's entries
+  std::vector<V> values_;
+  std::vector<V> expanded_;
+};
+
+// Everybody's vectors on every rank, explicit zeros included.
+template <class V>
+class AllgatherOperation final : public Operation {
+ public:
+  explicit AllgatherOperation(AlgorithmOptions const& options = {}) : gather_(options.frame) {}
+
+  void configure(CollectiveConfig config);  // algorithm, reduction and average have no meaning
+  void bind(SparseView<V> contribution) { contribution_ = contribution; }
+  // [rank]; until the next operation, and as long as the contribution stays.
+  std::span<const SparseView<V>> result() const { return result_; }
+
+  Proposal prepare() override { return {text_, true, contribution_.nnz()}; }
+  void run(Channel& channel, Agreement const& agreement) override;
+
+ private:
+  CollectiveConfig config_;
+  std::string text_;
+  SparseView<V> contribution_;
+  SparseAllgather<V> gather_;
+  std::span<const SparseView<V>> result_;
+};
+
+// The reduction of region r on rank r. Regions are even, see even_split().
+template <class V>
+class ReduceScatterOperation final : public Operation {
+ public:
+  explicit ReduceScatterOperation(AlgorithmOptions const& options = {}) : reduce_(options) {}
+
+  void configure(CollectiveConfig config);  // algorithm has no meaning
+  void bind(SparseView<V> contribution) { contribution_ = contribution; }
+  // Until the next operation; indices count from the start of the whole vector. Not divided yet
+  // where the average is wanted. Entries that are the neutral element may be missing.
+  SparseView<V> result() const { return result_; }
+
+  Proposal prepare() override { return {text_, true, contribution_.nnz()}; }
+  void run(Channel& channel, Agreement const& agreement) override;
+
+ private:
+  CollectiveConfig config_;
+  std::string text_;
+  SparseView<V> contribution_;
+  SparseReduceScatter<V> reduce_;
+  SparseView<V> result_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,147 @@
+#include "coo_entries.h"
+
+#include <algorithm>
+
+namespace sparsecomm {
+namespace {
+
+template <class V>
+std::int64_t count_rows(StreamView<V> const& stream, V neutral, std::uint64_t row) {
+  std::int64_t count = 0;
+  std::uint64_t last = std::numeric_limits<std::uint64_t>::max();
+  auto const see = [&](std::uint64_t index) {
+    count += index / row != last;
+    last = index / row;
+  };
+  if (!stream.is_dense) {
+    if (row == 1) return static_cast<std::int64_t>(stream.sparse.nnz());
+    for (std::uint32_t const index : stream.sparse.indices) see(index);
+  } else if (row == 1) {
+    count =
+        static_cast<std::int64_t>(stream.dense.size()) - std::ranges::count(stream.dense, neutral);
+  } else {
+    for (std::size_t i = 0; i < stream.dense.size(); ++i) {
+      if (stream.dense[i] != neutral) see(i);
+    }
+  }
+  return count;
+}
+
+template <class V, class F>
+void for_each_entry(StreamView<V> const& stream, V neutral, F&& f) {
+  if (!stream.is_dense) {
+    for (std::size_t i = 0; i < stream.sparse.nnz(); ++i) {
+      f(stream.sparse.indices[i], stream.sparse.values[i]);
+    }
+    return;
+  }
+  for (std::size_t i = 0; i < stream.dense.size(); ++i) {
+    if (stream.dense[i] != neutral) f(i, stream.dense[i]);
+  }
+}
+
+// Turns the first row of `indices`, flattened positions, into one row a dimension.
+void unflatten(at::IntArrayRef sizes, std::int64_t nnz, std::int64_t* indices) {
+  if (sizes.size() < 2) return;
+  for (std::int64_t i = 0; i < nnz; ++i) {
+    std::int64_t rest = indices[i];
+    for (auto dim = static_cast<std::int64_t>(sizes.size()); dim-- > 0;) {
+      indices[dim * nnz + i] = rest % sizes[static_cast<std::size_t>(dim)];
+      rest /= sizes[static_cast<std::size_t>(dim)];
+    }
+  }
+}
+
+}  // namespace
+
+CooShape::CooShape(at::IntArrayRef all_sizes, std::int64_t sparse)
+    : sizes(all_sizes.vec()), sparse_dims(sparse) {
+  for (std::int64_t const size : all_sizes.slice(static_cast<std::size_t>(sparse))) {
+    row *= static_cast<std::uint64_t>(size);
+  }
+  extent = static_cast<std::uint64_t>(c10::multiply_integers(all_sizes));
+  require(extent < std::numeric_limits<std::uint32_t>::max(), "a tensor of shape ", all_sizes,
+          " has ", extent, " entries, more than 2^32 - 2; split it");
+}
+
+template <class V>
+void CooEntries<V>::read(CooShape const& shape, at::Tensor const& coo) {
+  at::Tensor const coalesced = coo.is_coalesced() ? coo : coo.coalesce();
+  at::Tensor const indices = coalesced._indices();
+  values_ = coalesced._values().to(c10::CppTypeToScalarType<V>::value).contiguous();
+  std::int64_t const nnz = indices.size(1);
+  auto const rows = static_cast<std::size_t>(shape.row);
+  indices_.resize(static_cast<std::size_t>(nnz) * rows);
+
+  auto const* const data = indices.const_data_ptr<std::int64_t>();
+  std::int64_t const stride = indices.stride(1);
+  std::int64_t before = -1;
+  auto out = indices_.begin();
+  for (std::int64_t i = 0; i < nnz; ++i) {
+    std::int64_t position = 0;
+    for (std::int64_t dim = 0; dim < shape.sparse_dims; ++dim) {
+      std::int64_t const index = data[dim * indices.stride(0) + i * stride];
+      std::int64_t const size = shape.sizes[static_cast<std::size_t>(dim)];
+      require(index >= 0 && index < size, "index ", index, " is outside dimension ", dim,
+              " of shape ", shape.sizes);
+      position = position * size + index;
+    }
+    require(position > before,
+            "the tensor is marked as coalesced, but its indices are not sorted and distinct");
+    before = position;
+    auto first = static_cast<std::uint32_t>(position * static_cast<std::int64_t>(rows));
+    for (std::size_t j = 0; j < rows; ++j) *out++ = first++;
+  }
+  view_ = {indices_, {values_.const_data_ptr<V>(), indices_.size()}};
+}
+
+template <class V>
+void CooEntries<V>::release() {
+  view_ = {};
+  values_.reset();
+}
+
+template <class V>
+at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, StreamView<V> const& stream,
+                    V neutral, std::uint64_t first, V divisor) {
+  std::int64_t const nnz = shape.extent == 0 ? 0 : count_rows(stream, neutral, shape.row);
+  std::vector<std::int64_t> values_sizes(shape.sizes.begin() + shape.sparse_dims,
+                                         shape.sizes.end());
+  values_sizes.insert(values_sizes.begin(), nnz);
+  at::Tensor indices = at::empty({shape.sparse_dims, nnz}, at::kLong);
+  at::Tensor values = at::empty(values_sizes, c10::CppTypeToScalarType<V>::value);
+  auto* const out = values.mutable_data_ptr<V>();
+  if (shape.row != 1) std::fill_n(out, values.numel(), static_cast<V>(neutral / divisor));
+  auto* const positions = indices.mutable_data_ptr<std::int64_t>();
+
+  std::int64_t entry = -1;
+  std::uint64_t last = std::numeric_limits<std::uint64_t>::max();
+  if (nnz > 0) {
+    for_each_entry(stream, neutral, [&](std::uint64_t index, V value) {
+      std::uint64_t const position = (index - first) / shape.row;
+      if (position != last) {
+        last = position;
+        ++entry;
+        if (shape.sparse_dims > 0) positions[entry] = static_cast<std::int64_t>(position);
+      }
+      out[static_cast<std::uint64_t>(entry) * shape.row + (index - first) % shape.row] =
+          divisor == V{1} ? value : static_cast<V>(value / divisor);
+    });
+    unflatten(shape.sparse_sizes(), nnz, positions);
+  }
+  return at::_sparse_coo_tensor_unsafe(indices, values.to(dtype), shape.sizes,
+                                       at::TensorOptions().dtype(dtype).layout(at::kSparse),
+                                       /*is_coalesced=*/true);
+}
+
+#define SPARSECOMM_COO(V)                                                                   \
+  template class CooEntries<V>;                                                             \
+  template at::Tensor make_coo<V>(CooShape const&, at::ScalarType, StreamView<V> const&, V, \
+                                  std::uint64_t, V);
+SPARSECOMM_COO(float)
+SPARSECOMM_COO(double)
+SPARSECOMM_COO(std::int32_t)
+SPARSECOMM_COO(std::int64_t)
+#undef SPARSECOMM_COO
+
+}  // namespace sparsecomm

@@ -1,0 +1,271 @@
+#include "tensor_collective.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <optional>
+
+#include "coo_entries.h"
+#include "engine/choose.h"
+#include "engine/sparse_collectives.h"
+
+namespace sparsecomm {
+namespace {
+
+struct Element {
+  at::ScalarType torch;
+  DType ours;
+  std::shared_ptr<TensorCollective> (*make)();
+};
+
+template <class T>
+std::shared_ptr<TensorCollective> make_collective();
+
+constexpr Element elements[] = {
+    {at::kFloat, DType::f32, make_collective<float>},
+    {at::kDouble, DType::f64, make_collective<double>},
+    {at::kHalf, DType::f16, make_collective<Half>},
+    {at::kBFloat16, DType::bf16, make_collective<BFloat16>},
+    {at::kInt, DType::i32, make_collective<std::int32_t>},
+    {at::kLong, DType::i64, make_collective<std::int64_t>},
+};
+
+Element const& find_element(at::ScalarType dtype) {
+  for (Element const& element : elements) {
+    if (element.torch == dtype) return element;
+  }
+  throw InvalidArgument(
+      concat("a tensor of dtype ", at::toString(dtype),
+             " cannot be exchanged; convert it to one of float32, float64, float16, bfloat16, "
+             "int32, int64"));
+}
+
+at::ScalarType torch_type(DType dtype) {
+  for (Element const& element : elements) {
+    if (element.ours == dtype) return element.torch;
+  }
+  throw InvalidArgument(concat("torch has no dtype ", name(dtype)));
+}
+
+struct Op {
+  Reduction reduction;
+  bool average;
+};
+
+Op find_op(std::string_view op) {
+  if (op == "avg") return {Reduction::sum, true};
+  std::string known;
+  for (ReductionEntry const& entry : reductions()) {
+    if (entry.name == op) return {entry.id, false};
+    known += concat(entry.name, ", ");
+  }
+  throw InvalidArgument(concat("op '", op, "' is unknown; choose one of ", known, "avg"));
+}
+
+void check_tensor(CollectiveRequest const& request, int ranks) {
+  at::Tensor const& tensor = request.tensor;
+  require(tensor.device().is_cpu(), "a tensor on ", tensor.device().str(),
+          " cannot be exchanged; pass tensor.cpu() and copy the result back");
+  bool const dense = tensor.layout() == at::kStrided;
+  bool const compressed = tensor.layout() == at::kSparseCsr;
+  require(dense || compressed || tensor.layout() == at::kSparse, "a tensor of layout ",
+          concat(tensor.layout()), " cannot be exchanged; pass tensor.to_sparse()");
+  require(!compressed || (tensor.dim() == 2 && tensor.dense_dim() == 0), "a CSR tensor of shape ",
+          tensor.sizes(), " is no plain matrix; pass tensor.to_sparse()");
+  if (request.kind == CollectiveKind::allreduce) {
+    if (!dense) return;
+    require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "a tensor of shape ",
+            tensor.sizes(), " and strides ", tensor.strides(),
+            " has several entries in one place; pass tensor.contiguous()");
+    require(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
+            "an inference tensor can be reduced in inference mode only; pass tensor.clone()");
+    return;
+  }
+  require(!dense, "a dense tensor of shape ", tensor.sizes(),
+          " was given where a sparse one is needed; pass tensor.to_sparse()");
+  if (request.kind == CollectiveKind::reduce_scatter) {
+    require(compressed || tensor.sparse_dim() > 0, "a tensor of shape ", tensor.sizes(),
+            " without sparse dimensions cannot be scattered");
+    require(tensor.size(0) % ranks == 0, "reduce_scatter_sparse: dimension 0 of shape ",
+            tensor.sizes(), " cannot be split evenly between ", ranks,
+            " ranks; pad it to a multiple of ", ranks);
+  }
+}
+
+// The caller's mode, on whichever thread runs the operation.
+class ThreadState {
+ public:
+  explicit ThreadState(bool inference) : inference_(inference) {}
+
+ private:
+  c10::InferenceMode inference_;
+  at::NoGradGuard no_grad_;
+};
+
+template <class T>
+class TypedCollective final : public TensorCollective {
+ public:
+  using V = accumulate_t<T>;
+
+  TypedCollective() : TensorCollective(torch_type(dtype_of<T>())) {}
+
+  void bind(CollectiveRequest request, int rank, int ranks) override {
+    check_tensor(request, ranks);
+    Key key{request.kind,
+            request.algorithm,
+            request.reduction,
+            request.average,
+            request.tensor.layout() == at::kStrided,
+            shape_of(request.tensor)};
+    if (key_ != key) {
+      configure(key);
+      key_ = std::move(key);
+    }
+    inference_ = c10::InferenceMode::is_enabled();
+    rank_ = rank;
+    ranks_ = ranks;
+    request_ = std::move(request);
+  }
+
+  Proposal prepare() override {
+    ThreadState const state(inference_);
+    if (key_->dense) {
+      flat_ = request_.tensor.contiguous();
+      allreduce_.bind(std::span(reinterpret_cast<T*>(flat_.mutable_data_ptr()),
+                                static_cast<std::size_t>(flat_.numel())));
+      return allreduce_.prepare();
+    }
+    at::Tensor const& tensor = request_.tensor;
+    entries_.read(key_->shape, tensor.layout() == at::kSparse ? tensor : tensor.to_sparse());
+    switch (key_->kind) {
+      case CollectiveKind::allreduce:
+        allreduce_.bind(entries_.view());
+        return allreduce_.prepare();
+      case CollectiveKind::allgather:
+        allgather_.bind(entries_.view());
+        return allgather_.prepare();
+      case CollectiveKind::reduce_scatter:
+        reduce_scatter_.bind(entries_.view());
+        return reduce_scatter_.prepare();
+    }
+    throw InvalidArgument(concat("collective ", int(key_->kind), " is unknown"));
+  }
+
+  void run(Channel& channel, Agreement const& agreement) override {
+    ThreadState const state(inference_);
+    V const absent = neutral<V>(key_->reduction);
+    V const divisor = key_->average ? static_cast<V>(ranks_) : V{1};
+    switch (key_->kind) {
+      case CollectiveKind::allreduce:
+        allreduce_.run(channel, agreement);
+        if (key_->dense) {
+          write_back();
+        } else {
+          results_.push_back(
+              make_coo<V>(key_->shape, dtype(), allreduce_.result(), absent, 0, divisor));
+        }
+        break;
+      case CollectiveKind::allgather:
+        allgather_.run(channel, agreement);
+        for (SparseView<V> const& view : allgather_.result()) {
+          results_.push_back(make_coo<V>(key_->shape, dtype(), {.sparse = view}, absent));
+        }
+        break;
+      case CollectiveKind::reduce_scatter: {
+        reduce_scatter_.run(channel, agreement);
+        std::vector<std::int64_t> sizes = key_->shape.sizes;
+        sizes[0] /= ranks_;
+        CooShape const region(sizes, key_->shape.sparse_dims);
+        results_.push_back(make_coo<V>(region, dtype(), {.sparse = reduce_scatter_.result()},
+                                       absent, region.extent * static_cast<std::uint64_t>(rank_),
+                                       divisor));
+        break;
+      }
+    }
+  }
+
+  std::vector<at::Tensor> release() override {
+    entries_.release();
+    flat_.reset();
+    request_.tensor.reset();
+    return std::exchange(results_, {});
+  }
+
+ private:
+  // What the engine's operation was configured for.
+  struct Key {
+    CollectiveKind kind;
+    AlgorithmEntry const* algorithm;
+    Reduction reduction;
+    bool average;
+    bool dense;
+    CooShape shape;
+
+    friend bool operator==(Key const&, Key const&) = default;
+  };
+
+  static CooShape shape_of(at::Tensor const& tensor) {
+    return {tensor.sizes(), tensor.layout() == at::kSparse ? tensor.sparse_dim() : tensor.dim()};
+  }
+
+  void configure(Key const& key) {
+    std::string vector = concat("layout=", key.dense ? "dense" : "sparse",
+                                ";shape=", at::IntArrayRef(key.shape.sizes));
+    if (!key.dense) vector += concat(";sparse dimensions=", key.shape.sparse_dims);
+    CollectiveConfig config{std::move(vector), key.shape.extent, key.algorithm, key.reduction,
+                            key.average};
+    switch (key.kind) {
+      case CollectiveKind::allreduce:
+        return allreduce_.configure(std::move(config));
+      case CollectiveKind::allgather:
+        return allgather_.configure(std::move(config));
+      case CollectiveKind::reduce_scatter:
+        return reduce_scatter_.configure(std::move(config));
+    }
+  }
+
+  void write_back() {
+    at::Tensor const& tensor = request_.tensor;
+    if (!flat_.is_same(tensor)) {
+      tensor.detach().copy_(flat_);
+    } else if (!tensor.is_inference()) {
+      tensor.unsafeGetTensorImpl()->bump_version();
+    }
+    results_.push_back(tensor);
+  }
+
+  std::optional<Key> key_;
+  CollectiveRequest request_;
+  int rank_ = 0, ranks_ = 1;
+  bool inference_ = false;
+  at::Tensor flat_;  // a dense tensor's entries in order
+  CooEntries<V> entries_;
+  AllreduceOperation<T> allreduce_;
+  AllgatherOperation<V> allgather_;
+  ReduceScatterOperation<V> reduce_scatter_;
+  std::vector<at::Tensor> results_;
+};
+
+template <class T>
+std::shared_ptr<TensorCollective> make_collective() {
+  return std::make_shared<TypedCollective<T>>();
+}
+
+}  // namespace
+
+CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor,
+                                          std::string_view algorithm, std::string_view op) {
+  DType const dtype = find_element(tensor.scalar_type()).ours;
+  Op const found = find_op(op);
+  require(!found.average || !c10::isIntegralType(tensor.scalar_type(), false), "op 'avg' of ",
+          at::toString(tensor.scalar_type()), " is not defined; use sum");
+  return {kind, std::move(tensor), find_reducing(algorithm, dtype, found.reduction),
+          found.reduction, found.average};
+}
+
+std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype) {
+  return find_element(dtype).make();
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,263 @@
+"""Lossless collectives that send only what is not zero.
+
+Every rank of a process group, or of a :class:`~sparsecomm.Communicator`, calls them with tensors of
+the same shape and dtype, in the same order. Operations of one communicator run one after another in
+the order of the calls; a program that calls from several threads must see to it that the order is
+the same on every rank. Whoever uses no ``communicator`` gets one per process group, which connects
+at the first call (all ranks must take part in it) and lives as long as the group.
+
+Tensors are on the CPU and of dtype float32, float64, float16, bfloat16, int32 or int64, with at
+most 2^32 - 2 entries, zeros included. Half precision is reduced in float32 and rounded once. The
+layout is COO or CSR, for :func:`allreduce` dense too; what comes back is COO and coalesced. An
+uncoalesced tensor is coalesced first, which adds up what it holds for one index, whatever the
+``op``. Gradients do not flow through.
+
+All ranks get the same bits. Where ranks disagree every rank raises the same ``RuntimeError``, and
+the communicator stays usable. When a rank is lost or a deadline passes, every rank that is left
+raises ``torch.distributed.DistBackendError``, which names the culprit; the communicator is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Generic, Literal, TypeVar, overload
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from sparsecomm import _C
+from sparsecomm._C import CancelledError
+from sparsecomm.communicator import Communicator
+from sparsecomm.transports import require_initialised
+
+__all__ = ["CancelledError", "Work", "allgather_sparse", "allreduce", "reduce_scatter_sparse"]
+
+T = TypeVar("T")
+
+# An entry goes, and its connections close, when torch.distributed drops the group.
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+
+
+class Work(Generic[T]):
+    """A collective that was started with ``async_op=True``.
+
+    Until it has ended the tensor that it was given must not be changed.
+    """
+
+    def __init__(self, native: _C.CollectiveWork) -> None:
+        self._native = native
+
+    def wait(self) -> T:
+        """Blocks until the collective has ended, and returns its result.
+
+        Raises:
+            CancelledError: a rank cancelled it.
+            RuntimeError: it failed, as the blocking form would have.
+        """
+        result: T = self._native.result()
+        return result
+
+    def is_completed(self) -> bool:
+        """Whether it has ended, with a result or an error."""
+        return self._native.ended()
+
+    def cancel(self) -> bool:
+        """Keeps the collective from running if it has not begun.
+
+        Every rank, also those that did not cancel, then raises :class:`CancelledError` from
+        :meth:`wait`, tensors are as they were, and later collectives run.
+
+        Returns:
+            False where it had begun already; it then runs to its end, unless another rank has
+            cancelled it.
+        """
+        return self._native.cancel()
+
+    def get_future(self) -> torch.futures.Future[T]:
+        """A future of the result, or of the error, which is a plain ``RuntimeError`` there."""
+        future: torch.futures.Future[T] = self._native.get_future()
+        return future
+
+
+@overload
+def allreduce(
+    tensor: torch.Tensor,
+    algorithm: str = ...,
+    op: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def allreduce(
+    tensor: torch.Tensor,
+    algorithm: str = ...,
+    op: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[torch.Tensor]: ...
+def allreduce(
+    tensor: torch.Tensor,
+    algorithm: str = "auto",
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    communicator: Communicator | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Work[torch.Tensor]:
+    """Reduces ``tensor`` over all ranks.
+
+    An index that a rank does not hold takes no part, as if it held the neutral element: 0 for
+    ``sum`` and ``avg``, 1 for ``product``, infinity (or the largest integer) for ``min``, its
+    opposite for ``max``. So ``min`` of a sparse tensor is the least of the entries that are there,
+    where torch.distributed and ``to_dense()`` would see zeros. Of a dense tensor every entry
+    counts, and those that are not the neutral element travel.
+
+    Args:
+        tensor: dense of any strides, COO, hybrid COO or CSR, of any shape, the same on every rank.
+            The number of entries may differ, and be 0. A dense tensor is reduced in place; a sparse
+            one stays as it is.
+        algorithm: a line of ``sparsecomm info`` that is exact for this dtype and op, or ``"auto"``:
+            the one that costs least for what the ranks hold.
+        op: ``"sum"``, ``"product"``, ``"min"``, ``"max"``; ``"avg"`` for floating types.
+        group: the ranks; the default group if ``None``.
+        communicator: the ranks, instead of a group.
+        async_op: return at once.
+
+    Returns:
+        ``tensor`` itself where it is dense, otherwise a coalesced COO tensor of its shape, in which
+        entries that equal the neutral element may be missing; a :class:`Work` of it with
+        ``async_op``.
+
+    Raises:
+        ValueError: an unknown or lossy algorithm, an unknown op, a tensor that cannot be exchanged,
+            both a group and a communicator, or a closed communicator.
+        RuntimeError: torch.distributed is not initialised, or the ranks disagree.
+        torch.distributed.DistBackendError: a rank was lost, or the time ran out.
+
+    Complexity: docs/algorithms.md says how many messages and words each algorithm takes for k
+    entries a rank; a dense tensor is read once or twice besides.
+    """
+    collectives = _collectives(group, communicator)
+    if async_op:
+        return Work(collectives.start_allreduce(tensor, algorithm, op))
+    return collectives.allreduce(tensor, algorithm, op)
+
+
+@overload
+def allgather_sparse(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    async_op: Literal[False] = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def allgather_sparse(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[list[torch.Tensor]]: ...
+def allgather_sparse(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    communicator: Communicator | None = None,
+    async_op: bool = False,
+) -> Sequence[torch.Tensor] | Work[list[torch.Tensor]]:
+    """Gives every rank the sparse tensors of all ranks, explicit zeros included.
+
+    Args:
+        tensor: COO, hybrid COO or CSR, of the same shape on every rank; the number of entries may
+            differ.
+        group: the ranks; the default group if ``None``.
+        communicator: the ranks, instead of a group.
+        async_op: return at once.
+
+    Returns:
+        A coalesced COO tensor of the same shape from each rank, in rank order; a :class:`Work` of
+        that list with ``async_op``.
+
+    Raises:
+        ValueError, RuntimeError, torch.distributed.DistBackendError: as :func:`allreduce`.
+
+    Complexity: ceil(log2 P) messages; 2k(P-1) words received, with k entries a rank.
+    """
+    collectives = _collectives(group, communicator)
+    if async_op:
+        return Work(collectives.start_allgather(tensor))
+    return collectives.allgather(tensor)
+
+
+@overload
+def reduce_scatter_sparse(
+    tensor: torch.Tensor,
+    op: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    async_op: Literal[False] = ...,
+) -> torch.Tensor: ...
+@overload
+def reduce_scatter_sparse(
+    tensor: torch.Tensor,
+    op: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[torch.Tensor]: ...
+def reduce_scatter_sparse(
+    tensor: torch.Tensor,
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    communicator: Communicator | None = None,
+    async_op: bool = False,
+) -> torch.Tensor | Work[torch.Tensor]:
+    """Reduces ``tensor`` over all ranks and gives rank r the r-th of P parts of dimension 0.
+
+    The parts are those of ``torch.distributed.reduce_scatter_tensor``: of a tensor of shape
+    ``(n, ...)`` rank r gets rows ``r n/P`` to ``(r+1) n/P``. For what it means that a rank does
+    not hold an index, see :func:`allreduce`.
+
+    Args:
+        tensor: COO, hybrid COO or CSR, of the same shape on every rank; dimension 0 is a multiple
+            of the number of ranks.
+        op: as in :func:`allreduce`.
+        group: the ranks; the default group if ``None``.
+        communicator: the ranks, instead of a group.
+        async_op: return at once.
+
+    Returns:
+        A coalesced COO tensor of shape ``(n/P, ...)``, in which entries that equal the neutral
+        element may be missing; a :class:`Work` of it with ``async_op``.
+
+    Raises:
+        ValueError, RuntimeError, torch.distributed.DistBackendError: as :func:`allreduce`.
+
+    Complexity: P-1 messages; 2k(P-1)/P words received where every rank holds as many entries in
+    each part, 2k(P-1) at most.
+    """
+    collectives = _collectives(group, communicator)
+    if async_op:
+        return Work(collectives.start_reduce_scatter(tensor, op))
+    return collectives.reduce_scatter(tensor, op)
+
+
+def _collectives(
+    group: dist.ProcessGroup | None, communicator: Communicator | None
+) -> _C.Collectives:
+    if communicator is not None:
+        if group is not None:
+            raise ValueError("give either a group or a communicator, not both")
+        return communicator.collectives
+    if group is None:
+        require_initialised()
+        group = distributed_c10d._get_default_group()
+    found = _of_group.get(group) if isinstance(group, dist.ProcessGroup) else None
+    if found is None:
+        found = Communicator.from_process_group(group)
+        _of_group[group] = found
+    return found.collectives
