@@ -6,22 +6,31 @@ Importing this package also registers the ``torch.distributed`` backend ``"spars
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
 from sparsecomm.hooks import (
+    AutoState,
     CompressionState,
     OkTopkState,
     TopkState,
+    auto_hook,
     oktopk_hook,
     register_comm_hook,
     topk_hook,
 )
+from sparsecomm.planning import Explanation, Link, Prediction, explain
 from sparsecomm.schedule import ThresholdSchedule
 
 __all__ = [
+    "AutoState",
     "CompressionState",
+    "Explanation",
+    "Link",
     "OkTopkState",
+    "Prediction",
     "ThresholdSchedule",
     "TopkState",
     "__version__",
+    "auto_hook",
     "build_info",
+    "explain",
     "oktopk_hook",
     "register_comm_hook",
     "topk_hook",

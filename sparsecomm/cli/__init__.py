@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench
+from sparsecomm.cli import bench, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -54,6 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     benchmarks.set_defaults(run=None, parser=benchmarks)
     bench.add_allreduce(benchmarks.add_subparsers(title="collectives", metavar="COLLECTIVE"))
+
+    plan.add_plan(commands)
 
     info = commands.add_parser(
         "info",
