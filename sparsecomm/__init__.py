@@ -14,27 +14,36 @@ from sparsecomm.collectives import (
 )
 from sparsecomm.communicator import Communicator
 from sparsecomm.hooks import (
+    AutoState,
     CompressionState,
     OkTopkState,
     TopkState,
+    auto_hook,
     oktopk_hook,
     register_comm_hook,
     topk_hook,
 )
+from sparsecomm.planning import Explanation, Link, Prediction, explain
 from sparsecomm.schedule import ThresholdSchedule
 
 __all__ = [
+    "AutoState",
     "CancelledError",
     "Communicator",
     "CompressionState",
+    "Explanation",
+    "Link",
     "OkTopkState",
+    "Prediction",
     "ThresholdSchedule",
     "TopkState",
     "Work",
     "__version__",
     "allgather_sparse",
     "allreduce",
+    "auto_hook",
     "build_info",
+    "explain",
     "oktopk_hook",
     "reduce_scatter_sparse",
     "register_comm_hook",

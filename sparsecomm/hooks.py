@@ -214,6 +214,37 @@ class TopkState(CompressionState):
     algorithm = "topk_a"
 
 
+class AutoState(CompressionState):
+    """State of :func:`auto_hook`: a plan chooses the algorithm of every step.
+
+    The first step measures the link and the kernels, in some tens of milliseconds, and takes what
+    is predicted to be quickest, for each group of parameters by itself; the times of further steps
+    correct that. A dense exchange is one of the candidates, and takes what the residuals hold
+    along. What a step delivers depends on the choice: every entry (dense), the union of the
+    selections, or the k largest of their sum; what is not delivered stays in the residual.
+
+    A run that is resumed begins with the plan of the saved one. Since plans follow measured times,
+    two runs need not choose alike; where every bit has to repeat, name the algorithm, as
+    :class:`OkTopkState` does.
+    """
+
+    algorithm = "auto"
+
+    @property
+    def algorithms(self) -> list[str]:
+        """What each group's next step will use, ``"auto"`` before the first.
+
+        Raises:
+            ValueError: an exchange is in progress.
+        """
+        return self._native.algorithms()
+
+
+def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(AutoState(), auto_hook)``."""
+    return _checked_state(state, AutoState, "auto_hook")._run(bucket)
+
+
 def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(OkTopkState(), oktopk_hook)``."""
     return _checked_state(state, OkTopkState, "oktopk_hook")._run(bucket)
@@ -225,6 +256,7 @@ def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Tensor]]] = {
+    AutoState: auto_hook,
     OkTopkState: oktopk_hook,
     TopkState: topk_hook,
 }

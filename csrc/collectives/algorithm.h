@@ -72,13 +72,14 @@ struct Cost {
   double rounds = 0;    // messages that wait for one another
   double messages = 0;  // sent
   double bytes = 0;     // received
-  double entries = 0;   // encoded, decoded or merged: what the processor does
-  bool exact = false;   // messages and bytes are what is counted; otherwise upper bounds
+  double entries = 0;   // of sparse streams, encoded, decoded or merged: what the processor does
+  double dense_entries = 0;  // likewise of dense blocks
+  bool exact = false;        // messages and bytes are what is counted; otherwise upper bounds
 
   // One after the other.
   friend Cost operator+(Cost const& a, Cost const& b) {
-    return {a.rounds + b.rounds, a.messages + b.messages, a.bytes + b.bytes, a.entries + b.entries,
-            a.exact && b.exact};
+    return {a.rounds + b.rounds,   a.messages + b.messages,           a.bytes + b.bytes,
+            a.entries + b.entries, a.dense_entries + b.dense_entries, a.exact && b.exact};
   }
 };
 

@@ -166,7 +166,7 @@ Cost chunked_cost(CostShape const& shape, double chunks) {
   cost.rounds = cost.rounds * chunks + 1;
   cost.messages = (cost.messages + peers) * chunks;
   cost.bytes = (cost.bytes + peers * frame) * chunks;
-  cost.entries = 2 * extent;
+  cost.dense_entries = 2 * extent;
   cost.exact = region * shape.ranks * chunks == extent;
   return cost;
 }

@@ -141,7 +141,7 @@ Cost dense_rabenseifner_cost(CostShape const& shape, AlgorithmOptions const&) {
           .bytes = 2 * (halvings * header_bytes +
                         (elements - (even ? halvings : 0)) * shape.value_bytes) +
                    folded * (header_bytes + extent * shape.value_bytes),
-          .entries = (2 + folded) * extent,
+          .dense_entries = (2 + folded) * extent,
           .exact = folded == 0 && even};
 }
 

@@ -76,7 +76,7 @@ Cost dense_ring_cost(CostShape const& shape, AlgorithmOptions const&) {
   return {.rounds = steps,
           .messages = steps,
           .bytes = steps * (header_bytes + region * shape.value_bytes),
-          .entries = 2.0 * static_cast<double>(shape.extent),
+          .dense_entries = 2.0 * static_cast<double>(shape.extent),
           .exact = shape.extent % static_cast<std::uint64_t>(shape.ranks) == 0};
 }
 

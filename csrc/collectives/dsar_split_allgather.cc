@@ -52,7 +52,7 @@ Cost dsar_split_allgather_cost(CostShape const& shape, AlgorithmOptions const& o
   double const others = extent - std::floor(extent / shape.ranks);
   Cost gather = allgather_cost(shape.ranks, header_bytes);
   gather.bytes += others * shape.value_bytes;
-  gather.entries = extent;
+  gather.dense_entries = extent;
   return split_reduce_cost(shape, options) + gather;
 }
 

@@ -1,13 +1,11 @@
 #include "compress/error_feedback.h"
 
 #include <algorithm>
+#include <bit>
+#include <type_traits>
 
 namespace sparsecomm {
 namespace {
-
-// One in this many entries is looked at by a sampled threshold. Prime, so that it does not fall
-// into step with the rows of a weight matrix.
-constexpr std::size_t sample_stride = 97;
 
 constexpr std::size_t lookahead = 32;
 
@@ -31,6 +29,18 @@ void for_each_residual(std::span<const Segment<T>> segments, std::span<const std
   }
 }
 
+template <class T>
+T nearest_finite(accumulate_t<T> x) {
+  if constexpr (std::is_same_v<T, Half>) {
+    return T(std::clamp(x, -65504.0f, 65504.0f));
+  } else if constexpr (std::is_same_v<T, BFloat16>) {
+    constexpr float most = std::bit_cast<float>(0x7f7f0000u);
+    return T(std::clamp(x, -most, most));
+  } else {
+    return x;
+  }
+}
+
 }  // namespace
 
 template <class T>
@@ -45,7 +55,7 @@ void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std:
       threshold_ = exact_threshold<T>(segments, k, scratch_);
       break;
     case ThresholdSource::sampled:
-      threshold_ = sampled_threshold<T>(segments, k, sample_stride, step, scratch_);
+      threshold_ = sampled_threshold<T>(segments, k, threshold_stride, step, scratch_);
       break;
     case ThresholdSource::gaussian:
       threshold_ = gaussian_threshold<T>(segments, k);
@@ -59,6 +69,7 @@ void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std:
 template <class T>
 SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>> segments,
                                                      std::uint64_t k) {
+  residual_is_clear_ = false;
   std::uint64_t const limit = selection_limit(extent_, k);
   auto const indices = indices_.take(limit + packed_slack);
   auto const values = values_.take(limit + packed_slack);
@@ -78,6 +89,24 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
 }
 
 template <class T>
+void ErrorFeedback<T>::flush(std::span<const Segment<T>> segments) {
+  T* copy = flushed_.take(extent_).data();
+  for (Segment<T> const& segment : segments) {
+    if (!residual_is_clear_) {
+      for (std::size_t i = 0; i < segment.gradient.size(); ++i) {
+        V const sum = segment.residual[i] + static_cast<V>(segment.gradient[i]);
+        T const sent = nearest_finite<T>(sum);
+        segment.residual[i] = sum - static_cast<V>(sent);
+        segment.gradient[i] = sent;
+      }
+    }
+    copy = std::ranges::copy(segment.gradient, copy).out;
+  }
+  has_flushed_ = true;
+  residual_is_clear_ = std::is_same_v<T, V>;  // nothing was rounded away
+}
+
+template <class T>
 void ErrorFeedback<T>::keep(std::span<const Segment<T>> segments, SparseView<V> rejected) {
   rejected_ = rejected;
   before_.clear();
@@ -93,6 +122,13 @@ void ErrorFeedback<T>::restore(std::span<const Segment<T>> segments) {
                        [&](V& residual, std::size_t i) { residual = before_[i]; });
   for_each_residual<T>(segments, selection_.indices,
                        [&](V& residual, std::size_t i) { residual = selection_.values[i]; });
+  if (has_flushed_) {
+    residual_is_clear_ = false;
+    T const* sent = flushed_.take(extent_).data();
+    for (Segment<T> const& segment : segments) {
+      for (V& residual : segment.residual) residual += static_cast<V>(*sent++);
+    }
+  }
   forget();
 }
 
@@ -100,6 +136,7 @@ template <class T>
 void ErrorFeedback<T>::forget() {
   selection_ = {};
   rejected_ = {};
+  has_flushed_ = false;
 }
 
 template class ErrorFeedback<float>;

@@ -19,6 +19,10 @@ constexpr std::uint64_t selection_limit(std::uint64_t extent, std::uint64_t k) {
   return std::min(extent, 4 * k + 1024);
 }
 
+// One in this many entries is looked at by a sampled threshold. Prime, so that it does not fall
+// into step with the rows of a weight matrix.
+inline constexpr std::size_t threshold_stride = 97;
+
 // Selects about k entries of residual + gradient by magnitude and keeps the rest in the residual.
 // One object per group of parameters; the residuals themselves belong to the caller. Source:
 // Ok-Topk Algorithms 1 and 2.
@@ -36,20 +40,32 @@ class ErrorFeedback {
   // memory. The result is valid until the next call.
   SparseView<V> select(std::span<const Segment<T>> segments, std::uint64_t k);
 
+  // Instead of select(), for a dense exchange: adds the residual to the gradient and leaves in it
+  // only what T rounds away, or cannot hold. From one flush to the next nobody else may change the
+  // residual, but before a reset().
+  void flush(std::span<const Segment<T>> segments);
+
   // Adds to the residual what an allreduce rejected (sorted indices). `rejected` must stay valid
   // until the next call of select(), forget() or restore().
   void keep(std::span<const Segment<T>> segments, SparseView<V> rejected);
 
-  // Undoes keep(), and select() but for the gradient, now part of the residual. Forgets the
-  // selection.
+  // Undoes keep(), and select() or flush() but for the gradient, now part of the residual. Forgets
+  // the selection.
   void restore(std::span<const Segment<T>> segments);
 
   // Forgets the selection: there is nothing left to restore.
   void forget();
 
+  void follow(ThresholdSchedule schedule) { schedule_ = schedule; }
+
+  // The residual is another one; `threshold`: the last one's magnitude, 0 for none.
+  void reset(double threshold) {
+    threshold_ = {static_cast<V>(threshold), 0};
+    residual_is_clear_ = false;
+  }
+
   // The last threshold's magnitude; 0 before the first.
   double threshold() const { return static_cast<double>(threshold_.magnitude); }
-  void load_threshold(double magnitude) { threshold_ = {static_cast<V>(magnitude), 0}; }
 
  private:
   ThresholdSchedule schedule_;
@@ -59,6 +75,9 @@ class ErrorFeedback {
   Buffer<V> values_;
   SparseView<V> selection_, rejected_;
   std::vector<V> before_;  // the residuals that keep() changed
+  Buffer<T> flushed_;      // what flush() put into the gradient
+  bool has_flushed_ = false;
+  bool residual_is_clear_ = false;
   std::vector<V> scratch_;
 };
 

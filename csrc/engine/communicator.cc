@@ -2,11 +2,13 @@
 
 #include <unistd.h>
 
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <map>
 #include <tuple>
 
+#include "engine/calibration.h"
 #include "engine/verdict.h"
 
 namespace sparsecomm {
@@ -17,6 +19,8 @@ enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
 struct Fingerprint {
   std::uint64_t hash;
   std::uint64_t entries;
+  std::uint64_t former_entries;
+  double former_seconds;
   std::uint32_t finite;
   Intent intent;
 };
@@ -231,6 +235,15 @@ Counters Communicator::counters() const {
   return counters_;
 }
 
+Figures const& Communicator::figures(Channel& channel) {
+  if (!options_.figures) options_.figures = calibrate(channel, clock_);
+  return *options_.figures;
+}
+
+void Calibration::run(Channel& channel, Agreement const& /*agreement*/) {
+  figures_ = communicator_.figures(channel);
+}
+
 void Communicator::progress() {
   for (;;) {
     Item item;
@@ -299,7 +312,8 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
     intent = Intent::failed;
     proposal.text = what(std::current_exception());
   }
-  Fingerprint const own{fnv1a(proposal.text), proposal.entries, proposal.finite, intent};
+  Fingerprint const own{fnv1a(proposal.text),    proposal.entries, proposal.former_entries,
+                        proposal.former_seconds, proposal.finite,  intent};
   proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
 
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
@@ -319,11 +333,15 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
       std::memcpy(&other, frames[rank].values.data(), sizeof other);
       require<MalformedFrame>(other.intent <= Intent::cancelled, "an intent of ",
                               static_cast<std::uint32_t>(other.intent));
+      require<MalformedFrame>(std::isfinite(other.former_seconds) && other.former_seconds >= 0,
+                              "a former time of ", other.former_seconds, " s");
     });
     agreed = agreed && other.hash == own.hash && other.intent == Intent::go;
     agreement.all_finite = agreement.all_finite && other.finite != 0;
     agreement.most_entries = std::max(agreement.most_entries, other.entries);
     agreement.total_entries += other.entries;
+    agreement.former_seconds = std::max(agreement.former_seconds, other.former_seconds);
+    agreement.former_entries = std::max(agreement.former_entries, other.former_entries);
     intents_[rank] = static_cast<std::uint32_t>(other.intent);
   }
   if (agreed) return agreement;

@@ -18,12 +18,14 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
+#include "engine/planner.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
@@ -33,6 +35,9 @@ struct Proposal {
   std::string text;
   bool finite = true;         // no NaN or Inf in what this rank contributes
   std::uint64_t entries = 0;  // that this rank contributes; ranks may differ in it
+  // What this rank found in the former operation of this kind, for a plan; 0: nothing.
+  double former_seconds = 0;
+  std::uint64_t former_entries = 0;
 };
 
 // What all ranks' proposals come to.
@@ -40,6 +45,8 @@ struct Agreement {
   bool all_finite = true;
   std::uint64_t most_entries = 0;  // of any rank
   std::uint64_t total_entries = 0;
+  double former_seconds = 0;  // the most of any rank, here and below
+  std::uint64_t former_entries = 0;
 };
 
 class Operation {
@@ -57,7 +64,8 @@ class Operation {
 struct CommunicatorOptions {
   Duration timeout = std::chrono::minutes(30);  // of one operation, from the moment it starts
   Duration failure_grace =
-      std::chrono::seconds(1);  // how long survivors wait for each other's reports
+      std::chrono::seconds(1);          // how long survivors wait for each other's reports
+  std::optional<Figures> figures = {};  // the same on all ranks; measured on first use if absent
 };
 
 class Communicator {
@@ -98,6 +106,9 @@ class Communicator {
   Clock const& clock() const { return clock_; }
   // As of the last completed operation.
   Counters counters() const;
+  // For an operation that runs, on all ranks alike: the figures of this transport and processor.
+  // Measures them when first called; see calibrate().
+  Figures const& figures(Channel& channel);
 
  private:
   struct Item {
@@ -130,6 +141,19 @@ class Communicator {
   bool closing_ = false;
   Counters counters_;
   std::thread thread_;  // last, so that it starts when all else is ready
+};
+
+// Measures the communicator's figures, where no operation has needed them yet.
+class Calibration final : public Operation {
+ public:
+  explicit Calibration(Communicator& communicator) : communicator_(communicator) {}
+  Proposal prepare() override { return {.text = "operation=calibration"}; }
+  void run(Channel& channel, Agreement const& agreement) override;
+  Figures const& figures() const { return figures_; }  // once it has ended
+
+ private:
+  Communicator& communicator_;
+  Figures figures_;
 };
 
 // The agreement before each operation: one Bruck allgather of fingerprints.

@@ -38,7 +38,7 @@ ThresholdSchedule local_schedule(AlgorithmEntry const& algorithm, ExchangeOption
 }  // namespace
 
 void validate(ExchangeOptions const& options) {
-  find_algorithm(options.algorithm);
+  if (options.algorithm != auto_algorithm) find_algorithm(options.algorithm);
   require(options.density > 0 && options.density <= 1, "density = ", options.density,
           " is not in (0, 1]; 0.01 sends one entry in a hundred");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
@@ -66,31 +66,49 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       extent_(extent),
       options_(options),
       communicator_(communicator),
-      algorithm_((validate(options), find_algorithm(options.algorithm))),
-      feedback_(local_schedule(algorithm_, options), extent) {
+      planned_((validate(options), options.algorithm == auto_algorithm)),
+      feedback_(options.schedule, extent) {
   require(extent < std::numeric_limits<std::uint32_t>::max(), "a gradient of ", extent,
           " entries exceeds 2^32 - 2; split it into smaller groups");
-  std::uint64_t const largest_message =
-      algorithm_.sparse
-          ? selection_limit(extent, k()) * (sizeof(std::uint32_t) + sizeof(V))
-          : algorithm_.dense->largest_message(extent, communicator.size()) * sizeof(T);
-  require(largest_message <= std::numeric_limits<std::uint32_t>::max(), "a message of ", extent,
-          " entries at density ", options.density, " may take ", largest_message,
-          " bytes, more than a frame's 2^32 - 1; split the gradient into smaller groups");
-  if (algorithm_.sparse) {
-    sparse_ = make_sparse_allreduce<V>(algorithm_, collective_options(options));
-  } else {
-    dense_ = algorithm_.dense->make<T>(collective_options(options));
+  for (AlgorithmEntry const& entry : algorithms()) {
+    if (planned_ ? delivers_exact_entries(entry) : entry.name == options.algorithm)
+      check_messages(entry);
   }
+  if (!planned_) use(find_algorithm(options.algorithm));
+}
+
+template <class T>
+void GradientExchange<T>::check_messages(AlgorithmEntry const& algorithm) const {
+  std::uint64_t const largest_message =
+      algorithm.sparse
+          ? selection_limit(extent_, k()) * (sizeof(std::uint32_t) + sizeof(V))
+          : algorithm.dense->largest_message(extent_, communicator_.size()) * sizeof(T);
+  require(largest_message <= std::numeric_limits<std::uint32_t>::max(), "a message of ", extent_,
+          " entries at density ", options_.density, " may take ", largest_message,
+          " bytes, more than a frame's 2^32 - 1; split the gradient into smaller groups");
+}
+
+template <class T>
+void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
+  algorithm_ = &algorithm;
+  sparse_.reset();
+  dense_.reset();
+  if (!algorithm.sparse) {
+    dense_ = algorithm.dense->make<T>(collective_options(options_));
+    return;
+  }
+  sparse_ = make_sparse_allreduce<V>(algorithm, collective_options(options_));
+  feedback_.follow(local_schedule(algorithm, options_));
+  feedback_.reset(state_.local_threshold);
 }
 
 template <class T>
 void GradientExchange<T>::bind(std::vector<Segment<T>> segments) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
-    require(!algorithm_.sparse || segment.residual.size() == segment.gradient.size(),
-            "a gradient of ", segment.gradient.size(), " entries has a residual of ",
-            segment.residual.size());
+    bool const keeps_residual = planned_ || algorithm_->sparse;
+    require(!keeps_residual || segment.residual.size() == segment.gradient.size(), "a gradient of ",
+            segment.gradient.size(), " entries has a residual of ", segment.residual.size());
     total += segment.gradient.size();
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
@@ -117,9 +135,26 @@ void GradientExchange<T>::load_state(ExchangeState state) {
     require(std::isfinite(threshold) && threshold >= 0, "the state to load has a threshold of ",
             threshold, ", which no magnitude is");
   }
-  feedback_.load_threshold(state.local_threshold);
+  if (planned_) {
+    plan_.load_state(state.plan);
+    algorithm_ = nullptr;
+    if (plan_.algorithm() != nullptr) use(*plan_.algorithm());
+  }
+  former_seconds_ = 0;
+  former_selected_ = 0;
+  feedback_.reset(state.local_threshold);
   if (sparse_) sparse_->load_state(state.collective);
   state_ = std::move(state);
+}
+
+template <class T>
+Workload GradientExchange<T>::workload() const {
+  return {.ranks = communicator_.size(),
+          .extent = extent_,
+          .k = k(),
+          .element_bytes = sizeof(T),
+          .value_bytes = sizeof(V),
+          .options = collective_options(options_)};
 }
 
 template <class T>
@@ -138,6 +173,10 @@ template <class T>
 Proposal GradientExchange<T>::prepare() {
   feedback_.forget();
   delivered_ = false;
+  // Not before, since what the former one rejected may have had to be put back.
+  if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
+    use(*plan_.algorithm());
+  TimePoint const started = communicator_.clock().now();
   Stopwatch const watch(communicator_.clock(), stats_.select);
   bool const finite = std::ranges::all_of(segments_, [](Segment<T> const& segment) {
     return kernels<T>().all_finite(segment.gradient);
@@ -155,29 +194,69 @@ Proposal GradientExchange<T>::prepare() {
        << ";delta=" << options_.collective.delta << ";step=" << state_.step
        << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
-  if (finite && algorithm_.sparse && extent_ > 0) {
-    feedback_.find_threshold(segments_, k(), state_.step);
-    state_.local_threshold = feedback_.threshold();
-  }
-  return {text.str(), finite};
+  if (planned_) text << ";planned=" << algorithm();
+  if (finite && algorithm_ != nullptr && algorithm_->sparse) find_threshold();
+  prepared_ = communicator_.clock().now() - started;
+  return {.text = text.str(),
+          .finite = finite,
+          .former_seconds = former_seconds_,
+          .former_entries = former_selected_};
+}
+
+template <class T>
+void GradientExchange<T>::find_threshold() {
+  if (extent_ == 0) return;
+  feedback_.find_threshold(segments_, k(), state_.step);
+  state_.local_threshold = feedback_.threshold();
 }
 
 template <class T>
 void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
+  Clock const& clock = communicator_.clock();
+  if (planned_) {
+    plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
+    if (plan_.algorithm() == nullptr) {
+      plan_.begin(communicator_.figures(channel), workload(), state_.step);
+      use(*plan_.algorithm());
+      if (agreement.all_finite && algorithm_->sparse) find_threshold();
+    }
+  }
+  TimePoint const agreed = clock.now();
+  std::uint64_t const selected = stats_.selected;
+  std::uint64_t const result_nnz = stats_.result_nnz;
   if (!agreement.all_finite) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
     V const nan = std::numeric_limits<V>::quiet_NaN();
     for (Segment<T> const& segment : segments_)
       std::ranges::fill(segment.gradient, static_cast<T>(nan));
-  } else if (algorithm_.sparse) {
+  } else if (algorithm_->sparse) {
     run_sparse(channel);
   } else {
     run_dense(channel);
   }
   delivered_ = agreement.all_finite;
+  if (planned_) {
+    // Without the wait for ranks that came late, which is no algorithm's doing.
+    former_seconds_ = std::chrono::duration<double>(prepared_ + (clock.now() - agreed)).count();
+    former_selected_ = algorithm_->sparse ? stats_.selected - selected : 0;
+    if (agreement.all_finite) follow_plan(stats_.result_nnz - result_nnz);
+    state_.plan = plan_.state();
+  }
   ++state_.step;
   ++stats_.steps;
   stats_.numel += extent_;
+}
+
+template <class T>
+void GradientExchange<T>::follow_plan(std::uint64_t result_nnz) {
+  ThresholdSchedule const& schedule = options_.schedule;
+  bool const ordinary = schedule.period == 1 || state_.step % schedule.period != 0;
+  plan_.conclude(workload(), result_nnz, ordinary, state_.step);
+  if (plan_.algorithm() == algorithm_) return;
+  // A new algorithm begins without a state, so that a checkpoint needs to hold only one. After a
+  // dense exchange the residuals are gone that the threshold was found for.
+  state_.collective = {};
+  if (!algorithm_->sparse) state_.local_threshold = 0;
 }
 
 template <class T>
@@ -216,8 +295,14 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
 
 template <class T>
 void GradientExchange<T>::run_dense(Channel& channel) {
+  if (planned_) {
+    Stopwatch const watch(communicator_.clock(), stats_.select);
+    feedback_.flush(segments_);
+  }
   Stopwatch const watch(communicator_.clock(), stats_.exchange);
-  if (segments_.size() == 1) {
+  if (communicator_.size() == 1) {
+    // The sum and the average of one gradient are the gradient.
+  } else if (segments_.size() == 1) {
     dense_->run(channel, segments_.front().gradient, Reduction::sum, divisor());
   } else {
     auto const flat = flat_.take(extent_);

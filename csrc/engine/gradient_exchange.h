@@ -12,15 +12,19 @@
 #include "collectives/dense.h"
 #include "compress/error_feedback.h"
 #include "engine/communicator.h"
+#include "engine/planner.h"
 
 namespace sparsecomm {
 
+// Leaves the choice to a plan, made anew for every step (see Plan).
+inline constexpr std::string_view auto_algorithm = "auto";
+
 struct ExchangeOptions {
-  std::string algorithm = "oktopk";
-  double density = 0.01;        // k = density * N, at least 1
-  ThresholdSchedule schedule;   // of the local and the global threshold
-  AlgorithmOptions collective;  // its schedule is replaced by the one above
-  bool average = true;          // the result is the mean over ranks, as DDP expects; false: the sum
+  std::string algorithm = "oktopk";  // of algorithms(), or "auto"
+  double density = 0.01;             // k = density * N, at least 1
+  ThresholdSchedule schedule;        // of the local and the global threshold
+  AlgorithmOptions collective;       // its schedule is replaced by the one above
+  bool average = true;  // the result is the mean over ranks, as DDP expects; false: the sum
 };
 
 // Throws InvalidArgument, naming the option, its value and its range.
@@ -31,6 +35,7 @@ struct ExchangeState {
   std::uint64_t step = 0;
   double local_threshold = 0;  // 0: none yet
   AlgorithmState collective;
+  PlanState plan;  // of "auto" alone
 };
 
 // Sums over all calls so far.
@@ -71,14 +76,23 @@ class GradientExchange final : public Operation {
   void load_state(ExchangeState state);
   ExchangeStats const& stats() const { return stats_; }
   std::uint64_t extent() const { return extent_; }
+  // False while a plan tries algorithms; the same on all ranks.
+  bool settled() const { return !planned_ || plan_.settled(state_.step); }
+  // Of the next step; "auto" while a plan is undecided.
+  std::string_view algorithm() const { return algorithm_ ? algorithm_->name : auto_algorithm; }
 
   Proposal prepare() override;
   void run(Channel& channel, Agreement const& agreement) override;
   void roll_back() noexcept override;
 
  private:
+  void check_messages(AlgorithmEntry const& algorithm) const;
+  void use(AlgorithmEntry const& algorithm);
+  void find_threshold();
   void run_dense(Channel& channel);
   void run_sparse(Channel& channel);
+  void follow_plan(std::uint64_t result_nnz);
+  Workload workload() const;
   std::uint64_t k() const;
   V divisor() const;
 
@@ -86,13 +100,19 @@ class GradientExchange final : public Operation {
   std::uint64_t extent_;
   ExchangeOptions options_;
   Communicator& communicator_;
-  AlgorithmEntry const& algorithm_;
+  bool planned_;  // by plan_, and dense exchanges take the residual along
+  Plan plan_;
+  AlgorithmEntry const* algorithm_ = nullptr;  // null: not decided yet
   std::vector<Segment<T>> segments_;
   ErrorFeedback<T> feedback_;
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
   Buffer<T> flat_;  // where a dense exchange gathers a gradient of several segments
   bool delivered_ = false;
+  // Of the last step on this rank, for the plan.
+  Duration prepared_{};
+  double former_seconds_ = 0;
+  std::uint64_t former_selected_ = 0;
   ExchangeState state_;
   ExchangeStats stats_;
 };

@@ -123,6 +123,10 @@ Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>> segments,
 // The smallest sample that sampled_threshold takes.
 inline constexpr std::size_t minimum_sample = 4096;
 
+// The stride that sampled_threshold settles on for `size` entries; 0 where it answers with
+// exact_threshold.
+std::size_t sampled_stride(std::size_t size, std::uint64_t k, std::size_t stride);
+
 // An estimate of exact_threshold from every `stride`-th entry of gradient + residual (the sample
 // starts at `phase` % stride): the magnitude of rank k / stride of the sample, and ties by the same
 // proportion. The stride is reduced so that 700 entries of the sample lie above the threshold: the

@@ -227,6 +227,14 @@ Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>> segments,
   return ExactSearch<T>(segments, size, k, scratch).run();
 }
 
+std::size_t sampled_stride(std::size_t size, std::uint64_t k, std::size_t stride) {
+  if (std::size_t const widest = k / minimum_rank; widest < stride) {
+    if (widest < minimum_stride) return 0;
+    stride = (widest - 1) | 1;  // odd: rows of a matrix often have even lengths
+  }
+  return size / stride < minimum_sample ? 0 : stride;
+}
+
 template <class T>
 Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                              std::size_t stride, std::size_t phase,
@@ -237,13 +245,10 @@ Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segment
           "-th entry: stride must be at least 1");
   std::size_t const size = total_size(segments);
   if (k >= size) return {};
-  if (std::size_t const widest = k / minimum_rank; widest < stride) {
-    if (widest < minimum_stride) return exact_threshold(segments, k, scratch);
-    stride = (widest - 1) | 1;  // odd: rows of a matrix often have even lengths
-  }
+  stride = sampled_stride(size, k, stride);
+  if (stride == 0) return exact_threshold(segments, k, scratch);
   phase %= stride;
   std::size_t const count = size / stride;
-  if (count < minimum_sample) return exact_threshold(segments, k, scratch);
 
   sample_magnitudes(segments, count, [=](std::size_t i) { return phase + i * stride; }, scratch);
   double const each = static_cast<double>(size) / static_cast<double>(count);

@@ -10,6 +10,7 @@
 #include "engine/selection_exchange.h"
 #include "interpreter.h"
 #include "parameter_group.h"
+#include "planner_dict.h"
 #include "transport_holder.h"
 
 namespace py = pybind11;
@@ -57,6 +58,8 @@ class Exchange {
   at::Tensor residual() const { return group_->residual(); }
   ExchangeStats const& stats() const { return group_->stats(); }
   ExchangeState const& state() const { return group_->state(); }
+  std::string_view algorithm() const { return group_->algorithm(); }
+  bool settled() const { return group_->settled(); }
 
  private:
   static std::size_t checked(std::int64_t numel) {
@@ -189,6 +192,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)
+      .def("figures", &figures_of, py::call_guard<py::gil_scoped_release>())
       .def("counters", [](Communicator const& self) { return counters_of(self.counters()); });
 
   py::class_<Exchange>(module, "Exchange")
@@ -202,6 +206,8 @@ void bind_engine(py::module_& module) {
       .def("run", &Exchange::run, py::arg("gradient"), py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("residual", &Exchange::residual)
       .def("stats", [](Exchange const& self) { return stats_of(self.stats()); })
+      .def_property_readonly("algorithm", &Exchange::algorithm)
+      .def_property_readonly("settled", &Exchange::settled)
       .def("threshold", [](Exchange const& self) { return self.state().local_threshold; });
 
   py::class_<SelectionExchange<float>, std::shared_ptr<SelectionExchange<float>>>(

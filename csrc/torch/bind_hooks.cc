@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "hook_state.h"
+#include "planner_dict.h"
 #include "transport_holder.h"
 
 namespace py = pybind11;
@@ -68,6 +69,7 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
     saved["local_threshold"] = group.state.local_threshold;
     saved["global_threshold"] = collective.global_threshold;
     saved["boundaries"] = collective.boundaries;
+    if (group.state.plan.figures) saved["plan"] = to_dict(group.state.plan);
     groups.append(saved);
   }
   py::dict result;
@@ -86,6 +88,7 @@ HookCheckpoint from_dict(py::dict const& saved) {
     group.state.local_threshold = item["local_threshold"].cast<double>();
     group.state.collective.global_threshold = item["global_threshold"].cast<double>();
     group.state.collective.boundaries = item["boundaries"].cast<std::vector<std::uint32_t>>();
+    if (item.contains("plan")) group.state.plan = plan_from_dict(item["plan"]);
   }
   return checkpoint;
 }
@@ -138,6 +141,7 @@ void bind_hooks(py::module_& module) {
            })
       .def("set_density", &HookState::set_density)
       .def("stats", &stats_dict)
+      .def("algorithms", &HookState::algorithms)
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
       .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });
 

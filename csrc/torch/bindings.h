@@ -9,6 +9,7 @@ void bind_engine(pybind11::module_& module);  // options, Communicator, Exchange
 void bind_transport(pybind11::module_& module);      // ConnectOptions, connect, the table
 void bind_codecs(pybind11::module_& module);         // the wire codecs on tensors
 void bind_collectives(pybind11::module_& module);    // Collectives, CollectiveWork
+void bind_planner(pybind11::module_& module);        // predictions, figures
 void bind_hooks(pybind11::module_& module);          // HookState, register_hook
 void bind_process_group(pybind11::module_& module);  // the backend "sparsecomm"
 

@@ -260,6 +260,13 @@ HookStats HookState::stats() const {
   return total;
 }
 
+std::vector<std::string> HookState::algorithms() const {
+  require_idle("read the algorithms");
+  std::vector<std::string> names;
+  for (auto const& group : groups_) names.emplace_back(group->algorithm());
+  return names;
+}
+
 HookCheckpoint HookState::checkpoint() const {
   require_idle("save the state");
   HookCheckpoint checkpoint;

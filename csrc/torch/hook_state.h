@@ -52,6 +52,8 @@ class HookState {
 
   void set_density(double density);
   HookStats stats() const;
+  // Of each group's next step.
+  std::vector<std::string> algorithms() const;
 
   // Both throw InvalidArgument while a step is being exchanged. A checkpoint loaded before the
   // first step is applied as parameters appear, and what fits none of them is an error at the end

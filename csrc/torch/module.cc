@@ -33,6 +33,7 @@ PYBIND11_MODULE(_C, module) {
   sparsecomm::bind_engine(module);
   sparsecomm::bind_codecs(module);
   sparsecomm::bind_collectives(module);
+  sparsecomm::bind_planner(module);
   sparsecomm::bind_hooks(module);
   sparsecomm::bind_process_group(module);
 }

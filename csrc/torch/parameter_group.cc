@@ -22,6 +22,8 @@ class TypedGroup final : public ParameterGroup {
   void load_state(ExchangeState const& state) override { exchange_->load_state(state); }
   ExchangeStats const& stats() const override { return exchange_->stats(); }
   void set_density(double density) override { exchange_->set_density(density); }
+  std::string_view algorithm() const override { return exchange_->algorithm(); }
+  bool settled() const override { return exchange_->settled(); }
 
  protected:
   std::shared_ptr<Operation> bind() override {

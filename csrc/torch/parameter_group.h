@@ -11,6 +11,7 @@
 #include <atomic>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/gradient_exchange.h"
@@ -56,6 +57,8 @@ class ParameterGroup {
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;
   virtual void set_density(double density) = 0;
+  virtual std::string_view algorithm() const = 0;
+  virtual bool settled() const = 0;
 
  protected:
   struct Arrival {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench, codecs
+from sparsecomm.cli import bench, codecs, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -57,6 +57,8 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_allreduce(subjects)
     bench.add_transport(subjects)
     codecs.add_codecs(subjects)
+
+    plan.add_plan(commands)
 
     info = commands.add_parser(
         "info",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from sparsecomm.build import build_info
 from sparsecomm.cli import ping_pong
 from sparsecomm.cli.gradients import Pattern
-from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, Row, Settings, measure
+from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, PLANNED, Row, Settings, measure
 from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 from sparsecomm.transports import AUTO, names
 
@@ -29,8 +29,11 @@ Measures allreduces of a gradient, averaged over the ranks. Several algorithms r
 iteration of each in turn, so that what disturbs one disturbs all.
 
 A sparse algorithm's time is the whole: selecting from gradient and residual, exchanging, and
-writing the result. Before each iteration, outside of its time, the gradient is filled anew and the
-ranks meet at a barrier. gloo_dense is torch.distributed's own allreduce.
+writing the result. auto lets a plan choose; it is run until the plan has settled before the first
+iteration, and its row also names what was chosen in the end.
+
+Before each iteration, outside of its time, the gradient is filled anew and the ranks meet at a
+barrier. gloo_dense is torch.distributed's own allreduce.
 """
 
 EPILOG = """\
@@ -189,7 +192,7 @@ def check_folder(file: Path | None) -> None:
 
 
 def algorithm_names() -> list[str]:
-    return [GLOO_DENSE, *build_info()["algorithms"]]
+    return [GLOO_DENSE, *build_info()["algorithms"], PLANNED]
 
 
 def chosen(text: str, known: Sequence[str]) -> tuple[str, ...]:
@@ -331,7 +334,7 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         ("size", "(B)", [str(settings.numel * settings.itemsize) for _ in rows]),
         ("count", "", [str(settings.numel) for _ in rows]),
         ("type", "", [settings.dtype for _ in rows]),
-        ("algorithm", "", [row.algorithm for row in rows]),
+        ("algorithm", "", [named(row) for row in rows]),
         ("time min", "(us)", [f"{row.time_us.min:.1f}" for row in rows]),
         ("median", "(us)", [f"{row.time_us.median:.1f}" for row in rows]),
         ("max", "(us)", [f"{row.time_us.max:.1f}" for row in rows]),
@@ -375,6 +378,10 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         lines.append((lead + "  ".join(padded)).rstrip())
     return "\n".join(lines)
+
+
+def named(row: Row) -> str:
+    return row.algorithm if row.chosen is None else f"{row.algorithm}:{row.chosen}"
 
 
 def bandwidth(settings: Settings, row: Row) -> float:

@@ -19,6 +19,8 @@ from sparsecomm.schedule import ThresholdSchedule
 from sparsecomm.transports import connect
 
 GLOO_DENSE = "gloo_dense"
+PLANNED = "auto"
+SETTLING = 60  # exchanges in which a plan may try algorithms before the first iteration
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
 PARTS = ("select", "exchange", "apply")
 COUNTED = ("sent_bytes", "received_bytes", "messages", "selected", "result_nnz")
@@ -98,6 +100,7 @@ class Row:
     messages: list[float] | None
     selected: list[float] | None
     result_nnz: float
+    chosen: str | None  # what auto used in the end
     model_bytes: float
     model_messages: float | None
 
@@ -166,6 +169,19 @@ class Sparsecomm:
         if settings.exchange_alone and is_sparse(algorithm):
             self._alone = _C.SelectionExchange(settings.numel, settings.k, options)
 
+    @property
+    def algorithm(self) -> str:
+        return self._exchange.algorithm
+
+    def settle(self, gradient: torch.Tensor, given: torch.Tensor, seconds: float | None) -> None:
+        """Lets a plan try algorithms, as it does in the first steps of a training."""
+        start = time.perf_counter()
+        for _ in range(SETTLING):
+            if self._exchange.settled or is_late(seconds, start):
+                return
+            gradient.copy_(given)
+            self._exchange.run(gradient)
+
     def run(self, gradient: torch.Tensor, selection: Selection) -> Sample:
         before = {**self._exchange.stats(), **self._communicator.counters()}
         start = time.perf_counter()
@@ -220,6 +236,9 @@ def measure(settings: Settings) -> list[Row]:
 
     samples: dict[str, list[Sample]] = {algorithm: [] for algorithm in cases}
     gradient = torch.empty_like(gradients[0])
+    for case in cases.values():
+        if isinstance(case, Sparsecomm):
+            case.settle(gradient, gradients[0], settings.seconds)
     start = time.perf_counter()
     for iteration in range(settings.warmup + settings.iters):
         for algorithm, case in cases.items():
@@ -248,9 +267,10 @@ def measure(settings: Settings) -> list[Row]:
             settings,
             transport_of(algorithm, communicator),
             algorithm,
+            case.algorithm if isinstance(case, Sparsecomm) else None,
             [part[index] for part in every],
         )
-        for index, algorithm in enumerate(cases)
+        for index, (algorithm, case) in enumerate(cases.items())
     ]
 
 
@@ -283,7 +303,11 @@ def transport_of(algorithm: str, communicator: _C.Communicator | None) -> str:
 
 
 def make_row(
-    settings: Settings, transport: str, algorithm: str, samples: list[torch.Tensor]
+    settings: Settings,
+    transport: str,
+    algorithm: str,
+    used: str | None,
+    samples: list[torch.Tensor],
 ) -> Row:
     """The figures of one algorithm from every rank's samples: one row each, in Sample's order."""
     ranks = len(samples)
@@ -300,12 +324,12 @@ def make_row(
         return round(statistics.median(values), 1)
 
     alone_us: list[float] = (columns["exchange_alone_seconds"].amax(0) * 1e6).tolist()
-    counted = algorithm != GLOO_DENSE
-    if counted:
+    counted = used is not None
+    if used is not None:
         # Selections of half-precision gradients travel as the f32 that they are summed in.
-        value_bytes = max(4, settings.itemsize) if is_sparse(algorithm) else settings.itemsize
+        value_bytes = max(4, settings.itemsize) if is_sparse(used) else settings.itemsize
         model_messages, model_bytes = _C.cost(
-            algorithm, ranks, settings.numel, settings.k, value_bytes
+            used, ranks, settings.numel, settings.k, value_bytes
         )
     else:
         model_bytes = 2 * (ranks - 1) / ranks * settings.numel * settings.itemsize
@@ -335,6 +359,7 @@ def make_row(
         messages=per_rank("messages") if counted else None,
         selected=per_rank("selected") if counted else None,
         result_nnz=per_rank("result_nnz")[0] if counted else settings.numel,
+        chosen=used if algorithm == PLANNED else None,
         model_bytes=model_bytes,
         model_messages=model_messages if counted else None,
     )

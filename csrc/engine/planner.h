@@ -1,0 +1,174 @@
+// Which algorithm suits a set-up: a prediction of the whole step from a few measured figures, and a
+// plan that corrects the prediction by what it observes.
+//
+// Model (SparCML section 5, Ok-Topk section 2): alpha per round of messages that wait for one
+// another, an overhead per message, beta per byte received, and rates of what the processor does.
+// Every number that a decision rests on is agreed between the ranks beforehand, so that all decide
+// alike. All times are in seconds.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "collectives/algorithm.h"
+
+namespace sparsecomm {
+
+struct Link {
+  double round = 0;    // alpha: latency of a message that is waited for
+  double message = 0;  // what each message costs beside it
+  double byte = 0;     // beta: while all ranks send at once
+};
+
+// Of this machine's processor, while all ranks compute at once; per f32 entry.
+struct Rates {
+  double check = 0;    // an entry looked at for NaN and Inf
+  double exact = 0;    // an entry searched by an exact threshold
+  double sample = 0;   // an entry that a sampled threshold looks at
+  double pass = 0;     // an entry of the fused selection
+  double pack = 0;     // an entry that this selection packs
+  double merge = 0;    // a sparse entry encoded, decoded or merged
+  double scatter = 0;  // an entry written to, or returned to, a place of its own
+  double reduce = 0;   // an entry of a dense block encoded, decoded or added
+};
+
+struct Figures {
+  Link link;
+  Rates rates;
+
+  static constexpr std::size_t count = 11;
+  static constexpr std::array<std::string_view, count> names = {
+      "round", "message", "byte",  "check",   "exact", "sample",
+      "pass",  "pack",    "merge", "scatter", "reduce"};
+  std::array<double, count> values() const;
+  // Throws InvalidArgument unless all are finite and none is negative.
+  static Figures from_values(std::span<const double> values);
+};
+
+// One step of one group of parameters, or one allreduce of sparse inputs.
+struct Workload {
+  int ranks = 1;
+  std::uint64_t extent = 0;     // N
+  std::uint64_t k = 0;          // the largest contribution of any rank
+  std::uint64_t union_nnz = 0;  // of all contributions; 0: as if positions were random
+  std::size_t element_bytes = 4;
+  std::size_t value_bytes = 4;  // of a residual, and of a sparse value
+  bool selects = true;          // selection and error feedback are part of the step
+  AlgorithmOptions options;     // the schedule, and how frames are encoded
+};
+
+struct Prediction {
+  AlgorithmEntry const* algorithm = nullptr;
+  double select = 0;    // check for NaN, threshold, and the pass that selects (dense: flushes)
+  double latency = 0;   // rounds and messages, the agreement's included
+  double transfer = 0;  // bytes
+  double compute = 0;   // encoding, decoding, merging
+  double apply = 0;     // writing the result, returning what was rejected
+  double bytes = 0;     // received
+  double messages = 0;  // sent
+
+  double exchange() const { return latency + transfer + compute; }
+  double total() const { return select + exchange() + apply; }
+};
+
+// Bits that an index of `nnz` random positions out of `extent` takes with the codec chosen: 32 raw,
+// log2(e/density) for delta and 2% more, for `smallest` the least.
+double expected_index_bits(std::uint64_t extent, std::uint64_t nnz, IndexCodecChoice choice);
+
+// Entries of the union of `ranks` random selections of k out of `extent`.
+std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks);
+
+Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figures const& figures);
+
+// The algorithms that `auto` chooses from for gradients: those that deliver everything (dense), the
+// exact sum of the selections (lossless), or its k largest entries. Those that round values are
+// left to whoever names them.
+bool delivers_exact_entries(AlgorithmEntry const& entry);
+
+// Predictions for all algorithms for which `eligible` holds, the quickest first; ties by the
+// table's order.
+std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const& figures,
+                                        bool (*eligible)(AlgorithmEntry const&));
+
+// What a plan has seen of an algorithm.
+struct Experience {
+  AlgorithmEntry const* algorithm = nullptr;
+  double correction = 1;           // time observed over time predicted, smoothed
+  std::uint64_t observations = 0;  // 0: none yet
+  std::uint64_t last_step = 0;
+};
+
+// What a checkpoint must hold for the next decision to be the same.
+struct PlanState {
+  std::optional<Figures> figures;
+  AlgorithmEntry const* algorithm = nullptr;  // of the next step; null: undecided
+  std::uint64_t steps_with = 0;               // it has been run since it was chosen
+  double union_ratio = 0;                  // entries of the union over k, smoothed; 0: not seen yet
+  double realised = 1;                     // largest selection over k, smoothed
+  AlgorithmEntry const* former = nullptr;  // of the last step, where its time is still to come
+  double former_predicted = 0;
+  std::vector<Experience> experience;
+};
+
+struct PlanOptions {
+  double hysteresis = 0.03;  // a switch must gain more than this share
+  // An algorithm without experience may be so many times quicker than predicted: those that are
+  // predicted within that factor of the best are tried.
+  double uncertainty = 1.25;
+  std::uint64_t trial = 2;      // observations before an algorithm is judged
+  std::uint64_t forget = 2000;  // steps after which an experience is out of date
+  double smoothing = 0.2;       // weight of a new observation
+  double largest_surprise = 2;  // an observation counts as no further off than this factor
+};
+
+// Chooses the algorithm of every step. Everything handed to it must be the same on all ranks.
+class Plan {
+ public:
+  explicit Plan(PlanOptions options = {}) : options_(options) {}
+
+  PlanState const& state() const { return state_; }
+  // Throws InvalidArgument where the state holds a number that none could be.
+  void load_state(PlanState state);
+
+  // Of the next step; null while undecided.
+  AlgorithmEntry const* algorithm() const { return state_.algorithm; }
+
+  // False while the algorithm in use is being tried.
+  bool settled(std::uint64_t step) const {
+    return state_.algorithm != nullptr && experience_of(state_.algorithm, step) != nullptr;
+  }
+
+  // The first decision. `workload.k` is the k wanted.
+  void begin(Figures const& figures, Workload const& workload, std::uint64_t step);
+  // Before each step: what the former one took on the slowest rank and the most entries that any
+  // rank selected in it; 0 where that is not known, or not typical.
+  void observe(double seconds, std::uint64_t most_selected, std::uint64_t k, std::uint64_t step);
+  // After each step: decides on the next. `result_nnz` is that of the step; `timed`: its time
+  // will say something, since it was an ordinary one.
+  void conclude(Workload const& workload, std::uint64_t result_nnz, bool timed, std::uint64_t step);
+
+  // What is known of the workload by now, in place of what was assumed; in steps of 2%, so that
+  // what follows from it need not be computed at every step.
+  Workload corrected(Workload workload) const;
+  // Seconds that the algorithm is expected to take, given the experience so far.
+  double estimate(Prediction const& prediction, std::uint64_t step) const;
+
+ private:
+  // Null where the algorithm is still, or again, to be tried.
+  Experience const* experience_of(AlgorithmEntry const* algorithm, std::uint64_t step) const;
+  double common_correction(std::uint64_t step) const;
+  void decide(Workload const& known, std::uint64_t step);
+  // For the candidates, in the table's order. Computed anew where the workload has changed.
+  std::span<const Prediction> predictions(Workload const& known);
+
+  PlanOptions options_;
+  PlanState state_;
+  Workload predicted_;
+  std::vector<Prediction> predictions_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,113 @@
+"""``sparsecomm plan``: what each algorithm would take on a link given by hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from sparsecomm.cli.bench import MAX_NUMEL, UsageError, at_least_1, share
+from sparsecomm.cli.measure import DTYPES
+from sparsecomm.planning import Link, explain
+from sparsecomm.units import parse_bandwidth, parse_count, parse_seconds
+
+T = TypeVar("T")
+
+DESCRIPTION = """\
+Predicts how long a step takes with each algorithm: selecting, exchanging, writing the result. The
+link is given by hand; the rates of the kernels are measured here, so run it on a machine like those
+of the cluster. Nothing is exchanged.
+"""
+
+EPILOG = """\
+columns:
+  step         the whole, in the order of which the rows come
+  dense/step   how many times as long a dense allreduce takes
+  select .. apply   what the step consists of: the check for NaN, threshold and selection; waiting
+               for messages; bytes; encoding, decoding and summing; writing the result
+  received, messages   of one rank
+
+example:
+  sparsecomm plan --numel 14.7M --density 0.01 --ranks 64 --bandwidth 25gbit --latency 20us
+"""
+
+
+def add_plan(parsers: argparse._SubParsersAction[Any]) -> None:
+    parser = parsers.add_parser(
+        "plan",
+        help="predict what each algorithm takes on a link",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_plan, parser=parser)
+    add = parser.add_argument
+    add("--numel", type=numel, required=True, metavar="N", help="entries, such as 14.7M")
+    add("--density", type=share, default=0.01, metavar="D", help="share selected (0.01)")
+    add("--ranks", type=at_least_1, required=True, metavar="P", help="ranks")
+    add(
+        "--bandwidth",
+        type=reading(parse_bandwidth),
+        required=True,
+        metavar="B",
+        help="of each rank's link, such as 25gbit",
+    )
+    add(
+        "--latency",
+        type=reading(parse_seconds),
+        default=20e-6,
+        metavar="T",
+        help="until a message has come (20us)",
+    )
+    add(
+        "--overhead",
+        type=reading(parse_seconds),
+        default=2e-6,
+        metavar="T",
+        help="of each message beside that (2us)",
+    )
+    add(
+        "--union",
+        type=reading(float),
+        metavar="U",
+        help="entries of the union of all selections over those of one, from 1 to P (as of random "
+        "positions)",
+    )
+    add("--dtype", choices=DTYPES, default="f32", help="of the gradient (f32)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+
+
+def reading(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """An argument's type whose errors say what was wrong."""
+
+    def read(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
+def numel(text: str) -> int:
+    value = reading(parse_count)(text)
+    if not 1 <= value <= MAX_NUMEL:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to {MAX_NUMEL}")
+    return value
+
+
+def run_plan(options: argparse.Namespace) -> int:
+    try:
+        explanation = explain(
+            options.numel,
+            options.density,
+            link=Link(options.latency, options.overhead, options.bandwidth),
+            ranks=options.ranks,
+            union=options.union,
+            dtype=DTYPES[options.dtype],
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    print(json.dumps(explanation.to_dict(), indent=2) if options.json else explanation)
+    return 0

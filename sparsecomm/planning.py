@@ -1,0 +1,195 @@
+"""What the planner expects of each algorithm, and why."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from sparsecomm import _C
+from sparsecomm.schedule import ThresholdSchedule
+from sparsecomm.transports import AUTO, connect
+from sparsecomm.units import format_seconds, parse_bandwidth, parse_seconds
+
+_TIMEOUT = timedelta(minutes=5)
+_DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link as the cost model sees it; :func:`explain` measures one unless it is given.
+
+    Args:
+        latency: seconds until a message that is waited for has come.
+        overhead: seconds that each message costs beside that.
+        bandwidth: bits per second that each rank sends and receives while all do.
+    """
+
+    latency: float
+    overhead: float
+    bandwidth: float
+
+    @classmethod
+    def parse(cls, bandwidth: str, latency: str = "20us", overhead: str = "2us") -> Link:
+        """Reads ``"25gbit"``, ``"20us"`` and the like.
+
+        Raises:
+            ValueError: a text is none of these.
+        """
+        return cls(parse_seconds(latency), parse_seconds(overhead), parse_bandwidth(bandwidth))
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One algorithm's step: times in seconds, bytes and messages of one rank."""
+
+    algorithm: str
+    candidate: bool  # whether "auto" chooses from it
+    seconds: float  # of the whole; the next five add up to it
+    select: float
+    latency: float
+    transfer: float
+    compute: float
+    apply: float
+    received_bytes: float
+    messages: float
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The ranking, the quickest first, and what it rests on; ``print`` shows a table."""
+
+    numel: int
+    density: float
+    ranks: int
+    union: int  # entries of the union of all selections that was assumed
+    figures: dict[str, float]  # seconds: of the link and, per entry, of the kernels
+    ranking: tuple[Prediction, ...]
+
+    @property
+    def best(self) -> Prediction:
+        """What ``algorithm="auto"`` would begin with."""
+        return next(prediction for prediction in self.ranking if prediction.candidate)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns numbers, strings, lists and dicts only."""
+        return {**asdict(self), "ranking": [asdict(row) for row in self.ranking]}
+
+    def __str__(self) -> str:
+        dense = next(row.seconds for row in self.ranking if row.algorithm == _DENSE)
+        byte = self.figures["byte"]
+        bandwidth = f"{8e-9 / byte:.3g} Gbit/s" if byte > 0 else "no limit"
+        lines = [
+            f"{self.numel} entries, density {self.density:g}, union {self.union}, {self.ranks} "
+            f"{'rank' if self.ranks == 1 else 'ranks'}; link: {bandwidth}, latency "
+            f"{format_seconds(self.figures['round'])}, overhead "
+            f"{format_seconds(self.figures['message'])} per message"
+        ]
+        parts = ("select", "latency", "transfer", "compute", "apply")
+        cells = [["algorithm", "step", "dense/step", *parts, "received", "messages"]]
+        for row in self.ranking:
+            name = row.algorithm if row.candidate else f"({row.algorithm})"
+            gain = dense / row.seconds if row.seconds > 0 else math.inf
+            cells.append(
+                [
+                    name,
+                    format_seconds(row.seconds),
+                    f"{gain:.2f}" if math.isfinite(gain) else "-",
+                    *(format_seconds(getattr(row, part)) for part in parts),
+                    f"{row.received_bytes / 1e6:.3f} MB",
+                    f"{row.messages:.0f}",
+                ]
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for name, *rest in cells:
+            padded = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+            lines.append("  ".join([name.ljust(widths[0]), *padded]))
+        lines.append(f"auto begins with {self.best.algorithm}")
+        if not all(row.candidate for row in self.ranking):
+            lines.append("(in brackets: not chosen by auto, since its values are rounded)")
+        return "\n".join(lines)
+
+
+def explain(
+    numel: int,
+    density: float,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    link: Link | None = None,
+    ranks: int | None = None,
+    union: float | None = None,
+    dtype: torch.dtype = torch.float32,
+    schedule: ThresholdSchedule | None = None,
+    index_codec: str = "smallest",
+    transport: str = AUTO,
+) -> Explanation:
+    """Predicts what a step takes with each algorithm: selection, exchange and writing the result.
+
+    Without ``link`` it is collective: the ranks of ``process_group`` connect and measure their link
+    and kernels. With ``link`` nothing is exchanged; the kernels are those of this machine.
+
+    Args:
+        numel: entries of the gradient.
+        density: share that is selected, in (0, 1].
+        process_group: the ranks; the default group if ``None``.
+        link: a link given by hand. Needs ``ranks``.
+        ranks: how many there would be, with ``link``.
+        union: entries of the union of all selections over those of one, from 1 (all the same) to
+            the number of ranks; as if positions were random if ``None``.
+        dtype: of the gradient: float32, float64, float16 or bfloat16.
+        schedule: where thresholds come from.
+        index_codec: as in :class:`OkTopkState`.
+        transport: as in :class:`OkTopkState`; without ``link``.
+
+    Raises:
+        ValueError: an argument outside its range, or ``link`` without ``ranks`` or the reverse.
+    """
+    if (link is None) != (ranks is None):
+        raise ValueError("link and ranks go together; leave both away to measure a process group")
+    if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype={dtype} is none of float32, float64, float16, bfloat16")
+    if math.isnan(density) or not 0 < density <= 1:
+        raise ValueError(f"density={density!r} is not in (0, 1]; 0.01 sends one entry in a hundred")
+    schedule = ThresholdSchedule() if schedule is None else schedule
+    options = _C.ExchangeOptions(
+        algorithm="auto",
+        density=density,
+        between=schedule.between,
+        threshold_period=schedule.period,
+        partition_period=64,
+        balance_factor=4.0,
+        index_codec=index_codec,
+        average=True,
+    )
+    k = min(max(1, math.floor(density * numel + 0.5)), numel)
+    if link is None or ranks is None:
+        communicator = _C.Communicator(connect(process_group, _TIMEOUT, transport), _TIMEOUT)
+        figures, ranks = communicator.figures(), communicator.size
+    else:
+        figures = _C.measure_rates() | {
+            "round": link.latency,
+            "message": link.overhead,
+            "byte": 8 / link.bandwidth,
+        }
+    if union is None:
+        union_nnz = _C.expected_union(numel, k, ranks)
+    elif 1 <= union <= ranks:
+        union_nnz = min(max(k, round(union * k)), numel)
+    else:
+        raise ValueError(f"union={union!r} is not from 1 to the number of ranks, {ranks}")
+    workload = _C.Workload(
+        ranks=ranks,
+        numel=numel,
+        k=k,
+        union_nnz=union_nnz,
+        element_bytes=dtype.itemsize,
+        value_bytes=max(4, dtype.itemsize),
+        selects=True,
+        options=options,
+    )
+    rows = tuple(Prediction(**row) for row in _C.predictions(figures, workload))
+    return Explanation(numel, density, ranks, union_nnz, figures, rows)

@@ -1,0 +1,452 @@
+// The planner's pure functions, and that all ranks follow the same plan whatever each has measured.
+#include "engine/planner.h"
+
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <mutex>
+#include <set>
+
+#include "engine/calibration.h"
+#include "engine/gradient_exchange.h"
+#include "gradients.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+// A link of `gigabits` per second, and the rates of some processor.
+Figures figures_of(double gigabits, double latency = 20e-6) {
+  return {{latency, 1e-6, 8e-9 / gigabits}, {7e-11, 6e-10, 5e-9, 4e-10, 1e-9, 3e-9, 1e-9, 1e-10}};
+}
+
+Workload workload_of(int ranks, std::uint64_t extent, double density) {
+  Workload workload;
+  workload.ranks = ranks;
+  workload.extent = extent;
+  workload.k = static_cast<std::uint64_t>(density * static_cast<double>(extent));
+  return workload;
+}
+
+double seconds_of(std::string_view name, Workload const& workload, Figures const& figures) {
+  return predict(find_algorithm(name), workload, figures).total();
+}
+
+TEST(PredictTest, AnythingThatGetsSlowerOrLargerTakesLonger) {
+  Workload const workload = workload_of(8, 1 << 20, 0.01);
+  auto const values = figures_of(1).values();
+  for (AlgorithmEntry const& entry : algorithms()) {
+    SCOPED_TRACE(entry.name);
+    double const before = predict(entry, workload, figures_of(1)).total();
+    for (std::size_t i = 0; i < values.size(); ++i) {
+      auto slower = values;
+      slower[i] *= 2;
+      EXPECT_GE(predict(entry, workload, Figures::from_values(slower)).total(), before) << i;
+    }
+    double former = 0;
+    for (std::uint64_t extent = 1 << 16; extent <= 1 << 26; extent *= 2) {
+      double const now = predict(entry, workload_of(8, extent, 0.01), figures_of(1)).total();
+      EXPECT_GT(now, former) << extent;
+      former = now;
+    }
+    former = 0;
+    for (double density = 0.001; density < 0.2; density *= 2) {
+      double const now = predict(entry, workload_of(8, 1 << 22, density), figures_of(1)).total();
+      // Where a threshold can be sampled it is quicker to find than for a smaller density.
+      EXPECT_GE(now, 0.8 * former) << density;
+      former = now;
+    }
+  }
+}
+
+TEST(PredictTest, ABreakdownAddsUpAndCountsTheWholeStep) {
+  Workload workload = workload_of(4, 1 << 22, 0.01);
+  for (AlgorithmEntry const& entry : algorithms()) {
+    SCOPED_TRACE(entry.name);
+    Prediction const whole = predict(entry, workload, figures_of(1));
+    EXPECT_DOUBLE_EQ(whole.total(),
+                     whole.select + whole.latency + whole.transfer + whole.compute + whole.apply);
+    EXPECT_GT(whole.select, 0);
+    EXPECT_GE(whole.latency, 20e-6 * whole.messages / 4);
+    EXPECT_DOUBLE_EQ(whole.transfer, whole.bytes * 8e-9);
+    workload.selects = false;
+    EXPECT_EQ(predict(entry, workload, figures_of(1)).select, 0);
+    workload.selects = true;
+  }
+}
+
+TEST(PredictTest, DenseWinsOnFastLinksAndAtHighDensitiesSparseOnSlowLinks) {
+  auto const best = [](Workload const& workload, Figures const& figures) {
+    return *rank_algorithms(workload, figures, delivers_exact_entries).front().algorithm;
+  };
+  EXPECT_FALSE(best(workload_of(8, 1 << 24, 0.01), figures_of(2000)).sparse);
+  EXPECT_TRUE(best(workload_of(8, 1 << 24, 0.01), figures_of(1)).sparse);
+  EXPECT_FALSE(best(workload_of(8, 1 << 20, 0.9), figures_of(1)).sparse);
+  EXPECT_FALSE(best(workload_of(1, 1 << 20, 0.01), figures_of(1)).sparse) << "nothing to exchange";
+}
+
+// Between the bandwidths where one wins and the other does there is one where both take as long,
+// and the predictions cross there once.
+TEST(PredictTest, SparseAndDenseBreakEvenAtOneBandwidth) {
+  Workload const workload = workload_of(8, 1 << 24, 0.01);
+  int crossings = 0;
+  bool sparse_won = true;
+  double at = 0;
+  for (double gigabits = 0.1; gigabits < 1e4; gigabits *= 1.05) {
+    auto const figures = figures_of(gigabits);
+    bool const sparse_wins =
+        seconds_of("oktopk", workload, figures) < seconds_of("dense", workload, figures);
+    if (sparse_wins != sparse_won) {
+      ++crossings;
+      at = gigabits;
+    }
+    sparse_won = sparse_wins;
+  }
+  EXPECT_EQ(crossings, 1);
+  EXPECT_FALSE(sparse_won);
+  // By hand: the bytes that dense sends beyond oktopk's weigh what selection costs beyond.
+  auto const figures = figures_of(at);
+  Prediction const dense = predict(find_algorithm("dense"), workload, figures);
+  Prediction const sparse = predict(find_algorithm("oktopk"), workload, figures);
+  double const saved = (dense.bytes - sparse.bytes) * figures.link.byte;
+  EXPECT_NEAR(saved, (sparse.total() - sparse.transfer) - (dense.total() - dense.transfer),
+              0.06 * saved);
+}
+
+TEST(PredictTest, ManyRanksFavourOkTopkOverTheAllgather) {
+  auto const ratio = [](int ranks) {
+    Workload const workload = workload_of(ranks, 1 << 24, 0.01);
+    return seconds_of("topk_a", workload, figures_of(1)) /
+           seconds_of("oktopk", workload, figures_of(1));
+  };
+  EXPECT_LT(ratio(2), 1);
+  EXPECT_GT(ratio(64), 4);
+}
+
+TEST(PredictTest, IndexBitsAreThoseThatTheCodecsTake) {
+  auto random = generator(0, 11);
+  std::uint64_t const extent = 1 << 22;
+  for (double const density : {0.0005, 0.01, 0.1}) {
+    std::vector<std::uint32_t> indices;
+    std::bernoulli_distribution hit(density);
+    for (std::uint32_t i = 0; i < extent; ++i) {
+      if (hit(random)) indices.push_back(i);
+    }
+    std::size_t least = SIZE_MAX;
+    for (IndexCodecEntry const& codec : index_codecs()) {
+      least = std::min(least, codec.encoded_bytes(indices, 0));
+    }
+    double const bits = 8.0 * static_cast<double>(least) / static_cast<double>(indices.size());
+    EXPECT_NEAR(expected_index_bits(extent, indices.size(), IndexCodecChoice::smallest), bits,
+                0.02 * bits)
+        << density;
+  }
+  EXPECT_EQ(expected_index_bits(extent, 1000, IndexCodecChoice::raw32), 32);
+}
+
+TEST(PredictTest, AUnionOfRandomSelectionsIsBetweenOneAndAll) {
+  EXPECT_EQ(expected_union(1000, 100, 1), 100u);
+  EXPECT_EQ(expected_union(1000, 100, 2), 190u);
+  EXPECT_EQ(expected_union(1000, 1000, 7), 1000u);
+  EXPECT_EQ(expected_union(0, 1, 7), 0u);
+  EXPECT_EQ(expected_union(1u << 31, 10, 64), 640u);
+}
+
+TEST(FiguresTest, ValuesSurviveTheRoundTripAndAreChecked) {
+  auto const values = figures_of(3).values();
+  EXPECT_EQ(Figures::from_values(values).values(), values);
+  auto wrong = values;
+  wrong[2] = -1;
+  EXPECT_THROW(Figures::from_values(wrong), InvalidArgument);
+  wrong[2] = std::nan("");
+  EXPECT_THROW(Figures::from_values(wrong), InvalidArgument);
+  EXPECT_THROW(Figures::from_values(std::span(values).first(3)), InvalidArgument);
+}
+
+// A world in which every algorithm takes `factor(entry)` times what the planner predicts.
+class World {
+ public:
+  World(Workload const& workload, Figures const& figures,
+        std::function<double(AlgorithmEntry const&)> factor)
+      : workload_(workload), figures_(figures), factor_(std::move(factor)) {
+    plan.begin(figures, workload, 0);
+  }
+
+  // Returns the algorithm that the step ran.
+  AlgorithmEntry const* step() {
+    AlgorithmEntry const* const entry = plan.algorithm();
+    plan.observe(former_, entry->sparse ? workload_.k : 0, workload_.k, step_);
+    former_ = seconds(*entry);
+    plan.conclude(workload_, expected_union(workload_.extent, workload_.k, workload_.ranks), true,
+                  step_);
+    ++step_;
+    return entry;
+  }
+  double seconds(AlgorithmEntry const& entry) const {
+    return predict(entry, workload_, figures_).total() * factor_(entry);
+  }
+
+  Plan plan;
+
+ private:
+  Workload workload_;
+  Figures figures_;
+  std::function<double(AlgorithmEntry const&)> factor_;
+  double former_ = 0;
+  std::uint64_t step_ = 0;
+};
+
+AlgorithmEntry const* best_of(World const& world) {
+  AlgorithmEntry const* best = nullptr;
+  for (AlgorithmEntry const& entry : algorithms()) {
+    if (!delivers_exact_entries(entry)) continue;
+    if (best == nullptr || world.seconds(entry) < world.seconds(*best)) best = &entry;
+  }
+  return best;
+}
+
+TEST(PlanTest, StaysWhereThePredictionIsRight) {
+  World world(workload_of(8, 1 << 24, 0.01), figures_of(1), [](auto const&) { return 1.0; });
+  AlgorithmEntry const* const best = best_of(world);
+  EXPECT_EQ(world.plan.algorithm(), best);
+  int elsewhere = 0;
+  for (int step = 0; step < 1000; ++step) elsewhere += world.step() != best;
+  // Only to try what is predicted to be nearly as quick.
+  EXPECT_LE(elsewhere, 4 * static_cast<int>(algorithms().size()));
+  EXPECT_EQ(world.plan.algorithm(), best);
+}
+
+TEST(PlanTest, LeavesAnAlgorithmThatIsSlowerThanPredicted) {
+  Workload const workload = workload_of(8, 1 << 24, 0.01);
+  auto const first = rank_algorithms(workload, figures_of(1), delivers_exact_entries).front();
+  World world(workload, figures_of(1),
+              [&](AlgorithmEntry const& entry) { return &entry == first.algorithm ? 20.0 : 1.0; });
+  for (int step = 0; step < 100; ++step) world.step();
+  EXPECT_NE(world.plan.algorithm(), first.algorithm);
+  EXPECT_LE(world.seconds(*world.plan.algorithm()), 1.03 * world.seconds(*best_of(world)));
+}
+
+TEST(PlanTest, FindsTheBestWhereEverythingIsSlowerThanPredicted) {
+  World world(workload_of(4, 1 << 24, 0.01), figures_of(1),
+              [&](AlgorithmEntry const& entry) { return entry.top_k_result ? 2.0 : 3.5; });
+  for (int step = 0; step < 200; ++step) world.step();
+  EXPECT_LE(world.seconds(*world.plan.algorithm()), 1.03 * world.seconds(*best_of(world)));
+}
+
+TEST(PlanTest, DoesNotSwitchForLessThanAFewPercent) {
+  Workload const workload = workload_of(8, 1 << 24, 0.01);
+  World world(workload, figures_of(1), [](auto const&) { return 1.0; });
+  for (int step = 0; step < 100; ++step) world.step();
+  AlgorithmEntry const* const settled = world.plan.algorithm();
+  // One slow step is noise.
+  PlanState state = world.plan.state();
+  double const predicted = predict(*settled, workload, figures_of(1)).total();
+  for (double const seconds : {1.0 * predicted, 1.02 * predicted, 0.98 * predicted}) {
+    world.plan.observe(seconds, workload.k, workload.k, 100);
+    world.plan.conclude(workload, workload.k, true, 100);
+    EXPECT_EQ(world.plan.algorithm(), settled);
+  }
+}
+
+TEST(PlanTest, ALoadedStateDecidesTheSame) {
+  Workload const workload = workload_of(8, 1 << 24, 0.02);
+  auto random = generator(0, 3);
+  std::lognormal_distribution<double> noise(0.0, 0.4);
+  World world(workload, figures_of(1), [&](auto const&) { return noise(random); });
+  Plan other;
+  for (int step = 0; step < 200; ++step) {
+    other = Plan();
+    other.load_state(world.plan.state());
+    double const seconds = noise(random);
+    for (Plan* const plan : {&world.plan, &other}) {
+      plan->observe(seconds, workload.k, workload.k, step);
+      plan->conclude(workload, workload.k * 3, true, step);
+    }
+    ASSERT_EQ(world.plan.algorithm(), other.algorithm()) << step;
+  }
+}
+
+TEST(PlanTest, RejectsStatesThatNoPlanSaves) {
+  Plan plan;
+  PlanState state;
+  state.algorithm = &algorithms().front();
+  EXPECT_THROW(plan.load_state(state), InvalidArgument);
+  state.figures = figures_of(1);
+  plan.load_state(state);
+  state.union_ratio = std::nan("");
+  EXPECT_THROW(plan.load_state(state), InvalidArgument);
+  state.union_ratio = 0;
+  state.experience = {{&algorithms().front(), 0, 1, 1}};
+  EXPECT_THROW(plan.load_state(state), InvalidArgument);
+}
+
+TEST(PlanTest, LearnsTheUnionAndTheRealisedDensity) {
+  Workload const workload = workload_of(8, 1 << 24, 0.01);
+  Plan plan;
+  PlanState state;
+  state.figures = figures_of(1);
+  state.algorithm = &find_algorithm("topk_a");
+  plan.load_state(state);
+  EXPECT_EQ(plan.corrected(workload).union_nnz, 0u);
+  for (int step = 0; step < 50 && plan.algorithm()->name == "topk_a"; ++step) {
+    plan.observe(0, workload.k * 11 / 10, workload.k, step);
+    plan.conclude(workload, workload.k * 2, true, step);
+  }
+  Workload const known = plan.corrected(workload);
+  EXPECT_NEAR(static_cast<double>(known.k), 1.1 * static_cast<double>(workload.k),
+              0.01 * workload.k);
+  EXPECT_NEAR(static_cast<double>(known.union_nnz), 2.0 * static_cast<double>(workload.k),
+              0.1 * static_cast<double>(workload.k));
+}
+
+// A clock that gives every rank other times.
+class NoisyClock final : public Clock {
+ public:
+  explicit NoisyClock(int rank) : random_(generator(rank, 77)) {}
+  TimePoint now() const override {
+    std::lock_guard const lock(mutex_);
+    now_ += std::chrono::microseconds(std::uniform_int_distribution<int>(1, 3000)(random_));
+    return now_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  mutable TimePoint now_;
+  mutable std::mt19937_64 random_;
+};
+
+TEST(PlanTest, RanksDecideAlikeWhateverEachMeasures) {
+  int const ranks = 5;
+  std::size_t const numel = 3000;
+  std::vector<std::vector<std::string>> choices(ranks);
+  std::vector<std::array<double, Figures::count>> figures(ranks);
+  auto transports = make_inproc_transports(ranks);
+  std::vector<std::thread> threads;
+  std::vector<std::exception_ptr> errors(ranks);
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        NoisyClock const clock(rank);
+        CommunicatorOptions communicator_options;
+        communicator_options.timeout = std::chrono::hours(1);  // of a clock that runs fast
+        Communicator communicator(std::move(transports[rank]), communicator_options, clock);
+        ExchangeOptions options;
+        options.algorithm = auto_algorithm;
+        options.density = 0.05;
+        auto const exchange =
+            std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+        std::vector<float> residual(numel);
+        for (int step = 0; step < 60; ++step) {
+          std::vector<int> const values = patterns[0].make(rank, ranks, numel, step);
+          std::vector<float> gradient(values.begin(), values.end());
+          exchange->bind({{gradient, residual}});
+          communicator.submit(exchange).wait();
+          choices[rank].emplace_back(exchange->state().plan.algorithm->name);
+        }
+        figures[rank] = exchange->state().plan.figures->values();
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  expect_no_errors(errors);
+  for (int rank = 1; rank < ranks; ++rank) {
+    EXPECT_EQ(choices[rank], choices[0]);
+    EXPECT_EQ(figures[rank], figures[0]);
+  }
+  EXPECT_GT(std::set<std::string>(choices[0].begin(), choices[0].end()).size(), 1u)
+      << "with such times the plan should have tried several algorithms";
+}
+
+TEST(CalibrationTest, AllRanksGetTheSameFiguresOnceAndInTime) {
+  for (int const ranks : {1, 2, 3, 4}) {
+    std::vector<Figures> figures(ranks);
+    std::vector<double> took(ranks);
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      auto const calibration = std::make_shared<Calibration>(communicator);
+      auto const start = std::chrono::steady_clock::now();
+      communicator.run(calibration);
+      took[communicator.rank()] =
+          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+      figures[communicator.rank()] = calibration->figures();
+      auto const sent = Counters::total(communicator.counters().sent_messages);
+      communicator.run(calibration);
+      EXPECT_EQ(Counters::total(communicator.counters().sent_messages) - sent,
+                agreement_cost(ranks).messages)
+          << "measured a second time";
+    }));
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(figures[rank].values(), figures[0].values());
+      EXPECT_LT(took[rank], 3.0);  // 0.3 on a machine that does nothing else
+    }
+    auto const values = figures[0].values();
+    for (std::size_t i = 3; i < values.size(); ++i) EXPECT_GT(values[i], 0) << i;
+    if (ranks > 1) {
+      EXPECT_GT(figures[0].link.round + figures[0].link.message, 0);
+      EXPECT_GT(figures[0].link.byte, 0);
+    }
+  }
+}
+
+TEST(ExchangePlanTest, ALoadedExchangeFollowsThePlanThatWasSaved) {
+  std::size_t const numel = 2000;
+  CommunicatorOptions communicator_options;
+  communicator_options.figures = figures_of(0.001);
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        ExchangeOptions options;
+        options.algorithm = auto_algorithm;
+        auto const make = [&] {
+          return std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+        };
+        auto exchange = make();
+        EXPECT_EQ(exchange->algorithm(), "auto");
+        std::vector<float> residual(numel);
+        for (int step = 0; step < 12; ++step) {
+          if (step % 4 == 3) {
+            ExchangeState const saved = exchange->state();
+            exchange = make();
+            exchange->load_state(saved);
+            EXPECT_EQ(exchange->algorithm(), saved.plan.algorithm->name);
+          }
+          auto const values = patterns[0].make(communicator.rank(), 3, numel, step);
+          std::vector<float> gradient(values.begin(), values.end());
+          exchange->bind({{gradient, residual}});
+          communicator.submit(exchange).wait();
+        }
+      },
+      communicator_options));
+}
+
+// What was flushed for a dense exchange returns when the step cannot be used.
+TEST(ExchangePlanTest, WithdrawingADenseStepKeepsItsGradientInTheResidual) {
+  std::size_t const numel = 100;
+  CommunicatorOptions communicator_options;
+  communicator_options.figures = Figures{{0, 0, 1e-9}, {0, 0, 0, 1, 1, 1, 1, 0}};  // dense is best
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        ExchangeOptions options;
+        options.algorithm = auto_algorithm;
+        auto const exchange =
+            std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+        std::vector<float> residual(numel, 2.0f);
+        for (int step = 0; step < 3; ++step) {
+          std::vector<float> gradient(numel, 1.0f);
+          auto const held = residual;
+          exchange->bind({{gradient, residual}});
+          communicator.submit(exchange).wait();
+          EXPECT_EQ(exchange->algorithm(), "dense");
+          EXPECT_EQ(gradient, std::vector<float>(numel, held[0] + 1));
+          EXPECT_EQ(residual, std::vector<float>(numel, 0.0f));
+          exchange->withdraw();
+          EXPECT_EQ(residual, std::vector<float>(numel, held[0] + 1));
+        }
+      },
+      communicator_options));
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
