@@ -173,8 +173,8 @@ Cost chunked_cost(CostShape const& shape, double chunks) {
 
 }  // namespace
 
-DenseMakers const dense_pairwise = MakeDenseOf<WholePairwise>::makers(largest_region);
-DenseMakers const dense_overlap = MakeDenseOf<ChunkedPairwise>::makers(largest_region);
+DenseMakers const dense_pairwise = MakeDenseOf<WholePairwise>::makers(largest_region, true);
+DenseMakers const dense_overlap = MakeDenseOf<ChunkedPairwise>::makers(largest_region, true);
 
 Cost dense_pairwise_cost(CostShape const& shape, AlgorithmOptions const&) {
   return chunked_cost(shape, 1);

@@ -53,6 +53,7 @@ struct DenseMakers {
   MakeDense<std::int64_t> i64;
   // The most elements of one message.
   std::uint64_t (*largest_message)(std::uint64_t extent, int ranks);
+  bool rounds_once;  // half precision, to T; otherwise at each step
 
   template <class T>
   std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options) const {

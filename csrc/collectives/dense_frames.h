@@ -73,9 +73,10 @@ struct MakeDenseOf {
   static std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options) {
     return std::make_unique<A<T>>(options);
   }
-  static constexpr DenseMakers makers(std::uint64_t (*largest)(std::uint64_t, int)) {
+  static constexpr DenseMakers makers(std::uint64_t (*largest)(std::uint64_t, int),
+                                      bool rounds_once = false) {
     return {make<float>,        make<double>,       make<Half>, make<BFloat16>,
-            make<std::int32_t>, make<std::int64_t>, largest};
+            make<std::int32_t>, make<std::int64_t>, largest,    rounds_once};
   }
 };
 

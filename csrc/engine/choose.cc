@@ -1,5 +1,7 @@
 #include "engine/choose.h"
 
+#include <algorithm>
+#include <cmath>
 #include <string>
 
 namespace sparsecomm {
@@ -9,16 +11,23 @@ constexpr double seconds_per_round = 20e-6;
 constexpr double seconds_per_byte = 1e-9;
 constexpr double seconds_per_entry = 2e-9;
 
-bool is_integral(DType dtype) { return dtype == DType::i32 || dtype == DType::i64; }
-bool is_half(DType dtype) { return dtype == DType::f16 || dtype == DType::bf16; }
+// Entries of the reduction if positions were random, at least one.
+std::uint64_t expected_union(ReductionShape const& shape) {
+  auto const extent = static_cast<double>(shape.extent);
+  double const share = static_cast<double>(shape.total_entries) / shape.ranks / extent;
+  if (!(share < 1)) return std::max<std::uint64_t>(shape.extent, 1);
+  double const filled = -extent * std::expm1(shape.ranks * std::log1p(-share));
+  return std::max<std::uint64_t>(std::llround(filled), 1);
+}
 
 double seconds(AlgorithmEntry const& entry, ReductionShape const& shape) {
+  bool const widened = entry.sparse || !entry.dense->rounds_once;
+  std::size_t const value_bytes = std::max(size_of(shape.dtype), widened ? sizeof(float) : 0);
   CostShape cost_shape{.ranks = shape.ranks,
                        .extent = shape.extent,
                        .k = entry.sparse ? shape.most_entries : shape.extent,
-                       .value_bytes = entry.sparse && is_half(shape.dtype)
-                                          ? sizeof(float)
-                                          : static_cast<double>(size_of(shape.dtype))};
+                       .value_bytes = static_cast<double>(value_bytes),
+                       .union_nnz = expected_union(shape)};
   Cost const cost = entry.cost(cost_shape, {});
   return cost.rounds * seconds_per_round + cost.bytes * seconds_per_byte +
          cost.entries * seconds_per_entry;
@@ -26,33 +35,27 @@ double seconds(AlgorithmEntry const& entry, ReductionShape const& shape) {
 
 }  // namespace
 
-bool can_reduce(AlgorithmEntry const& entry, DType dtype, Reduction reduction) {
-  if (entry.sparse) return entry.lossless();
-  return reduction == Reduction::sum && !is_integral(dtype);
-}
+bool can_reduce(AlgorithmEntry const& entry) { return !entry.sparse || entry.lossless(); }
 
-AlgorithmEntry const* find_reducing(std::string_view name, DType dtype, Reduction reduction) {
+AlgorithmEntry const* find_reducing(std::string_view name) {
   if (name == "auto") return nullptr;
   std::string able = "auto";
   bool known = false;
   for (AlgorithmEntry const& entry : algorithms()) {
-    bool const can = can_reduce(entry, dtype, reduction);
-    if (can) able += concat(", ", entry.name);
+    if (can_reduce(entry)) able += concat(", ", entry.name);
     if (entry.name != name) continue;
-    if (can) return &entry;
+    if (can_reduce(entry)) return &entry;
     known = true;
   }
-  std::string const reason = known ? concat("does not give the exact ", sparsecomm::name(reduction),
-                                            " of ", sparsecomm::name(dtype))
-                                   : "is unknown";
-  throw InvalidArgument(concat("algorithm '", name, "' ", reason, "; choose one of ", able));
+  throw InvalidArgument(concat("algorithm '", name, known ? "' is not exact" : "' is unknown",
+                               "; choose one of ", able));
 }
 
 AlgorithmEntry const& choose(ReductionShape const& shape) {
   AlgorithmEntry const* best = nullptr;
   double least = 0;
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (!can_reduce(entry, shape.dtype, shape.reduction)) continue;
+    if (!can_reduce(entry)) continue;
     double const time = seconds(entry, shape);
     if (best == nullptr || time < least) {
       best = &entry;

@@ -4,6 +4,7 @@
 #include <limits>
 #include <type_traits>
 
+#include "collectives/patterns.h"
 #include "engine/choose.h"
 
 namespace sparsecomm {
@@ -26,12 +27,18 @@ std::string describe_reduction(CollectiveConfig const& config) {
 }
 
 // All ranks throw alike, before any entry travels.
+void check_message(std::uint64_t bytes, std::uint64_t entries) {
+  require<Mismatch>(bytes <= largest_payload, "a message with up to ", entries,
+                    " entries may take ", bytes, " bytes, it can hold ", largest_payload,
+                    "; send less at a time");
+}
+
+// Of a stream in which at most `entries` came together, sent as pairs or, beyond delta, dense.
 template <class V>
-void check_message(std::uint64_t entries, char const* what) {
-  constexpr std::uint64_t entry_bytes = sizeof(std::uint32_t) + sizeof(V);
-  require<Mismatch>(entries <= largest_payload / entry_bytes, what, " of ", entries,
-                    " entries takes up to ", entries * entry_bytes,
-                    " bytes, a message holds at most ", largest_payload, "; send less at a time");
+std::uint64_t stream_bytes(std::uint64_t entries, std::uint64_t extent) {
+  std::uint64_t const limit = default_delta<V>(extent);
+  return std::max<std::uint64_t>(max_sparse_frame_bytes<V>(std::min(entries, limit), extent),
+                                 entries > limit ? header_bytes + extent * sizeof(V) : 0);
 }
 
 // Whether an entry of a dense vector takes no part.
@@ -57,12 +64,15 @@ IsNeutral<T> is_neutral(Reduction reduction) {
 
 template <class T>
 AllreduceOperation<T>::AllreduceOperation(AlgorithmOptions const& options)
-    : options_(options), sparse_(algorithms().size()) {}
+    : options_(options),
+      sparse_(algorithms().size()),
+      dense_(algorithms().size()),
+      wide_dense_(algorithms().size()) {}
 
 template <class T>
 void AllreduceOperation<T>::configure(CollectiveConfig config) {
   if (config.algorithm != nullptr) {
-    find_reducing(config.algorithm->name, dtype_of<T>(), config.reduction);
+    find_reducing(config.algorithm->name);
   }
   text_ = describe<T>("allreduce", config) + describe_reduction(config) +
           concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name);
@@ -97,49 +107,58 @@ Proposal AllreduceOperation<T>::prepare() {
 
 template <class T>
 void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
-  AlgorithmEntry const& entry =
-      config_.algorithm != nullptr
-          ? *config_.algorithm
-          : choose({channel.size(), config_.extent, dtype_of<T>(), config_.reduction,
-                    agreement.most_entries, agreement.total_entries});
+  AlgorithmEntry const& entry = config_.algorithm != nullptr
+                                    ? *config_.algorithm
+                                    : choose({channel.size(), config_.extent, dtype_of<T>(),
+                                              agreement.most_entries, agreement.total_entries});
   if (entry.sparse) {
     reduce_sparse(channel, agreement, entry);
   } else {
-    reduce_dense(channel);
+    reduce_dense(channel, entry);
   }
 }
 
 template <class T>
 void AllreduceOperation<T>::reduce_sparse(Channel& channel, Agreement const& agreement,
                                           AlgorithmEntry const& entry) {
-  // Streams that algorithms pass on have as many entries as are not smaller dense.
-  check_message<V>(std::max(agreement.most_entries,
-                            std::min(agreement.total_entries, default_delta<V>(config_.extent))),
-                   "a contribution or partial reduction");
+  std::uint64_t const most = agreement.most_entries;
+  std::uint64_t const together = most * static_cast<std::uint64_t>(channel.size());
+  check_message(std::max<std::uint64_t>(max_sparse_frame_bytes<V>(most, config_.extent),
+                                        stream_bytes<V>(together, config_.extent)),
+                together);
   auto& algorithm = sparse_[static_cast<std::size_t>(&entry - algorithms().data())];
   if (!algorithm) algorithm = make_sparse_allreduce<V>(entry, options_);
   result_ = algorithm
                 ->run(channel, is_dense_ ? compress() : contribution_,
-                      {config_.extent, agreement.most_entries, agreement.most_entries, 0,
-                       config_.reduction})
+                      {config_.extent, most, most, 0, config_.reduction})
                 .reduced;
   if (is_dense_) expand(channel.size());
 }
 
 template <class T>
-void AllreduceOperation<T>::reduce_dense([[maybe_unused]] Channel& channel) {
-  if constexpr (!std::is_integral_v<T>) {  // can_reduce() keeps integers away
-    if (is_dense_) {
-      dense_.run(channel, data_, config_.average ? static_cast<V>(channel.size()) : V{1});
-      return;
-    }
-    expanded_.assign(config_.extent, neutral<V>(config_.reduction));
+void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const& entry) {
+  auto const line = static_cast<std::size_t>(&entry - algorithms().data());
+  std::uint64_t const entries = entry.dense->largest_message(config_.extent, channel.size());
+  check_message(header_bytes + entries * sizeof(V), entries);
+  if (is_dense_ && (std::is_same_v<T, V> || entry.dense->rounds_once)) {
+    if (!dense_[line]) dense_[line] = entry.dense->make<T>(options_);
+    dense_[line]->run(channel, data_, config_.reduction,
+                      config_.average ? static_cast<V>(channel.size()) : V{1});
+    return;
+  }
+  expanded_.resize(config_.extent);
+  if (is_dense_) {
+    std::ranges::transform(data_, expanded_.begin(), [](T x) { return static_cast<V>(x); });
+  } else {
+    std::ranges::fill(expanded_, neutral<V>(config_.reduction));
     for (std::size_t i = 0; i < contribution_.nnz(); ++i) {
       expanded_[contribution_.indices[i]] = contribution_.values[i];
     }
-    wide_dense_.run(channel, expanded_, V{1});
-    result_ = {.dense = expanded_, .is_dense = true};
   }
+  if (!wide_dense_[line]) wide_dense_[line] = entry.dense->make<V>(options_);
+  wide_dense_[line]->run(channel, expanded_, config_.reduction, V{1});
+  result_ = {.dense = expanded_, .is_dense = true};
+  if (is_dense_) expand(channel.size());
 }
 
 // The entries that are not neutral, packed without a branch.
@@ -187,24 +206,36 @@ void AllgatherOperation<V>::configure(CollectiveConfig config) {
 
 template <class V>
 void AllgatherOperation<V>::run(Channel& channel, Agreement const& agreement) {
-  check_message<V>(agreement.most_entries, "a contribution");
+  check_message(max_sparse_frame_bytes<V>(agreement.most_entries, config_.extent),
+                agreement.most_entries);
   result_ = gather_.run(channel, contribution_, config_.extent, agreement.most_entries);
 }
 
 template <class V>
-void ReduceScatterOperation<V>::configure(CollectiveConfig config) {
+void ReduceScatterOperation<V>::configure(CollectiveConfig config, int ranks,
+                                          std::span<const std::uint32_t> boundaries) {
+  require(boundaries.empty() || boundaries.size() + 1 == static_cast<std::size_t>(ranks),
+          "reduce-scatter: ", boundaries.size(), " boundaries do not make ", ranks, " regions");
+  require(boundaries.empty() ||
+              (std::ranges::is_sorted(boundaries) && boundaries.back() <= config.extent),
+          "reduce-scatter: the boundaries are no ascending split of ", config.extent, " entries");
   text_ = describe<V>("reduce-scatter of sparse vectors", config) + describe_reduction(config);
+  even_regions(config.extent, ranks, regions_);
+  for (std::size_t i = 0; i < boundaries.size(); ++i) {
+    regions_[i].last = regions_[i + 1].first = boundaries[i];
+    text_ += concat(i == 0 ? ";boundaries=" : ",", boundaries[i]);
+  }
   config_ = std::move(config);
 }
 
 template <class V>
 void ReduceScatterOperation<V>::run(Channel& channel, Agreement const& agreement) {
-  check_message<V>(agreement.most_entries, "a contribution");
-  result_ = reduce_
-                .run(channel, contribution_,
-                     {config_.extent, agreement.most_entries, agreement.most_entries, 0,
-                      config_.reduction})
-                .sparse();
+  std::uint64_t const most = agreement.most_entries;
+  check_message(stream_bytes<V>(most, config_.extent), most);
+  result_ =
+      reduce_
+          .run(channel, contribution_, regions_, {config_.extent, most, most, 0, config_.reduction})
+          .sparse();
 }
 
 #define SPARSECOMM_OPERATIONS(V)        \

@@ -13,7 +13,7 @@
 #include "collectives/algorithm.h"
 #include "collectives/dense.h"
 #include "collectives/sparse_allgather.h"
-#include "collectives/sparse_reduce_scatter.h"
+#include "collectives/split_reduce.h"
 #include "engine/communicator.h"
 
 namespace sparsecomm {
@@ -56,7 +56,7 @@ class AllreduceOperation final : public Operation {
 
  private:
   void reduce_sparse(Channel& channel, Agreement const& agreement, AlgorithmEntry const& entry);
-  void reduce_dense(Channel& channel);
+  void reduce_dense(Channel& channel, AlgorithmEntry const& entry);
   SparseView<V> compress();
   void expand(int ranks);
 
@@ -69,8 +69,8 @@ class AllreduceOperation final : public Operation {
   std::uint64_t entries_ = 0;
   StreamView<V> result_;
   std::vector<std::unique_ptr<SparseAllreduce<V>>> sparse_;  // by line of the table, when needed
-  DenseAllreduce<T> dense_;
-  DenseAllreduce<V> wide_dense_;
+  std::vector<std::unique_ptr<DenseAllreduce<T>>> dense_;    // likewise
+  std::vector<std::unique_ptr<DenseAllreduce<V>>> wide_dense_;
   std::vector<std::uint32_t> indices_;  // of a dense vector's entries
   std::vector<V> values_;
   std::vector<V> expanded_;
@@ -98,13 +98,18 @@ class AllgatherOperation final : public Operation {
   std::span<const SparseView<V>> result_;
 };
 
-// The reduction of region r on rank r. Regions are even, see even_split().
+// The reduction of region r on rank r, by SplitReduce: P-1 messages, 2k(P-1)/P words where every
+// contribution has an even share in each region, 2k(P-1) at most.
 template <class V>
 class ReduceScatterOperation final : public Operation {
  public:
   explicit ReduceScatterOperation(AlgorithmOptions const& options = {}) : reduce_(options) {}
 
-  void configure(CollectiveConfig config);  // algorithm has no meaning
+  // The algorithm has no meaning. Region r begins at boundaries[r - 1]: ranks - 1 ascending
+  // positions; where none are given the regions are even. Throws InvalidArgument where they do not
+  // split the vector.
+  void configure(CollectiveConfig config, int ranks,
+                 std::span<const std::uint32_t> boundaries = {});
   void bind(SparseView<V> contribution) { contribution_ = contribution; }
   // Until the next operation; indices count from the start of the whole vector. Not divided yet
   // where the average is wanted. Entries that are the neutral element may be missing.
@@ -117,7 +122,8 @@ class ReduceScatterOperation final : public Operation {
   CollectiveConfig config_;
   std::string text_;
   SparseView<V> contribution_;
-  SparseReduceScatter<V> reduce_;
+  std::vector<Region> regions_;
+  SplitReduce<V> reduce_;
   SparseView<V> result_;
 };
 

@@ -7,6 +7,7 @@
 
 #include "bindings.h"
 #include "distributed_error.h"
+#include "engine/choose.h"
 #include "engine/selection_exchange.h"
 #include "interpreter.h"
 #include "parameter_group.h"
@@ -140,7 +141,7 @@ py::list describe_algorithms() {
     row["source"] = entry.source;
     row["sparse"] = entry.sparse;
     row["top_k_result"] = entry.top_k_result;
-    row["lossless"] = entry.sparse && entry.lossless();
+    row["exact"] = can_reduce(entry);
     rows.append(row);
   }
   return rows;

@@ -118,13 +118,14 @@ class TypedCollective final : public TensorCollective {
             request.average,
             request.tensor.layout() == at::kStrided,
             shape_of(request.tensor)};
+    rank_ = rank;
+    ranks_ = ranks;
     if (key_ != key) {
+      key_.reset();
       configure(key);
       key_ = std::move(key);
     }
     inference_ = c10::InferenceMode::is_enabled();
-    rank_ = rank;
-    ranks_ = ranks;
     request_ = std::move(request);
   }
 
@@ -221,7 +222,7 @@ class TypedCollective final : public TensorCollective {
       case CollectiveKind::allgather:
         return allgather_.configure(std::move(config));
       case CollectiveKind::reduce_scatter:
-        return reduce_scatter_.configure(std::move(config));
+        return reduce_scatter_.configure(std::move(config), ranks_);
     }
   }
 
@@ -256,12 +257,11 @@ std::shared_ptr<TensorCollective> make_collective() {
 
 CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor,
                                           std::string_view algorithm, std::string_view op) {
-  DType const dtype = find_element(tensor.scalar_type()).ours;
+  find_element(tensor.scalar_type());
   Op const found = find_op(op);
   require(!found.average || !c10::isIntegralType(tensor.scalar_type(), false), "op 'avg' of ",
           at::toString(tensor.scalar_type()), " is not defined; use sum");
-  return {kind, std::move(tensor), find_reducing(algorithm, dtype, found.reduction),
-          found.reduction, found.average};
+  return {kind, std::move(tensor), find_reducing(algorithm), found.reduction, found.average};
 }
 
 std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype) {

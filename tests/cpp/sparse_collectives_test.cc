@@ -92,10 +92,10 @@ std::vector<V> expanded(StreamView<V> view, std::uint32_t extent, Reduction redu
 }
 
 // Null, for "auto", and all that can.
-std::vector<AlgorithmEntry const*> able(DType dtype, Reduction reduction) {
+std::vector<AlgorithmEntry const*> able() {
   std::vector<AlgorithmEntry const*> entries{nullptr};
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (can_reduce(entry, dtype, reduction)) entries.push_back(&entry);
+    if (can_reduce(entry)) entries.push_back(&entry);
   }
   return entries;
 }
@@ -107,7 +107,7 @@ void check_allreduce(int ranks) {
     int const rank = communicator.rank();
     auto const operation = std::make_shared<AllreduceOperation<T>>();
     for (auto const& [reduction, reduction_name] : reductions()) {
-      for (AlgorithmEntry const* entry : able(dtype_of<T>(), reduction)) {
+      for (AlgorithmEntry const* entry : able()) {
         for (Entries const& kind : kinds) {
           for (std::uint32_t const extent : {0u, 1u, 7u, 150u}) {
             SCOPED_TRACE(concat(entry == nullptr ? "auto" : entry->name, ' ', reduction_name,
@@ -140,7 +140,7 @@ void check_allreduce(int ranks) {
 }
 
 class SparseCollectivesTest : public testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Ranks, SparseCollectivesTest, testing::Values(1, 2, 3, 4, 5, 8));
+INSTANTIATE_TEST_SUITE_P(Ranks, SparseCollectivesTest, testing::Values(1, 2, 3, 5));
 
 TEST_P(SparseCollectivesTest, AllreduceIsTheReductionByEveryAlgorithm) {
   check_allreduce<float>(GetParam());
@@ -173,7 +173,7 @@ void check_gather_and_scatter(int ranks) {
           EXPECT_TRUE(std::ranges::equal(got.values, expected.values)) << "of rank " << peer;
         }
         for (auto const& [reduction, reduction_name] : reductions()) {
-          scatter->configure({"", extent, nullptr, reduction});
+          scatter->configure({"", extent, nullptr, reduction}, ranks);
           scatter->bind(pairs.view());
           communicator.run(scatter);
           auto const all = reduced<V>(kind, ranks, extent, reduction);
@@ -198,18 +198,7 @@ TEST_P(SparseCollectivesTest, AllgatherAndReduceScatterDeliverWhatTheyShould) {
   check_gather_and_scatter<std::int64_t>(GetParam());
 }
 
-// The collectives themselves, as an operation.
-class Lambda final : public Operation {
- public:
-  explicit Lambda(std::function<void(Channel&)> body) : body_(std::move(body)) {}
-  Proposal prepare() override { return {}; }
-  void run(Channel& channel, Agreement const&) override { body_(channel); }
-
- private:
-  std::function<void(Channel&)> body_;
-};
-
-TEST(SparseReduceScatterTest, RegionsMayBeGivenAndAnyOfThemEmpty) {
+TEST(ReduceScatterTest, RegionsMayBeGivenAndAnyOfThemEmpty) {
   int const ranks = 4;
   std::uint32_t const extent = 100;
   for (std::vector<std::uint32_t> const& boundaries :
@@ -217,38 +206,35 @@ TEST(SparseReduceScatterTest, RegionsMayBeGivenAndAnyOfThemEmpty) {
     expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
       int const rank = communicator.rank();
       auto const pairs = entries_of<float>(kinds[0], rank, ranks, extent);
-      SparseReduceScatter<float> reduce;
-      communicator.run(std::make_shared<Lambda>([&](Channel& channel) {
-        SparseView<float> const got =
-            reduce.run(channel, pairs.view(), {extent, extent, extent}, boundaries).sparse();
-        auto const all = reduced<float>(kinds[0], ranks, extent, Reduction::sum);
-        auto const result = expanded<float>({.sparse = got}, extent, Reduction::sum);
-        std::uint32_t const first = rank == 0 ? 0 : boundaries[rank - 1];
-        std::uint32_t const last = rank == ranks - 1 ? extent : boundaries[rank];
-        for (std::uint32_t i = 0; i < extent; ++i) {
-          EXPECT_EQ(result[i], i >= first && i < last ? all[i] : 0) << "at " << i;
-        }
-      }));
+      auto const operation = std::make_shared<ReduceScatterOperation<float>>();
+      operation->configure({"", extent}, ranks, boundaries);
+      operation->bind(pairs.view());
+      communicator.run(operation);
+      auto const all = reduced<float>(kinds[0], ranks, extent, Reduction::sum);
+      auto const result = expanded<float>({.sparse = operation->result()}, extent, Reduction::sum);
+      std::uint32_t const first = rank == 0 ? 0 : boundaries[rank - 1];
+      std::uint32_t const last = rank == ranks - 1 ? extent : boundaries[rank];
+      for (std::uint32_t i = 0; i < extent; ++i) {
+        EXPECT_EQ(result[i], i >= first && i < last ? all[i] : 0) << "at " << i;
+      }
+      std::vector<std::uint32_t> own = boundaries;
+      if (rank == 3) own = {5, 5, 5};
+      operation->configure({"", extent}, ranks, own);
+      EXPECT_THROW(communicator.run(operation), Mismatch);
     }));
   }
 }
 
-TEST(SparseReduceScatterTest, RefusesBoundariesThatSplitNothing) {
+TEST(ReduceScatterTest, RefusesBoundariesThatSplitNothing) {
+  ReduceScatterOperation<float> operation;
   for (std::vector<std::uint32_t> const& boundaries :
-       {std::vector<std::uint32_t>{1}, {2, 1}, {1, 11}}) {
-    auto const errors = run_ranks(3, [&](Communicator& communicator) {
-      SparseReduceScatter<float> reduce;
-      communicator.run(std::make_shared<Lambda>(
-          [&](Channel& channel) { reduce.run(channel, {}, {10, 1, 1}, boundaries); }));
-    });
-    for (auto const& error : errors) {
-      EXPECT_NE(message_of(error).find("boundaries"), std::string::npos) << message_of(error);
-    }
+       {std::vector<std::uint32_t>{1}, {2, 1}, {1, 11}, {1, 2, 3}}) {
+    EXPECT_THROW(operation.configure({"", 10}, 3, boundaries), InvalidArgument);
   }
 }
 
 // With a window smaller than the number of peers every buffer is used again.
-TEST(SparseReduceScatterTest, AnyWindowGivesTheSame) {
+TEST(ReduceScatterTest, AnyWindowGivesTheSame) {
   int const ranks = 7;
   for (int const window : {1, 2, 3, 5, 6, 100}) {
     expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
@@ -256,7 +242,7 @@ TEST(SparseReduceScatterTest, AnyWindowGivesTheSame) {
       options.window = window;
       auto const scatter = std::make_shared<ReduceScatterOperation<float>>(options);
       auto const pairs = entries_of<float>(kinds[0], communicator.rank(), ranks, 210);
-      scatter->configure({"", 210});
+      scatter->configure({"", 210}, ranks);
       scatter->bind(pairs.view());
       communicator.run(scatter);
       auto const all = reduced<float>(kinds[0], ranks, 210, Reduction::sum);
@@ -273,7 +259,8 @@ TEST(SparseCostTest, CountedMessagesAndBytesAreThoseOfTheFormula) {
     // Every rank has four entries in every region.
     std::uint32_t const region = 50;
     std::uint32_t const extent = region * ranks;
-    CostShape const shape{ranks, extent, std::uint64_t{4} * ranks};
+    CostShape shape{ranks, extent, std::uint64_t{4} * ranks};
+    shape.union_nnz = extent;  // a prediction, for even shares
     AlgorithmOptions options;
     options.frame = {IndexCodecChoice::raw32, false};
     expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
@@ -299,41 +286,36 @@ TEST(SparseCostTest, CountedMessagesAndBytesAreThoseOfTheFormula) {
       gather->bind(pairs.view());
       check(gather, sparse_allgather_cost(shape));
       auto const scatter = std::make_shared<ReduceScatterOperation<float>>(options);
-      scatter->configure({"", extent});
+      scatter->configure({"", extent}, ranks);
       scatter->bind(pairs.view());
-      check(scatter, sparse_reduce_scatter_cost(shape));
+      check(scatter, split_reduce_cost(shape, options));
     }));
   }
 }
 
 TEST(ChooseTest, TakesSparseForFewEntriesAndDenseForAll) {
   for (int const ranks : {2, 4, 16}) {
-    ReductionShape shape{ranks, 1u << 20, DType::f32, Reduction::sum, 100, 100u * ranks};
+    ReductionShape shape{ranks, 1u << 20, DType::f32, 100, 100u * ranks};
     EXPECT_TRUE(choose(shape).sparse) << "P=" << ranks;
     shape.most_entries = shape.extent;
     shape.total_entries = shape.extent * ranks;
     EXPECT_FALSE(choose(shape).sparse) << "P=" << ranks;
-    for (auto const& [reduction, name] : reductions()) {
-      shape.reduction = reduction;
-      EXPECT_TRUE(can_reduce(choose(shape), shape.dtype, reduction)) << name;
-    }
   }
 }
 
 TEST(ChooseTest, RefusesWhatIsNotExactAndListsWhatIs) {
-  for (auto const& [name, reason] :
-       {std::pair{"oktopk", "algorithm 'oktopk' does not give the exact sum of f32"},
-        {"nothing", "algorithm 'nothing' is unknown"}}) {
+  for (auto const& [name, reason] : {std::pair{"oktopk", "algorithm 'oktopk' is not exact"},
+                                     {"nothing", "algorithm 'nothing' is unknown"}}) {
     try {
-      find_reducing(name, DType::f32, Reduction::sum);
+      find_reducing(name);
       ADD_FAILURE() << name << " passed";
     } catch (InvalidArgument const& error) {
       std::string const text = error.what();
       EXPECT_EQ(text.find(reason), 0u) << text;
-      EXPECT_NE(text.find("choose one of auto, dense, topk_a"), std::string::npos) << text;
+      EXPECT_NE(text.find("choose one of auto, dense, "), std::string::npos) << text;
     }
   }
-  EXPECT_EQ(find_reducing("auto", DType::f32, Reduction::sum), nullptr);
+  EXPECT_EQ(find_reducing("auto"), nullptr);
 }
 
 // The operations under test by name, over 60 entries a rank.
@@ -355,12 +337,12 @@ Victim make_victim(std::string const& kind, int rank, int ranks) {
     victim.operation = operation;
   } else if (kind == "reduce-scatter") {
     auto const operation = std::make_shared<ReduceScatterOperation<float>>();
-    operation->configure({"", failing_extent});
+    operation->configure({"", failing_extent}, ranks);
     operation->bind(victim.pairs.view());
     victim.operation = operation;
   } else {
     auto const operation = std::make_shared<AllreduceOperation<float>>();
-    operation->configure({"", failing_extent, find_reducing(kind, DType::f32, Reduction::sum)});
+    operation->configure({"", failing_extent, find_reducing(kind)});
     victim.data = expanded<float>({.sparse = victim.pairs.view()}, failing_extent, Reduction::sum);
     operation->bind(std::span(victim.data));
     victim.operation = operation;
@@ -372,8 +354,7 @@ class SparseFailureTest : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
                            std::vector<std::string> names{"allgather", "reduce-scatter"};
                            for (AlgorithmEntry const& entry : algorithms()) {
-                             if (can_reduce(entry, DType::f32, Reduction::sum))
-                               names.emplace_back(entry.name);
+                             if (can_reduce(entry)) names.emplace_back(entry.name);
                            }
                            return names;
                          }()),
