@@ -265,3 +265,38 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(tmp_path: Path) -> None
     assert result.returncode == 1
     assert "rank 1: RuntimeError: no more" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_transports_are_measured_beside_their_engines(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    done = run_cli("bench", "transport", "--rounds", "40", "--blocks", "1", "--json", str(file))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(file.read_text())
+    usable = {name for name in sparsecomm.build_info()["transports"] if name != "inproc"}
+    rows = result["ping_pong"]
+    assert {row["transport"] for row in rows} == usable
+    for name in usable:
+        own = [row for row in rows if row["name"] == name]
+        assert [row["bytes"] for row in own] == [8, 1024, 16384, 4 << 20]
+        for row in own:
+            bare = [
+                other["one_way_us"]
+                for other in rows
+                if other["transport"] == name and other["name"] != name
+                if other["bytes"] == row["bytes"]
+            ]
+            assert row["ratio"] == pytest.approx(row["one_way_us"] / min(bare))
+            assert row["gigabytes_per_second"] == pytest.approx(
+                row["bytes"] / row["one_way_us"] / 1e3
+            )
+            assert f"{row['one_way_us']:.2f}" in done.stdout or row["bytes"] == 4 << 20
+    assert {row["transport"] for row in result["allreduce"]} == usable
+    assert all(row["time_us"] > 0 for row in result["allreduce"])
+
+
+def test_a_transport_takes_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as status:
+        main(["bench", "transport"])
+    assert status.value.code == 2
