@@ -12,7 +12,7 @@
 #include <cstdlib>
 #include <vector>
 
-#include "collectives/dense.h"
+#include "collectives/algorithm.h"
 #include "transport/mpi/mpi_transport.h"
 
 namespace {
@@ -92,13 +92,13 @@ Counted run_sparse(Transport& transport, AlgorithmEntry const& entry, Run const&
   });
 }
 
-Counted run_dense(Transport& transport, Run const& run) {
-  DenseAllreduce<float> allreduce;
+Counted run_dense(Transport& transport, AlgorithmEntry const& entry, Run const& run) {
+  auto const allreduce = entry.dense->make<float>(run.options);
   std::vector<float> data(run.numel, 1.0f);
   return measure(transport, run.steps, [&](int step) {
     Channel channel(transport, static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
-    allreduce.run(channel, data, 1.0f);
+    allreduce->run(channel, data, Reduction::sum, 1.0f);
   });
 }
 
@@ -141,7 +141,7 @@ int run_all(int count, char** arguments) {
     if (memory > max_bytes) continue;
     auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.poll = false});
     Counted const counted =
-        entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, run);
+        entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, entry, run);
     print(entry, run, counted, ranks, rank);
   }
   return 0;

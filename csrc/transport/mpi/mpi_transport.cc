@@ -39,6 +39,10 @@ void check(int error, char const* call) {
                  " failed: ", error == MPI_SUCCESS ? "" : describe(error));
 }
 
+// Memory that MPI may still read when the transport is gone: a peer that has stopped may never take
+// the message.
+std::string const& leave_to_mpi(std::string bytes) { return *new std::string(std::move(bytes)); }
+
 struct Place {
   MPI_Comm communicator;
   int rank, size;
@@ -165,17 +169,15 @@ class MpiTransport final : public Transport {
   void post_failure(FailureReport const& report) noexcept override {
     FailureReport shortened = report;
     shortened.text.resize(std::min(report.text.size(), max_report_text));
-    // Left to MPI, which may still read it after this transport is gone: a peer that has stopped
-    // may never take it.
-    auto const* const bytes = new std::string(serialize_report(shortened));
+    std::string const& bytes = leave_to_mpi(serialize_report(shortened));
     std::lock_guard const lock(board_mutex_);
     reports_[rank()] = report;
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank()) continue;
       MPI_Request request = MPI_REQUEST_NULL;
       int const error = call([&] {
-        return MPI_Isend(bytes->data(), static_cast<int>(bytes->size()), MPI_BYTE, peer,
-                         report_tag_, communicator_, &request);
+        return MPI_Isend(bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, peer, report_tag_,
+                         communicator_, &request);
       });
       if (error == MPI_SUCCESS) call([&] { return MPI_Request_free(&request); });
     }
