@@ -5,6 +5,7 @@
 #include <ostream>
 #include <type_traits>
 
+#include "wire/bitmap.h"
 #include "wire/delta.h"
 #include "wire/sorted.h"
 
@@ -13,14 +14,15 @@ namespace {
 
 constexpr std::string_view smallest_name = "smallest";
 
-std::size_t raw32_bytes(std::size_t count) { return count * sizeof(std::uint32_t); }
-
-std::size_t raw32_encoded_bytes(std::span<const std::uint32_t> indices, std::uint32_t) {
-  return raw32_bytes(indices.size());
+constexpr std::size_t raw32_bytes(std::size_t count, std::size_t) {
+  return count * sizeof(std::uint32_t);
 }
 
-void raw32_encode(std::span<const std::uint32_t> indices, std::uint32_t, std::span<std::byte> out) {
+std::size_t raw32_encode(std::span<const std::uint32_t> indices, std::uint32_t, std::uint32_t,
+                         std::span<std::byte> out) {
+  if (indices.size_bytes() > out.size()) return does_not_fit;
   if (!indices.empty()) std::memcpy(out.data(), indices.data(), indices.size_bytes());
+  return indices.size_bytes();
 }
 
 void raw32_decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
@@ -39,11 +41,13 @@ void raw32_decode(std::span<const std::byte> in, std::uint32_t first_index, std:
                           ", must be below first_index + extent = ", end);
 }
 
-constexpr std::array<IndexCodecEntry, 2> table{{
-    {IndexCodec::raw32, "raw32", "4 bytes per index", raw32_encoded_bytes, raw32_encode,
-     raw32_decode, raw32_bytes, raw32_bytes},
-    {IndexCodec::delta, "delta", "gaps, Golomb-Rice coded in blocks of 128", delta::encoded_bytes,
-     delta::encode, delta::decode, delta::min_bytes, delta::max_bytes},
+constexpr std::array<IndexCodecEntry, 3> table{{
+    {IndexCodec::raw32, "raw32", "4 bytes per index", raw32_encode, raw32_decode, raw32_bytes,
+     raw32_bytes},
+    {IndexCodec::delta, "delta", "gaps, Golomb-Rice coded in blocks of 128", delta::encode,
+     delta::decode, delta::min_bytes, delta::max_bytes},
+    {IndexCodec::bitmap, "bitmap", "1 bit per position", bitmap::encode, bitmap::decode,
+     bitmap::bytes, bitmap::bytes},
 }};
 
 // Streams the names of a table, for messages.
@@ -61,6 +65,12 @@ struct Names {
 }  // namespace
 
 std::span<const IndexCodecEntry> index_codecs() { return table; }
+
+// The choice of a codec has the codec's number.
+static_assert(std::uint8_t(IndexCodecChoice::smallest) == std::uint8_t(IndexCodec::none) &&
+              std::uint8_t(IndexCodecChoice::raw32) == std::uint8_t(IndexCodec::raw32) &&
+              std::uint8_t(IndexCodecChoice::delta) == std::uint8_t(IndexCodec::delta) &&
+              std::uint8_t(IndexCodecChoice::bitmap) == std::uint8_t(IndexCodec::bitmap));
 
 IndexCodecEntry const* find_index_codec(IndexCodec id) {
   for (IndexCodecEntry const& entry : table) {

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <span>
 #include <string_view>
 
@@ -12,7 +13,7 @@
 
 namespace sparsecomm {
 
-enum class IndexCodec : std::uint8_t { none = 0, raw32 = 1, delta = 2 };
+enum class IndexCodec : std::uint8_t { none = 0, raw32 = 1, delta = 2, bitmap = 3 };
 enum class ValueCodec : std::uint8_t {
   none = 0,
   raw = 1,
@@ -23,28 +24,37 @@ enum class ValueCodec : std::uint8_t {
   qsgd8 = 6,
 };
 
-enum class IndexCodecChoice : std::uint8_t { smallest, raw32, delta };
+// A codec by name, or the one that takes the fewest bytes (the same numbers as IndexCodec).
+enum class IndexCodecChoice : std::uint8_t { smallest, raw32, delta, bitmap };
+
+inline constexpr std::size_t does_not_fit = std::numeric_limits<std::size_t>::max();
 
 // One line per index codec; tests, frames and docs iterate the table index_codecs.
 struct IndexCodecEntry {
   IndexCodec id;
   std::string_view name;
   std::string_view description;
-  // Exact encoded size in bytes of strictly increasing indices, all >= first_index. Neither this
-  // nor encode() checks their order: encode_sparse() does.
-  std::size_t (*encoded_bytes)(std::span<const std::uint32_t> indices, std::uint32_t first_index);
-  // Writes exactly encoded_bytes() bytes.
-  void (*encode)(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-                 std::span<std::byte> out);
+  // Encodes strictly increasing positions of [first_index, first_index + extent), which encode()
+  // does not check (encode_sparse() does), to the front of `out`. Returns their length in bytes, or
+  // does_not_fit, having written anything to `out`.
+  std::size_t (*encode)(std::span<const std::uint32_t> indices, std::uint32_t first_index,
+                        std::uint32_t extent, std::span<std::byte> out);
   // Fills `indices` (its size is the count) from all of `in`; throws MalformedFrame unless the
   // bytes decode to strictly increasing positions of [first_index, first_index + extent) and are
   // used up exactly.
   void (*decode)(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
                  std::span<std::uint32_t> indices);
-  // The least and the most bytes that any `count` indices can take.
-  std::size_t (*min_bytes)(std::size_t count);
-  std::size_t (*max_bytes)(std::size_t count);
+  // The least and the most bytes that `count` > 0 positions of `extent` can take: equal where that
+  // does not depend on the positions.
+  std::size_t (*min_bytes)(std::size_t count, std::size_t extent);
+  std::size_t (*max_bytes)(std::size_t count, std::size_t extent);
 };
+
+// The most bytes that a frame spends on `count` indices, whatever the choice: where a bitmap would
+// take more, the indices go raw.
+constexpr std::size_t max_index_bytes(std::size_t count) {
+  return 4 * count + 4 * (count / 128 + 1);
+}
 
 std::span<const IndexCodecEntry> index_codecs();
 

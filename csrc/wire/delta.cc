@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "base/error.h"
+#include "wire/codecs.h"
 
 namespace sparsecomm::delta {
 namespace {
@@ -17,38 +18,44 @@ constexpr std::size_t bytes_of(std::size_t bits) { return (bits + 7) / 8; }
 
 constexpr std::size_t blocks_of(std::size_t count) { return (count + block_size - 1) / block_size; }
 
-// Zero-padded to a whole block: zeros add nothing to the sums below, whose loops then have a fixed
-// length, which compilers vectorise. All gaps of a set sum to less than 2^32.
+using Words = std::array<std::uint32_t, block_size>;
+
+// The loops of fixed length below are ones that compilers vectorise.
 struct Gaps {
-  std::array<std::uint32_t, block_size> gap;
+  Words gap;  // zero-padded to a whole block: zeros add nothing to the sums
   std::size_t size;
-  std::uint32_t total;
-  std::uint32_t largest;
+  std::uint32_t mean;
+  std::uint32_t all_bits;  // of all gaps, or-ed
 
   Gaps(std::span<const std::uint32_t> indices, std::uint32_t next) : size(indices.size()) {
-    if (size < block_size) gap.fill(0);
-    gap[0] = indices[0] - next;
     if (size == block_size) {
       for (std::size_t i = 1; i < block_size; ++i) gap[i] = indices[i] - indices[i - 1] - 1;
     } else {
+      gap.fill(0);
       for (std::size_t i = 1; i < size; ++i) gap[i] = indices[i] - indices[i - 1] - 1;
     }
-    total = indices[size - 1] - next - static_cast<std::uint32_t>(size - 1);
-    largest = 0;
-    for (std::uint32_t g : gap) largest = std::max(largest, g);
+    gap[0] = indices[0] - next;
+    mean = static_cast<std::uint32_t>((indices[size - 1] - next - (size - 1)) / size);
+    all_bits = 0;
+    for (std::uint32_t const g : gap) all_bits |= g;
   }
 
-  // The bits that the high parts take beyond one each.
+  // The bits that the high parts take beyond one each, if an exception took max_unary. All gaps of
+  // a set sum to less than 2^32.
   std::uint32_t unary_cost(std::uint32_t parameter) const {
     std::uint32_t sum = 0;
-    for (std::uint32_t g : gap) sum += std::min(g >> parameter, max_unary);
+    if (all_bits >> parameter <= max_unary) {
+      for (std::uint32_t const g : gap) sum += g >> parameter;
+    } else {
+      for (std::uint32_t const g : gap) sum += std::min(g >> parameter, max_unary);
+    }
     return sum;
   }
 
-  std::size_t exceptions(std::uint32_t parameter) const {
-    if (largest >> parameter <= max_unary) return 0;
+  std::uint32_t exceptions(std::uint32_t parameter) const {
+    if (all_bits >> parameter <= max_unary) return 0;
     std::uint32_t sum = 0;
-    for (std::uint32_t g : gap) sum += g >> parameter > max_unary;
+    for (std::uint32_t const g : gap) sum += g >> parameter > max_unary;
     return sum;
   }
 };
@@ -69,39 +76,28 @@ struct Plan {
 Plan plan_block(Gaps const& gaps) {
   auto const n = static_cast<std::uint32_t>(gaps.size);
   std::uint32_t parameter =
-      std::min<std::uint32_t>(max_parameter, std::uint32_t(std::bit_width(gaps.total / n)));
+      std::min<std::uint32_t>(max_parameter, std::uint32_t(std::bit_width(gaps.mean)));
   // One more may save the byte that counts exceptions.
-  if (gaps.largest >> parameter > max_unary) parameter = std::min(max_parameter, parameter + 1);
+  if (gaps.exceptions(parameter) > 0) parameter = std::min(max_parameter, parameter + 1);
 
   std::uint32_t best = 0;
   std::uint32_t best_unary = 0;
+  std::uint32_t best_exceptions = 0;
   std::uint32_t least_bits = ~0u;
   for (;; --parameter) {
     std::uint32_t const unary = gaps.unary_cost(parameter);
-    std::uint32_t const flag = gaps.largest >> parameter > max_unary ? 8 : 0;
-    std::uint32_t const bits = n * (parameter + 1) + unary + flag;
+    std::uint32_t const exceptions = gaps.exceptions(parameter);
+    std::uint32_t const bits = n * (parameter + 1) + unary + (exceptions > 0 ? 8 : 0);
     if (bits < least_bits) {
       least_bits = bits;
       best = parameter;
       best_unary = unary;
+      best_exceptions = exceptions;
     }
     if (parameter == 0 || n + unary >= least_bits) break;
   }
-  std::size_t const exceptions = gaps.exceptions(best);
-  return {best, exceptions, bytes_of(std::size_t{n} * best),
-          bytes_of(n + best_unary - max_unary * exceptions)};
-}
-
-// Calls block(gaps, plan) for every block of `indices`.
-template <class F>
-void for_each_block(std::span<const std::uint32_t> indices, std::uint32_t next, F&& block) {
-  while (!indices.empty()) {
-    auto const part = indices.first(std::min(block_size, indices.size()));
-    Gaps const gaps(part, next);
-    block(gaps, plan_block(gaps));
-    next = part.back() + 1;  // wraps only behind the last index there can be
-    indices = indices.subspan(part.size());
-  }
+  return {best, best_exceptions, bytes_of(std::size_t{n} * best),
+          bytes_of(n + best_unary - max_unary * best_exceptions)};
 }
 
 std::byte* put(std::byte* out, void const* from, std::size_t bytes) {
@@ -121,35 +117,48 @@ std::byte* put_exceptions(std::byte* out, Gaps const& gaps, Plan const& plan) {
   return highs;
 }
 
+// Two gaps at a time: their low parts take at most 62 bits.
 std::byte* put_low_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
-  std::array<std::uint32_t, block_size + 1> words;
-  std::uint32_t const mask = (1u << plan.parameter) - 1;
+  constexpr std::size_t half = block_size / 2;
+  std::array<std::uint64_t, half> pairs;
+  std::uint64_t const mask = (std::uint64_t{1} << plan.parameter) - 1;
+  for (std::size_t i = 0; i < half; ++i) {
+    pairs[i] = (gaps.gap[2 * i] & mask) | (gaps.gap[2 * i + 1] & mask) << plan.parameter;
+  }
+  std::array<std::uint64_t, half> words;
   std::uint64_t pending = 0;
   std::uint32_t fill = 0;
   std::size_t word = 0;
-  for (std::size_t i = 0; i < gaps.size; ++i) {
-    pending |= std::uint64_t{gaps.gap[i] & mask} << fill;
-    fill += plan.parameter;
-    words[word] = static_cast<std::uint32_t>(pending);
-    std::uint32_t const full = fill >> 5;
+  for (std::uint64_t const pair : pairs) {
+    pending |= pair << fill;
+    words[word] = pending;
+    std::uint32_t const next = fill + 2 * plan.parameter;
+    std::uint32_t const full = next >> 6;
+    // What did not fit; a shift by 64 is done in two.
+    pending = full == 0 ? pending : (pair >> 1) >> (63 - fill);
     word += full;
-    pending >>= full * 32;
-    fill &= 31;
+    fill = next & 63;
   }
-  words[word] = static_cast<std::uint32_t>(pending);
+  words[word] = pending;
   return put(out, words.data(), plan.low_bytes);
 }
 
 std::byte* put_high_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
   std::array<std::uint64_t, block_size*(max_unary + 1) / 64 + 1> words;
-  std::fill_n(words.begin(), plan.high_bytes / 8 + 1, 0);
-  std::size_t bit = 0;
+  std::size_t word = 0;
+  std::uint64_t pending = 0;
+  std::uint32_t bit = 0;
   for (std::size_t i = 0; i < gaps.size; ++i) {
     std::uint32_t const high = gaps.gap[i] >> plan.parameter;
     bit += high > max_unary ? 0 : high;
-    words[bit / 64] |= std::uint64_t{1} << (bit % 64);
-    ++bit;
+    if (bit >= 64) {
+      words[word++] = pending;
+      pending = 0;
+      bit -= 64;
+    }
+    pending |= std::uint64_t{1} << bit++;
   }
+  words[word] = pending;
   return put(out, words.data(), plan.high_bytes);
 }
 
@@ -295,23 +304,24 @@ std::uint64_t decode_block(Reader& reader, std::uint64_t next, std::uint64_t end
 
 }  // namespace
 
-std::size_t encoded_bytes(std::span<const std::uint32_t> indices, std::uint32_t first_index) {
-  std::size_t bytes = 0;
-  for_each_block(indices, first_index,
-                 [&](Gaps const&, Plan const& plan) { bytes += plan.bytes(); });
-  return bytes;
-}
-
-void encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-            std::span<std::byte> out) {
+std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index, std::uint32_t,
+                   std::span<std::byte> out) {
   std::byte* to = out.data();
-  for_each_block(indices, first_index, [&](Gaps const& gaps, Plan const& plan) {
-    bool const exceptions = plan.exceptions > 0;
-    *to++ = std::byte(plan.parameter | (exceptions ? exceptions_flag : 0u));
-    if (exceptions) to = put_exceptions(to, gaps, plan);
+  std::byte const* const end = to + out.size();
+  std::uint32_t next = first_index;
+  while (!indices.empty()) {
+    auto const part = indices.first(std::min(block_size, indices.size()));
+    Gaps const gaps(part, next);
+    Plan const plan = plan_block(gaps);
+    if (plan.bytes() > static_cast<std::size_t>(end - to)) return does_not_fit;
+    *to++ = std::byte(plan.parameter | (plan.exceptions > 0 ? exceptions_flag : 0u));
+    if (plan.exceptions > 0) to = put_exceptions(to, gaps, plan);
     to = put_low_parts(to, gaps, plan);
     to = put_high_parts(to, gaps, plan);
-  });
+    next = part.back() + 1;  // wraps only behind the last index there can be
+    indices = indices.subspan(part.size());
+  }
+  return static_cast<std::size_t>(to - out.data());
 }
 
 void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
@@ -327,8 +337,8 @@ void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint3
   valid(reader.left().empty(), "trailing bytes: ", reader.left().size(), ", must be 0");
 }
 
-std::size_t min_bytes(std::size_t count) { return blocks_of(count) + bytes_of(count); }
+std::size_t min_bytes(std::size_t count, std::size_t) { return blocks_of(count) + bytes_of(count); }
 
-std::size_t max_bytes(std::size_t count) { return 4 * count + 4 * blocks_of(count); }
+std::size_t max_bytes(std::size_t count, std::size_t) { return max_index_bytes(count); }
 
 }  // namespace sparsecomm::delta

@@ -24,12 +24,11 @@ inline constexpr std::size_t block_size = 128;
 // is one.
 inline constexpr std::uint32_t max_unary = 40;
 
-std::size_t encoded_bytes(std::span<const std::uint32_t> indices, std::uint32_t first_index);
-void encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-            std::span<std::byte> out);
+std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
+                   std::uint32_t extent, std::span<std::byte> out);
 void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
             std::span<std::uint32_t> indices);
-std::size_t min_bytes(std::size_t count);
-std::size_t max_bytes(std::size_t count);
+std::size_t min_bytes(std::size_t count, std::size_t extent);
+std::size_t max_bytes(std::size_t count, std::size_t extent);
 
 }  // namespace sparsecomm::delta

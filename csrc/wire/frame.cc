@@ -8,7 +8,7 @@
 #include <new>
 #include <type_traits>
 
-#include "wire/checksum.h"
+#include "wire/header.h"
 #include "wire/sorted.h"
 
 namespace sparsecomm {
@@ -16,27 +16,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little,
               "headers and payloads are copied as they lie in memory: little-endian");
-static_assert(std::uint8_t(IndexCodecChoice::raw32) == std::uint8_t(IndexCodec::raw32) &&
-              std::uint8_t(IndexCodecChoice::delta) == std::uint8_t(IndexCodec::delta));
-
-constexpr std::uint16_t frame_magic = 0x5ca7;
-constexpr std::uint8_t frame_version = 1;
-constexpr std::uint64_t index_space = std::uint64_t{1} << 32;
 constexpr std::size_t max_payload = std::numeric_limits<std::uint32_t>::max();
-
-bool allows(IndexCodecChoice choice, IndexCodec id) {
-  return choice == IndexCodecChoice::smallest || std::uint8_t(choice) == std::uint8_t(id);
-}
-
-std::uint64_t checksum_of(FrameHeader header, std::span<const std::byte> indices,
-                          std::span<const std::byte> values) {
-  header.checksum = 0;
-  Checksum checksum;
-  checksum.add(std::as_bytes(std::span(&header, 1)));
-  checksum.add(indices);
-  checksum.add(values);
-  return checksum.value();
-}
 
 void check_range(std::uint32_t first_index, std::uint64_t extent) {
   require(first_index + extent <= index_space && extent < index_space, "frame: first_index ",
@@ -81,7 +61,7 @@ Payload open_frame(FrameHeader& header, std::size_t index_bytes, std::size_t val
 }
 
 std::size_t seal(FrameHeader header, Payload const& payload, std::span<std::byte> out) {
-  header.checksum = checksum_of(header, payload.indices, payload.values);
+  header.checksum = frame_checksum(header, payload.indices, payload.values);
   std::memcpy(out.data(), &header, header_bytes);
   return header_bytes + payload.indices.size() + payload.values.size();
 }
@@ -133,67 +113,6 @@ void put_scattered(ValueCodecEntry const& codec, std::uint32_t first_index, std:
                    }
                    put_values<V>(codec, part, to);
                  });
-}
-
-template <class... Parts>
-void field(bool holds, std::string_view name, std::uint64_t value, Parts const&... bound) {
-  require<MalformedFrame>(holds, "frame: ", name, " is ", value, ", must be ", bound...);
-}
-
-void check_codecs(FrameHeader const& h) {
-  auto const index_codec = std::uint8_t(h.index_codec);
-  auto const value_codec = std::uint8_t(h.value_codec);
-  if (h.kind == FrameKind::sparse && h.count > 0) {
-    field(find_index_codec(h.index_codec) != nullptr, "index_codec", index_codec,
-          "a known codec in a sparse frame");
-  } else {
-    field(h.index_codec == IndexCodec::none, "index_codec", index_codec,
-          "0 (none) in a frame without indices");
-  }
-  if (h.kind == FrameKind::bytes) {
-    field(h.value_codec == ValueCodec::none, "value_codec", value_codec,
-          "0 (none) in a bytes frame");
-  } else {
-    ValueCodecEntry const* const codec = find_value_codec(h.value_codec);
-    field(codec != nullptr, "value_codec", value_codec, "a known codec in a frame with values");
-    field(carries(*codec, h.dtype), "value_codec", value_codec, "1 (raw) for dtype ",
-          name(h.dtype));
-  }
-}
-
-void check_extent(FrameHeader const& h) {
-  if (h.kind == FrameKind::bytes) {
-    field(h.first_index == 0, "first_index", h.first_index, "0 in a bytes frame");
-    field(h.extent == 0, "extent", h.extent, "0 in a bytes frame");
-    return;
-  }
-  field(h.extent <= index_space - h.first_index, "extent", h.extent,
-        "at most 2^32 - first_index = ", index_space - h.first_index);
-  if (h.kind == FrameKind::sparse) {
-    field(h.count <= h.extent, "count", h.count, "at most extent ", h.extent);
-  } else {
-    field(h.count == h.extent, "count", h.count, "extent ", h.extent, " in a dense frame");
-  }
-}
-
-void check_lengths(FrameHeader const& h, std::size_t available) {
-  if (h.index_codec == IndexCodec::none) {
-    field(h.index_bytes == 0, "index_bytes", h.index_bytes, "0 in a frame without indices");
-  } else {
-    IndexCodecEntry const& codec = *find_index_codec(h.index_codec);
-    std::size_t const least = codec.min_bytes(h.count);
-    std::size_t const most = codec.max_bytes(h.count);
-    field(h.index_bytes >= least && h.index_bytes <= most, "index_bytes", h.index_bytes, least,
-          " to ", most, " for count ", h.count, " in codec ", codec.name);
-  }
-  ValueCodecEntry const* const codec = find_value_codec(h.value_codec);
-  std::uint64_t const value_bytes =
-      codec == nullptr ? h.count : codec->encoded_bytes(h.count, size_of(h.dtype));
-  field(h.value_bytes == value_bytes, "value_bytes", h.value_bytes, value_bytes, " for count ",
-        h.count, " in codec ", codec == nullptr ? "none" : codec->name);
-  std::uint64_t const payload = std::uint64_t{h.index_bytes} + h.value_bytes;
-  field(payload <= available, "index_bytes + value_bytes", payload, "at most the ", available,
-        " bytes that follow the header");
 }
 
 void check_dtype(FrameView const& frame, DType expected) {
@@ -272,6 +191,47 @@ class Growth {
   bool released_ = false;
 };
 
+bool allows(IndexCodecChoice choice, IndexCodec id) {
+  return choice == IndexCodecChoice::smallest || std::uint8_t(choice) == std::uint8_t(id);
+}
+
+struct EncodedIndices {
+  IndexCodecEntry const* codec;
+  std::size_t bytes;
+};
+
+// Encodes the indices to the front of `out` in at most `limit` bytes, and in the fewest that the
+// choice allows; returns nullptr where that is more. Codecs whose size is known beforehand are the
+// ones to beat: the others are tried, not planned.
+EncodedIndices encode_indices(IndexCodecChoice choice, std::span<const std::uint32_t> indices,
+                              std::uint32_t first_index, std::uint32_t extent, std::size_t limit,
+                              std::span<std::byte> out) {
+  std::size_t const count = indices.size();
+  auto const fixed = [&](IndexCodecEntry const& entry) {
+    return entry.min_bytes(count, extent) == entry.max_bytes(count, extent);
+  };
+  EncodedIndices best{nullptr, limit + 1};
+  IndexCodecEntry const* written = nullptr;
+  auto const attempt = [&](IndexCodecEntry const& entry) {
+    std::size_t const bytes =
+        entry.encode(indices, first_index, extent, out.first(std::min(best.bytes - 1, out.size())));
+    written = &entry;
+    if (bytes != does_not_fit) best = {&entry, bytes};
+  };
+  for (IndexCodecEntry const& entry : index_codecs()) {
+    if (!allows(choice, entry.id) || !fixed(entry)) continue;
+    std::size_t const bytes = entry.min_bytes(count, extent);
+    if (bytes < best.bytes) best = {&entry, bytes};
+  }
+  for (IndexCodecEntry const& entry : index_codecs()) {
+    if (allows(choice, entry.id) && !fixed(entry)) attempt(entry);
+  }
+  if (best.codec != nullptr && best.codec != written && best.bytes <= out.size()) {
+    best.codec->encode(indices, first_index, extent, out.first(best.bytes));
+  }
+  return best;
+}
+
 template <class T>
 std::size_t max_value_bytes(std::size_t count) {
   std::size_t bytes = 0;
@@ -288,11 +248,7 @@ std::size_t max_value_bytes(std::size_t count) {
 template <class V>
 std::size_t max_sparse_frame_bytes(std::size_t nnz, std::size_t extent) {
   std::size_t const count = std::min(nnz, extent);
-  std::size_t index_bytes = 0;
-  for (IndexCodecEntry const& entry : index_codecs()) {
-    index_bytes = std::max(index_bytes, entry.max_bytes(count));
-  }
-  return header_bytes + index_bytes + max_value_bytes<V>(count);
+  return header_bytes + max_index_bytes(count) + max_value_bytes<V>(count);
 }
 
 template <class T>
@@ -322,33 +278,31 @@ std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, st
   require(indices.front() >= first_index && indices.back() < end, "encode_sparse: indices from ",
           indices.front(), " to ", indices.back(), " lie outside [", first_index, ", ", end, ")");
 
-  IndexCodecEntry const* codec = nullptr;
-  std::size_t index_bytes = 0;
-  for (IndexCodecEntry const& entry : index_codecs()) {
-    if (!allows(options.index_codec, entry.id)) continue;
-    std::size_t const bytes = entry.encoded_bytes(indices, first_index);
-    if (codec == nullptr || bytes < index_bytes) {
-      codec = &entry;
-      index_bytes = bytes;
-    }
-  }
-  require(codec != nullptr, "encode_sparse: index codec choice ", int(options.index_codec),
-          " is not a codec");
-
+  require(options.index_codec == IndexCodecChoice::smallest ||
+              find_index_codec(IndexCodec(options.index_codec)) != nullptr,
+          "encode_sparse: index codec choice ", int(options.index_codec), " is not a codec");
   std::size_t const value_bytes = value_codec.encoded_bytes(values.size(), sizeof(V));
   std::size_t const dense_bytes = value_codec.encoded_bytes(extent, sizeof(V));
-  if (options.allow_dense && !value_codec.bucketed && dense_bytes < index_bytes + value_bytes) {
+  bool const allow_dense = options.allow_dense && !value_codec.bucketed;
+  std::size_t const most = max_index_bytes(indices.size());
+  std::size_t const limit = allow_dense ? std::min(dense_bytes - value_bytes, most) : most;
+  auto const room = out.subspan(std::min(header_bytes, out.size()));
+  EncodedIndices coded =
+      encode_indices(options.index_codec, indices, first_index, extent, limit, room);
+  if (coded.codec == nullptr && limit == most) {
+    // A codec by name that takes more than `most`, or than there is room for.
+    coded = encode_indices(IndexCodecChoice::raw32, indices, first_index, extent, most, room);
+  }
+  if (coded.codec == nullptr) {
     header.kind = FrameKind::dense;
     header.count = extent;
     Payload const payload = open_frame(header, 0, dense_bytes, out);
     put_scattered(value_codec, first_index, extent, indices, values, payload.values);
     return seal(header, payload, out);
   }
-
-  header.index_codec = codec->id;
+  header.index_codec = coded.codec->id;
   header.count = static_cast<std::uint32_t>(indices.size());
-  Payload const payload = open_frame(header, index_bytes, value_bytes, out);
-  codec->encode(indices, first_index, payload.indices);
+  Payload const payload = open_frame(header, coded.bytes, value_bytes, out);
   put_values(value_codec, values, payload.values);
   return seal(header, payload, out);
 }
@@ -376,35 +330,6 @@ std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> pay
     std::memcpy(payload.values.data(), payload_bytes.data(), payload_bytes.size());
   }
   return seal(header, payload, out);
-}
-
-FrameView parse_frame(std::span<const std::byte> in, std::uint32_t operation) {
-  field(in.size() >= header_bytes, "length", in.size(), "at least the header's ", header_bytes);
-  FrameView frame;
-  FrameHeader& h = frame.header;
-  std::memcpy(&h, in.data(), header_bytes);
-  field(h.magic == frame_magic, "magic", h.magic, frame_magic);
-  field(h.version == frame_version, "version", h.version, int(frame_version));
-  field(h.kind >= FrameKind::sparse && h.kind <= FrameKind::bytes, "kind", std::uint8_t(h.kind),
-        "1 (sparse), 2 (dense) or 3 (bytes)");
-  field(h.dtype <= DType::i64, "dtype", std::uint8_t(h.dtype), "0 to 5");
-  if (h.kind == FrameKind::sparse) {
-    field(h.dtype != DType::f16 && h.dtype != DType::bf16, "dtype", std::uint8_t(h.dtype),
-          "0 (f32), 1 (f64), 4 (i32) or 5 (i64) in a sparse frame");
-  } else if (h.kind == FrameKind::bytes) {
-    field(h.dtype == DType::f32, "dtype", std::uint8_t(h.dtype), "0 in a bytes frame");
-  }
-  check_codecs(h);
-  field(h.reserved == 0, "reserved", h.reserved, "0");
-  field(h.operation == operation, "operation", h.operation, operation);
-  check_extent(h);
-  check_lengths(h, in.size() - header_bytes);
-  frame.indices = in.subspan(header_bytes, h.index_bytes);
-  frame.values = in.subspan(header_bytes + h.index_bytes, h.value_bytes);
-  std::uint64_t const checksum = checksum_of(h, frame.indices, frame.values);
-  field(h.checksum == checksum, "checksum", h.checksum, checksum, " as computed over its ",
-        frame.size(), " bytes");
-  return frame;
 }
 
 template <class V>

@@ -151,6 +151,44 @@ TYPED_TEST(SparseFrames, TurnsDenseExactlyWhereThatIsSmaller) {
             FrameKind::dense);
 }
 
+TEST(Frame, TakesTheCodecOfTheLeastBytes) {
+  std::mt19937_64 generator(3);
+  std::vector<std::size_t> chosen(index_codecs().size());
+  for (double density : {0.0001, 0.01, 0.3, 0.45, 0.55, 0.8, 0.99}) {
+    std::vector<std::uint32_t> indices{7};  // at least one: the frame is not empty
+    std::bernoulli_distribution take(density);
+    for (std::uint32_t i = 8; i < 20000; ++i) {
+      if (take(generator)) indices.push_back(i);
+    }
+    std::vector<double> const values(indices.size(), 1);
+    FrameOptions options{.index_codec = IndexCodecChoice::smallest, .allow_dense = false};
+    auto const smallest = parse(sparse_frame<double>(7, 19993, indices, values, options)).header;
+    std::size_t least = whole;
+    for (std::size_t i = 0; i < index_codecs().size(); ++i) {
+      options.index_codec = index_codec_named(index_codecs()[i].name);
+      auto const header = parse(sparse_frame<double>(7, 19993, indices, values, options)).header;
+      least = std::min<std::size_t>(least, header.index_bytes);
+      chosen[i] += smallest.index_codec == index_codecs()[i].id;
+    }
+    EXPECT_EQ(smallest.index_bytes, least) << density;
+  }
+  // raw32 never wins against delta but on a few indices far apart.
+  auto const far = parse(sparse_frame<float>(0, whole, {1u << 31, whole - 1}, {1, 2})).header;
+  EXPECT_EQ(far.index_codec, IndexCodec::raw32);
+  chosen[0] += far.index_codec == index_codecs()[0].id;
+  for (std::size_t i = 0; i < chosen.size(); ++i)
+    EXPECT_GT(chosen[i], 0u) << index_codecs()[i].name;
+}
+
+TEST(Frame, ABitmapOfAWideRangeGivesWay) {
+  FrameOptions const options{IndexCodecChoice::bitmap, false};
+  EXPECT_EQ(parse(sparse_frame<float>(0, 64, {1, 50}, {1, 2}, options)).header.index_codec,
+            IndexCodec::bitmap);
+  auto const wide = sparse_frame<float>(0, 1000, {1, 50}, {1, 2}, options);
+  EXPECT_EQ(parse(wide).header.index_codec, IndexCodec::raw32);
+  EXPECT_EQ(decode<float>(wide, 0, 1000).indices, (std::vector<std::uint32_t>{1, 50}));
+}
+
 TYPED_TEST(SparseFrames, NonFiniteValuesKeepTheirBits) {
   using V = TypeParam;
   using Limits = std::numeric_limits<V>;
@@ -273,6 +311,8 @@ std::vector<std::pair<std::string, Bytes>> small_frames() {
   return {{"empty", sparse_frame<float>(5, 100, {}, {})},
           {"raw32", sparse_frame<float>(0, 100, {1, 50}, {1, 2}, {IndexCodecChoice::raw32, true})},
           {"delta", sparse_frame<double>(5, 1000, {5, 6, 99, 700}, {1, 2, 3, 4})},
+          {"bitmap", sparse_frame<float>(0, 16, {1, 3, 4, 9, 15}, {1, 2, 3, 4, 5},
+                                         {IndexCodecChoice::bitmap, false})},
           {"last", sparse_frame<float>(1, whole, {1, whole}, {1, 2})},
           {"dense", sparse_frame<float>(7, 3, {7, 8, 9}, {1, 2, 3})},
           {"half", dense_frame<Half>(0, std::vector<Half>(3, Half(1.0f)))},
@@ -324,7 +364,9 @@ TEST(Frame, RefusalsNameTheField) {
       {"raw32", 4, {2}, "frame: dtype is 2, must be 0 (f32), 1 (f64), 4 (i32) or 5 (i64)"},
       {"bytes", 4, {1}, "frame: dtype is 1, must be 0 in a bytes frame"},
       {"raw32", 5, {0}, "frame: index_codec is 0, must be a known codec"},
-      {"raw32", 5, {3}, "frame: index_codec is 3, must be a known codec"},
+      {"raw32", 5, {4}, "frame: index_codec is 4, must be a known codec"},
+      {"raw32", 5, {3}, "frame: index_bytes is 8, must be 13 to 13 for count 2 in codec bitmap"},
+      {"bitmap", 20, {17}, "frame: index_bytes is 2, must be 3 to 3 for count 5 in codec bitmap"},
       {"dense", 5, {1}, "frame: index_codec is 1, must be 0 (none)"},
       {"empty", 5, {1}, "frame: index_codec is 1, must be 0 (none)"},
       {"raw32", 6, {0}, "frame: value_codec is 0, must be a known codec in a frame with values"},

@@ -85,10 +85,21 @@ std::vector<IndexSet> index_sets() {
   return sets;
 }
 
+// A bitmap of a wide set only takes time.
+bool too_wide(IndexCodecEntry const& codec, IndexSet const& set) {
+  return codec.max_bytes(set.indices.size(), set.extent) > 4 * set.indices.size() + 30'000;
+}
+
 std::vector<std::byte> encoded(IndexCodecEntry const& codec, IndexSet const& set) {
-  std::vector<std::byte> bytes(codec.encoded_bytes(set.indices, set.first_index));
-  codec.encode(set.indices, set.first_index, bytes);
+  std::vector<std::byte> bytes(codec.max_bytes(set.indices.size(), set.extent));
+  bytes.resize(codec.encode(set.indices, set.first_index, set.extent, bytes));
+  bytes.shrink_to_fit();
   return bytes;
+}
+
+std::size_t delta_bytes(std::vector<std::uint32_t> const& indices) {
+  std::vector<std::byte> out(max_index_bytes(indices.size()));
+  return delta::encode(indices, 0, whole, out);
 }
 
 // What untrusted bytes decode to is either refused or a valid index list.
@@ -134,24 +145,28 @@ INSTANTIATE_TEST_SUITE_P(
 TEST_P(Codecs, RoundTrip) {
   for (IndexSet const& set : index_sets()) {
     SCOPED_TRACE(set.name);
-    std::size_t const bytes = GetParam()->encoded_bytes(set.indices, set.first_index);
-    ASSERT_GE(bytes, GetParam()->min_bytes(set.indices.size()));
-    ASSERT_LE(bytes, GetParam()->max_bytes(set.indices.size()));
-    // A guard behind the output: exactly encoded_bytes() are written.
-    std::vector<std::byte> out(bytes + 16, std::byte{0xab});
-    GetParam()->encode(set.indices, set.first_index, std::span(out).first(bytes));
-    for (std::size_t i = bytes; i < out.size(); ++i) ASSERT_EQ(out[i], std::byte{0xab});
-    out.resize(bytes);
-    out.shrink_to_fit();
+    if (too_wide(*GetParam(), set)) continue;
+    std::size_t const bytes = encoded(*GetParam(), set).size();
+    if (!set.indices.empty()) {
+      ASSERT_GE(bytes, GetParam()->min_bytes(set.indices.size(), set.extent));
+    }
+    // Into what is just enough and into one byte less, with a guard behind.
+    for (std::size_t room : {bytes, bytes - (bytes > 0)}) {
+      std::vector<std::byte> out(room + 16, std::byte{0xab});
+      std::size_t const written =
+          GetParam()->encode(set.indices, set.first_index, set.extent, std::span(out).first(room));
+      ASSERT_EQ(written, room < bytes ? does_not_fit : bytes);
+      for (std::size_t i = room; i < out.size(); ++i) ASSERT_EQ(out[i], std::byte{0xab});
+    }
     std::vector<std::uint32_t> decoded(set.indices.size());
-    GetParam()->decode(out, set.first_index, set.extent, decoded);
+    GetParam()->decode(encoded(*GetParam(), set), set.first_index, set.extent, decoded);
     ASSERT_EQ(decoded, set.indices);
   }
 }
 
 TEST_P(Codecs, RefusesIndexBeyondExtent) {
   for (IndexSet const& set : index_sets()) {
-    if (set.indices.empty()) continue;
+    if (set.indices.empty() || too_wide(*GetParam(), set)) continue;
     SCOPED_TRACE(set.name);
     auto const bytes = encoded(*GetParam(), set);
     std::vector<std::uint32_t> decoded(set.indices.size());
@@ -165,6 +180,7 @@ TEST_P(Codecs, RefusesIndexBeyondExtent) {
 TEST_P(Codecs, RefusesTruncationAndTrailingBytes) {
   for (IndexSet const& set : index_sets()) {
     SCOPED_TRACE(set.name);
+    if (too_wide(*GetParam(), set)) continue;
     auto bytes = encoded(*GetParam(), set);
     std::vector<std::uint32_t> decoded(set.indices.size());
     for (std::size_t length = 0; length < bytes.size(); ++length) {
@@ -179,6 +195,7 @@ TEST_P(Codecs, RefusesTruncationAndTrailingBytes) {
 TEST_P(Codecs, CorruptedBytesAreRefusedOrValid) {
   for (IndexSet const& set : index_sets()) {
     SCOPED_TRACE(set.name);
+    if (too_wide(*GetParam(), set)) continue;
     auto bytes = encoded(*GetParam(), set);
     std::size_t const stride = bytes.size() / 40 + 1;
     for (std::size_t at = 0; at < bytes.size(); at += stride) {
@@ -202,6 +219,7 @@ TEST_P(Codecs, RandomSetsAndRandomBytes) {
     IndexSet set{"", static_cast<std::uint32_t>(generator()), 0, {}};
     set.extent = static_cast<std::uint32_t>(generator()) & (whole >> generator() % 32);
     set.extent = std::min(set.extent, whole - set.first_index);
+    if (too_wide(*GetParam(), set)) continue;
     for (std::uint64_t i = generator() % 1000; i > 0 && set.extent > 0; --i) {
       set.indices.push_back(set.first_index + static_cast<std::uint32_t>(generator() % set.extent));
     }
@@ -219,7 +237,7 @@ TEST_P(Codecs, RandomSetsAndRandomBytes) {
 TEST(Delta, StaysNearTheEntropyOfRandomSets) {
   for (double density : {0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1}) {
     auto const indices = random_indices(static_cast<std::uint64_t>(1e5 / density), density, 11);
-    double const bits = 8.0 * double(delta::encoded_bytes(indices, 0)) / double(indices.size());
+    double const bits = 8.0 * double(delta_bytes(indices)) / double(indices.size());
     double const entropy = std::log2(std::exp(1.0) / density);
     EXPECT_LE(bits, 1.05 * entropy) << "density " << density;
   }
@@ -228,7 +246,7 @@ TEST(Delta, StaysNearTheEntropyOfRandomSets) {
 TEST(Delta, GoesBelowTheEntropyOfRandomSetsForClusters) {
   auto const indices = rows(2000, 64, 40000, 5);
   double const density = double(indices.size()) / double(indices.back() + 1);
-  double const bits = 8.0 * double(delta::encoded_bytes(indices, 0)) / double(indices.size());
+  double const bits = 8.0 * double(delta_bytes(indices)) / double(indices.size());
   EXPECT_LE(bits, 0.25 * std::log2(std::exp(1.0) / density));
 }
 
@@ -261,7 +279,7 @@ TEST(Delta, ChoosesTheCheapestParameter) {
       std::uint64_t const extra = exceptions == 0 ? 0 : 1 + 5 * exceptions;
       least = std::min(least, 1 + extra + gaps.size() * b / 8 + (high_bits + 7) / 8);
     }
-    ASSERT_EQ(delta::encoded_bytes(indices, 0), least);
+    ASSERT_EQ(delta_bytes(indices), least);
   }
 }
 
@@ -297,6 +315,32 @@ TEST(Delta, RefusalsNameWhatIsWrong) {
     std::vector<std::uint32_t> indices(c.count);
     std::string const text =
         refusal([&] { delta::decode(std::as_bytes(std::span(c.bytes)), 0, 100, indices); });
+    EXPECT_NE(text.find(c.text), std::string::npos) << "got: " << text << "\nnot: " << c.text;
+    EXPECT_EQ(text.empty(), c.text.empty()) << text;
+  }
+}
+
+TEST(Bitmap, RefusalsNameWhatIsWrong) {
+  struct Case {
+    std::vector<std::uint8_t> bytes;
+    std::size_t count;
+    std::string text;
+  };
+  std::vector<Case> const cases{
+      {{0x01, 0x04}, 2, ""},
+      {{0x01}, 1, "index_bytes is 1, must be 2 for extent 12"},
+      {{0x01, 0x00, 0x00}, 1, "index_bytes is 3, must be 2 for extent 12"},
+      {{0x01, 0x00}, 2, "ones are 1, must be count 2"},
+      {{0x07, 0x00}, 2, "ones are 3 or more, must be count 2"},
+      {{0x01, 0x10}, 2, "padding is not 0"},
+      {{0x01, 0x00}, 0, "ones are 1 or more, must be count 0"},
+  };
+  for (Case const& c : cases) {
+    std::vector<std::uint32_t> indices(c.count);
+    std::string const text = refusal([&] {
+      find_index_codec(IndexCodec::bitmap)
+          ->decode(std::as_bytes(std::span(c.bytes)), 100, 12, indices);
+    });
     EXPECT_NE(text.find(c.text), std::string::npos) << "got: " << text << "\nnot: " << c.text;
     EXPECT_EQ(text.empty(), c.text.empty()) << text;
   }

@@ -13,11 +13,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <span>
+#include <type_traits>
 #include <vector>
 
-#include "wire/checksum.h"
 #include "wire/codecs.h"
 #include "wire/frame.h"
+#include "wire/header.h"
 
 namespace sparsecomm::fuzz {
 
@@ -30,6 +31,10 @@ enum class Target : std::uint8_t {
   dense_bf16,
   bytes,
   codec,
+  sparse_i32,
+  sparse_i64,
+  values_f32,
+  values_f64,
   count,
 };
 
@@ -53,12 +58,9 @@ inline void repair(std::span<std::byte> frame) {
   std::memcpy(&header, frame.data(), header_bytes);
   std::uint64_t const payload = std::uint64_t{header.index_bytes} + header.value_bytes;
   if (payload > frame.size() - header_bytes) return;
-  header.checksum = 0;
-  Checksum checksum;
-  checksum.add(std::as_bytes(std::span(&header, 1)));
-  checksum.add(frame.subspan(header_bytes, header.index_bytes));
-  checksum.add(frame.subspan(header_bytes + header.index_bytes, header.value_bytes));
-  header.checksum = checksum.value();
+  header.checksum =
+      frame_checksum(header, frame.subspan(header_bytes, header.index_bytes),
+                     frame.subspan(header_bytes + header.index_bytes, header.value_bytes));
   std::memcpy(frame.data(), &header, header_bytes);
 }
 
@@ -86,8 +88,9 @@ void sparse(FrameView const& frame) {
   values.erase(values.begin());
   check_positions(indices, h.first_index, h.extent);
 
-  for (auto choice :
-       {IndexCodecChoice::smallest, IndexCodecChoice::raw32, IndexCodecChoice::delta}) {
+  std::vector<IndexCodecChoice> choices{IndexCodecChoice::smallest};
+  for (auto const& entry : index_codecs()) choices.push_back(index_codec_named(entry.name));
+  for (auto choice : choices) {
     for (bool allow_dense : {false, true}) {
       std::vector<std::byte> out(max_sparse_frame_bytes<V>(indices.size(), h.extent));
       out.resize(encode_sparse<V>(h.operation, h.first_index, h.extent, indices, values,
@@ -120,6 +123,17 @@ void dense(FrameView const& frame, std::span<const std::byte> in) {
   std::vector<T> values(h.kind == FrameKind::dense ? h.count : 0);
   decode_dense<T>(frame, h.first_index, values);
   std::vector<std::byte> out(frame.size());
+  if constexpr (std::is_floating_point_v<T>) {
+    if (find_value_codec(h.value_codec)->lossy) {
+      // Not every payload is one that an encoder writes: a scale that no level reaches is none.
+      round_values<T>(h.value_codec, values, {});
+      std::vector<T> again(values.size());
+      out.resize(encode_dense<T>(h.operation, h.first_index, values, out, h.value_codec));
+      decode_dense<T>(parse_frame(out, h.operation), h.first_index, again);
+      check(same_bits<T>(again, values), "dense values changed");
+      return;
+    }
+  }
   out.resize(encode_dense<T>(h.operation, h.first_index, values, out));
   check(same_bits<std::byte>(out, in.first(frame.size())), "dense frame changed");
 }
@@ -147,13 +161,45 @@ inline void codec(std::span<const std::byte> in) {
   std::vector<std::uint32_t> indices(count);
   entry.decode(in.subspan(prefix), first_index, extent, indices);
   check_positions(indices, first_index, extent);
-  std::vector<std::byte> out(entry.encoded_bytes(indices, first_index));
-  check(out.size() >= entry.min_bytes(count) && out.size() <= entry.max_bytes(count),
-        "encoded size out of bounds");
-  entry.encode(indices, first_index, out);
+  std::vector<std::byte> out(entry.max_bytes(count, extent));
+  std::size_t const length = entry.encode(indices, first_index, extent, out);
+  check(length != does_not_fit, "encoded size above its bound");
+  check(count == 0 || length >= entry.min_bytes(count, extent), "encoded size below its bound");
+  out.resize(length);
+  out.shrink_to_fit();
+  check(entry.encode(indices, first_index, extent, out) == length, "an exact fit does not fit");
+  check(length == 0 || entry.encode(indices, first_index, extent,
+                                    std::span(out).first(length - 1)) == does_not_fit,
+        "too little room fits");
+  entry.encode(indices, first_index, extent, out);
   std::vector<std::uint32_t> again(count);
   entry.decode(out, first_index, extent, again);
   check(again == indices, "indices changed in codec");
+}
+
+// in: value codec, values. Any values are refused or rounded to what arrives unchanged.
+template <class V>
+void values(std::span<const std::byte> in) {
+  if (in.empty()) return;
+  auto const all = value_codecs();
+  ValueCodecEntry const& entry = all[std::size_t(in[0]) % all.size()];
+  std::vector<V> values((in.size() - 1) / sizeof(V));
+  if (values.empty()) return;
+  std::memcpy(values.data(), in.data() + 1, values.size() * sizeof(V));
+  auto const before = values;
+  try {
+    round_values<V>(entry.id, values, {1, 2, 3});
+  } catch (InvalidArgument const&) {
+    check(same_bits<V>(values, before), "a throw left values rounded");
+    return;
+  }
+  auto again = values;
+  round_values<V>(entry.id, again, {4, 5, 6});
+  check(same_bits<V>(again, values), "rounding twice changes values");
+  std::vector<std::byte> out(entry.encoded_bytes(values.size(), sizeof(V)));
+  functions<V>(entry).encode(values, out);
+  functions<V>(entry).decode(out, again);
+  check(same_bits<V>(again, values), "rounded values changed");
 }
 
 inline void run(std::span<const std::byte> data) {
@@ -164,6 +210,8 @@ inline void run(std::span<const std::byte> data) {
   auto const target = Target((selector & ~repair_checksum) % std::uint8_t(Target::count));
   try {
     if (target == Target::codec) return codec(in);
+    if (target == Target::values_f32) return values<float>(in);
+    if (target == Target::values_f64) return values<double>(in);
     if ((selector & repair_checksum) != 0) repair(in);
     std::uint32_t operation = 0;
     if (in.size() >= header_bytes) {
@@ -175,6 +223,10 @@ inline void run(std::span<const std::byte> data) {
         return sparse<float>(frame);
       case Target::sparse_f64:
         return sparse<double>(frame);
+      case Target::sparse_i32:
+        return sparse<std::int32_t>(frame);
+      case Target::sparse_i64:
+        return sparse<std::int64_t>(frame);
       case Target::dense_f32:
         return dense<float>(frame, in);
       case Target::dense_f64:
