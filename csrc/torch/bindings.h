@@ -7,6 +7,7 @@ namespace sparsecomm {
 
 void bind_engine(pybind11::module_& module);  // options, Communicator, Exchange, build information
 void bind_transport(pybind11::module_& module);      // ConnectOptions, connect, the table
+void bind_codecs(pybind11::module_& module);         // the wire codecs on tensors
 void bind_hooks(pybind11::module_& module);          // HookState, register_hook
 void bind_process_group(pybind11::module_& module);  // the backend "sparsecomm"
 

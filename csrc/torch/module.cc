@@ -22,6 +22,7 @@ PYBIND11_MODULE(_C, module) {
   pybind11::register_local_exception_translator(translate);
   sparsecomm::bind_transport(module);
   sparsecomm::bind_engine(module);
+  sparsecomm::bind_codecs(module);
   sparsecomm::bind_hooks(module);
   sparsecomm::bind_process_group(module);
 }

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench
+from sparsecomm.cli import bench, codecs
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,12 +48,14 @@ def make_parser() -> argparse.ArgumentParser:
 
     benchmarks = commands.add_parser(
         "bench",
-        help="measure a collective",
+        help="measure a collective or the wire format",
         description="Measures collectives between the ranks of torchrun, or between ranks that it "
-        "starts on this machine.",
+        "starts on this machine, and the codecs of the wire format.",
     )
     benchmarks.set_defaults(run=None, parser=benchmarks)
-    bench.add_allreduce(benchmarks.add_subparsers(title="collectives", metavar="COLLECTIVE"))
+    measured = benchmarks.add_subparsers(title="what to measure", metavar="WHAT")
+    bench.add_allreduce(measured)
+    codecs.add_codecs(measured)
 
     info = commands.add_parser(
         "info",

@@ -130,7 +130,7 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
     )
     add(
         "--index-codec",
-        choices=("smallest", "raw32", "delta"),
+        choices=("smallest", *build_info()["index_codecs"]),
         default="smallest",
         help="how indices travel; smallest picks one per message (smallest)",
     )
@@ -220,8 +220,7 @@ def run_allreduce(options: argparse.Namespace) -> int:
         raise UsageError(
             f"--ranks {options.ranks}, but the launcher has started {launched}; leave --ranks away"
         )
-    if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise UsageError(f"--json {options.json}: there is no folder {options.json.parent}")
+    check_json(options.json)
     settings = [
         Settings(
             algorithms=algorithms,
@@ -254,6 +253,12 @@ def batches(algorithms: Sequence[str], together: int | None) -> list[tuple[str, 
     return [
         (*baseline, *others[first : first + together]) for first in range(0, len(others), together)
     ]
+
+
+def check_json(file: Path | None) -> None:
+    """Says before the measurement, not after it, that its result could not be written."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise UsageError(f"--json {file}: there is no folder {file.parent}")
 
 
 def report(settings: Sequence[Settings], file: Path | None) -> None:
