@@ -163,6 +163,7 @@ def encode_frame(
     allow_dense: bool,
     out: torch.Tensor,
 ) -> int: ...
+
 class Workload:
     def __init__(
         self,

@@ -18,10 +18,10 @@ def build_info() -> dict[str, Any]:
 
     Keys: ``version``, ``torch`` (the release it runs with), ``compiler``, ``simd_targets``
     (instruction sets that this machine can run, the scalar oracle first), ``simd_target`` (the one
-    in use), ``index_codecs``, ``value_codecs``, ``algorithms``, ``transports`` (those that can be used here),
-    ``transport`` (what ``"auto"`` takes where it works on all ranks), ``transport_problems`` (by
-    transport, why the others cannot), ``ucx`` (the release and the file, ``None`` without), and
-    ``cuda`` (whether the CUDA kernels are there).
+    in use), ``index_codecs``, ``value_codecs``, ``algorithms``, ``transports`` (those that can be
+    used here), ``transport`` (what ``"auto"`` takes where it works on all ranks),
+    ``transport_problems`` (by transport, why the others cannot), ``ucx`` (the release and the file,
+    ``None`` without), and ``cuda`` (whether the CUDA kernels are there).
     """
     table = transports.table()
     problems = {row["name"]: row["problem"] for row in table if row["problem"]}

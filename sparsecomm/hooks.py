@@ -35,8 +35,8 @@ class CompressionState:
             paper's tau).
         balance_factor: shares of the result are evened out when the largest exceeds the average by
             this factor.
-        index_codec: ``"smallest"`` picks the smaller encoding per message, ``"raw32"`` and
-            ``"delta"`` force one.
+        index_codec: ``"smallest"`` picks the smallest encoding per message; a name of
+            ``build_info()["index_codecs"]`` forces one.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
         transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
             of them that works on all ranks and logs a warning where that is not UCX.

@@ -54,9 +54,8 @@ std::optional<std::size_t> encode_indices(std::string const& codec, at::Tensor c
                                           at::Tensor const& out) {
   auto const positions = indices_of(indices);
   require(strictly_increasing(positions) &&
-              (positions.empty() ||
-               (positions.front() >= first_index &&
-                positions.back() < std::uint64_t{first_index} + extent)),
+              (positions.empty() || (positions.front() >= first_index &&
+                                     positions.back() < std::uint64_t{first_index} + extent)),
           "indices must be strictly increasing positions of [", first_index, ", first_index + ",
           extent, ")");
   std::size_t const bytes =

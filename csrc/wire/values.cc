@@ -44,10 +44,17 @@ void check_finite(std::span<const V> values) {
                                " is ", *at, ", a lossy codec carries finite values only; use raw"));
 }
 
-// Why a value that is not what its codec would decode is refused.
 template <class V>
-[[noreturn]] void refuse_unrounded(std::size_t at, V value) {
-  throw InvalidArgument(concat("encode: value ", at, " of its bucket is ", value,
+bool same_bits(V a, V b) {
+  return std::bit_cast<bits_t<V>>(a) == std::bit_cast<bits_t<V>>(b);
+}
+
+// Names the first value that is not what would arrive of it.
+template <class V, class F>
+[[noreturn]] void refuse_unrounded(std::span<const V> values, F&& arriving) {
+  auto const at = std::ranges::find_if(
+      values, [&](V v) { return !std::isfinite(v) || !same_bits(arriving(v), v); });
+  throw InvalidArgument(concat("encode: value ", at - values.begin(), " of its bucket is ", *at,
                                ", which the codec cannot carry; call round_values() on exactly "
                                "the values of this frame first"));
 }
@@ -128,13 +135,8 @@ void encode_half(std::span<const V> values, std::span<std::byte> out) {
       wrong |= std::bit_cast<bits_t<V>>(carried) ^ std::bit_cast<bits_t<V>>(part[i]);
       wrong |= (packed[i] & Format::exponent) == Format::exponent;
     }
-    for (std::size_t i = 0; wrong != 0; ++i) {
-      V const value = part[i];
-      if (!std::isfinite(value) ||
-          std::bit_cast<bits_t<V>>(static_cast<V>(Format::round(narrow(value)))) !=
-              std::bit_cast<bits_t<V>>(value)) {
-        refuse_unrounded(i, value);
-      }
+    if (wrong != 0) {
+      refuse_unrounded(part, [](V v) { return static_cast<V>(Format::round(narrow(v))); });
     }
     std::memcpy(out.data() + first * 2, packed.data(), part.size() * 2);
   }
@@ -151,28 +153,29 @@ void decode_half(std::span<const std::byte> in, std::span<V> values) {
       special |= (packed[i] & Format::exponent) == Format::exponent;
       part[i] = static_cast<V>(Format::unpack(packed[i]));
     }
-    for (std::size_t i = 0; special != 0; ++i) {
-      require<MalformedFrame>((packed[i] & Format::exponent) != Format::exponent,
-                              "values: one has the bits ", packed[i], ", must be finite");
+    if (special != 0) {
+      auto const at = std::ranges::find_if(
+          packed, [](auto p) { return (p & Format::exponent) == Format::exponent; });
+      throw MalformedFrame(concat("values: one has the bits ", *at, ", must be finite"));
     }
   }
 }
 
 // ---- QSGD (Alistarh et al., NIPS 2017, as in SparCML section 6): a bucket is its scale, the
-// largest magnitude in it, and for each value a level l of -s .. s in `bits` bits, stored as l + s,
-// lowest bits first, zeros after the last; s = 2^(bits-1) - 1. The value of a level is scale * (l /
+// largest magnitude in it, and for each value a level l of -s .. s in `Bits` bits, stored as l + s,
+// lowest bits first, zeros after the last; s = 2^(Bits-1) - 1. The value of a level is scale * (l /
 // s).
 
-template <int bits>
-constexpr int top_level = (1 << (bits - 1)) - 1;
+template <int Bits>
+constexpr int top_level = (1 << (Bits - 1)) - 1;
 
 using Codes = std::array<std::uint8_t, bucket_size>;
 
 // The levels of a bucket and their values: scale * l / s, never -0. The top level is the scale
 // itself, and where s divides the scale all values are exact.
-template <class V, int bits>
+template <class V, int Bits>
 struct Levels {
-  static constexpr int top = top_level<bits>;
+  static constexpr int top = top_level<Bits>;
 
   explicit Levels(V largest)
       : scale(largest),
@@ -215,13 +218,13 @@ void draw(RoundingKey const& key, std::uint32_t bucket, std::array<V, bucket_siz
   }
 }
 
-template <class V, int bits>
+template <class V, int Bits>
 void round_qsgd(std::span<V> values, RoundingKey const& key) {
   check_finite<V>(values);
   std::array<V, bucket_size> uniform;
   for (std::size_t first = 0; first < values.size(); first += bucket_size) {
     auto const part = values.subspan(first, std::min(bucket_size, values.size() - first));
-    Levels<V, bits> const levels(std::bit_cast<V>(largest_bits<V>(part)));
+    Levels<V, Bits> const levels(std::bit_cast<V>(largest_bits<V>(part)));
     draw(key, static_cast<std::uint32_t>(first / bucket_size), uniform);
     for (std::size_t i = 0; i < part.size(); ++i) {
       V const position = levels.position(part[i]);
@@ -235,29 +238,29 @@ void round_qsgd(std::span<V> values, RoundingKey const& key) {
   }
 }
 
-template <int bits>
+template <int Bits>
 void pack(Codes const& codes, std::size_t bytes, std::byte* out) {
-  constexpr std::size_t per_byte = 8 / bits;
+  constexpr std::size_t per_byte = 8 / Bits;
   for (std::size_t i = 0; i < bytes; ++i) {
     unsigned byte = 0;
     for (std::size_t j = 0; j < per_byte; ++j)
-      byte |= unsigned{codes[i * per_byte + j]} << j * bits;
+      byte |= unsigned{codes[i * per_byte + j]} << j * Bits;
     out[i] = static_cast<std::byte>(byte);
   }
 }
 
-template <int bits>
+template <int Bits>
 void unpack(std::byte const* in, std::size_t bytes, Codes& codes) {
-  constexpr std::size_t per_byte = 8 / bits;
+  constexpr std::size_t per_byte = 8 / Bits;
   for (std::size_t i = 0; i < bytes; ++i) {
     auto const byte = static_cast<unsigned>(in[i]);
     for (std::size_t j = 0; j < per_byte; ++j) {
-      codes[i * per_byte + j] = static_cast<std::uint8_t>(byte >> j * bits & ((1u << bits) - 1));
+      codes[i * per_byte + j] = static_cast<std::uint8_t>(byte >> j * Bits & ((1u << Bits) - 1));
     }
   }
 }
 
-template <class V, int bits>
+template <class V, int Bits>
 void encode_qsgd(std::span<const V> values, std::span<std::byte> out) {
   Codes codes;
   std::byte* to = out.data();
@@ -265,32 +268,29 @@ void encode_qsgd(std::span<const V> values, std::span<std::byte> out) {
     auto const part = values.subspan(first, std::min(bucket_size, values.size() - first));
     bits_t<V> const largest = largest_bits(part);
     V const scale = std::bit_cast<V>(largest);
-    if (largest >= infinity_bits<V>) refuse_unrounded(0, scale);
-    Levels<V, bits> const levels(scale);
+    Levels<V, Bits> const levels(scale);
+    auto const level_of = [&](V v) { return static_cast<int>(levels.position(v) + V{0.5}); };
+    auto const arriving = [&](V v) { return levels.value(level_of(v), v); };
+    if (largest >= infinity_bits<V>) refuse_unrounded(part, arriving);
     bits_t<V> wrong = 0;
     for (std::size_t i = 0; i < part.size(); ++i) {
-      int const level = static_cast<int>(levels.position(part[i]) + V{0.5});
+      int const level = level_of(part[i]);
       V const carried = levels.value(level, part[i]);
       wrong |= std::bit_cast<bits_t<V>>(carried) ^ std::bit_cast<bits_t<V>>(part[i]);
-      codes[i] = static_cast<std::uint8_t>(top_level<bits> + (part[i] < 0 ? -level : level));
+      codes[i] = static_cast<std::uint8_t>(top_level<Bits> + (part[i] < 0 ? -level : level));
     }
-    for (std::size_t i = 0; wrong != 0; ++i) {
-      V const carried = levels.value(std::abs(int{codes[i]} - top_level<bits>), part[i]);
-      if (std::bit_cast<bits_t<V>>(carried) != std::bit_cast<bits_t<V>>(part[i])) {
-        refuse_unrounded(i, part[i]);
-      }
-    }
+    if (wrong != 0) refuse_unrounded(part, arriving);
     std::fill(codes.begin() + std::ptrdiff_t(part.size()), codes.end(), std::uint8_t{0});
     std::memcpy(to, &scale, sizeof(scale));
-    std::size_t const bytes = (part.size() * bits + 7) / 8;
-    pack<bits>(codes, bytes, to + sizeof(scale));
+    std::size_t const bytes = (part.size() * Bits + 7) / 8;
+    pack<Bits>(codes, bytes, to + sizeof(scale));
     to += sizeof(scale) + bytes;
   }
 }
 
-template <class V, int bits>
+template <class V, int Bits>
 void decode_qsgd(std::span<const std::byte> in, std::span<V> values) {
-  constexpr int most = 2 * top_level<bits>;
+  constexpr int most = 2 * top_level<Bits>;
   Codes codes;
   std::byte const* from = in.data();
   for (std::size_t first = 0; first < values.size(); first += bucket_size) {
@@ -299,18 +299,18 @@ void decode_qsgd(std::span<const std::byte> in, std::span<V> values) {
     std::memcpy(&scale, from, sizeof(scale));
     require<MalformedFrame>(std::bit_cast<bits_t<V>>(scale) < infinity_bits<V>, "values: scale is ",
                             scale, ", must be finite and not negative");
-    std::size_t const bytes = (part.size() * bits + 7) / 8;
-    unpack<bits>(from + sizeof(scale), bytes, codes);
+    std::size_t const bytes = (part.size() * Bits + 7) / 8;
+    unpack<Bits>(from + sizeof(scale), bytes, codes);
     std::uint8_t largest = 0;
     for (std::size_t i = 0; i < part.size(); ++i) largest = std::max(largest, codes[i]);
     require<MalformedFrame>(largest <= most, "values: code of a level is ", int{largest},
                             ", must be at most ", most);
-    for (std::size_t i = part.size(); i < bytes * 8 / bits; ++i) {
+    for (std::size_t i = part.size(); i < bytes * 8 / Bits; ++i) {
       require<MalformedFrame>(codes[i] == 0, "values: padding of levels is not 0");
     }
-    Levels<V, bits> const levels(scale);
+    Levels<V, Bits> const levels(scale);
     for (std::size_t i = 0; i < part.size(); ++i) {
-      int const level = int{codes[i]} - top_level<bits>;
+      int const level = int{codes[i]} - top_level<Bits>;
       part[i] = levels.value(std::abs(level), static_cast<V>(level));
     }
     from += sizeof(scale) + bytes;
@@ -335,9 +335,9 @@ std::size_t raw_bytes(std::size_t count, std::size_t value_size) { return count 
 
 std::size_t half_bytes(std::size_t count, std::size_t) { return count * 2; }
 
-template <int bits>
+template <int Bits>
 std::size_t qsgd_bytes(std::size_t count, std::size_t value_size) {
-  return (count + bucket_size - 1) / bucket_size * value_size + (count * bits + 7) / 8;
+  return (count + bucket_size - 1) / bucket_size * value_size + (count * Bits + 7) / 8;
 }
 
 template <class V>
@@ -345,8 +345,8 @@ constexpr ValueFunctions<V> raw{keep<std::span<V>>, encode_raw<V>, decode_raw<V>
 template <class V, class Format>
 constexpr ValueFunctions<V> half{round_half<V, Format>, encode_half<V, Format>,
                                  decode_half<V, Format>};
-template <class V, int bits>
-constexpr ValueFunctions<V> qsgd{round_qsgd<V, bits>, encode_qsgd<V, bits>, decode_qsgd<V, bits>};
+template <class V, int Bits>
+constexpr ValueFunctions<V> qsgd{round_qsgd<V, Bits>, encode_qsgd<V, Bits>, decode_qsgd<V, Bits>};
 
 constexpr std::array<ValueCodecEntry, 6> table{{
     {ValueCodec::raw, "raw", "the element type's own bits", false, false, raw_bytes, raw<float>,

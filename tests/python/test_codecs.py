@@ -23,7 +23,7 @@ from sparsecomm.cli import main
 from sparsecomm.cli.codecs import DENSITIES, FRAME, SETS, make_set
 
 DENSITY = 0.02
-STEPS = 40
+STEPS = 24
 
 
 class Recording(train_vgg16.Training):
