@@ -36,6 +36,10 @@ struct AlgorithmOptions {
   // 0: where index-value pairs would be larger than all values, V / (4 + V) for values of V bytes
   // (SparCML section 5.1).
   double delta = 0;
+  // The values of the dense half of dsar_split_allgather. All but raw are for sums of f32 and f64
+  // only, and make it lossy: the owner of a region rounds its sums and rejects what that takes.
+  ValueCodec dense_codec = ValueCodec::raw;
+  std::uint64_t seed = 0;  // of stochastic rounding; the same on every rank
   std::uint64_t overlap_chunk = std::uint64_t{1} << 18;  // elements of a chunk of dense_overlap
 };
 
@@ -136,7 +140,7 @@ struct AlgorithmEntry {
   // Where the local threshold comes from, whatever the schedule says.
   std::optional<ThresholdSource> selection = {};
 
-  // The result is the exact reduction of the contributions, for every reduction.
+  // The result is the exact reduction of the contributions, for every reduction; with raw values.
   bool lossless() const { return make_i32 != nullptr; }
 };
 

@@ -10,11 +10,11 @@ namespace sparsecomm {
 template <class V>
 StreamView<V> RegionGather<V>::run(Channel& channel, StreamView<V> const& own,
                                    std::span<const Region> regions, SparseProblem const& problem,
-                                   std::uint64_t most) {
+                                   std::uint64_t most, ValueCodec dense_codec) {
   codec_.begin(problem);
   std::size_t const capacity = codec_.max_bytes(regions, most);
   Region const& region = regions[channel.rank()];
-  auto const frame = codec_.encode(channel, region, own, send_.take(capacity));
+  auto const frame = codec_.encode(channel, region, own, send_.take(capacity), dense_codec);
   return assemble(channel, gather_.run(channel, Phase::gather, frame, capacity), regions, problem,
                   most);
 }

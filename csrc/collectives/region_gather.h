@@ -17,7 +17,8 @@ class RegionGather {
   // log P messages. The result is dense where its entries exceed delta, those of a dense region
   // being all. Valid until the next call.
   StreamView<V> run(Channel& channel, StreamView<V> const& own, std::span<const Region> regions,
-                    SparseProblem const& problem, std::uint64_t most);
+                    SparseProblem const& problem, std::uint64_t most,
+                    ValueCodec dense_codec = ValueCodec::raw);
   // The same of frames that have arrived by another way: frames[r] is that of regions[r], which
   // rank r has reduced. All ranks decode the same frames, their own too, and so get the same bits.
   StreamView<V> assemble(Channel& channel, std::span<const FrameView> frames,

@@ -15,6 +15,10 @@ std::uint32_t extent_of(Region const& region) {
 
 template <class V>
 StreamCodec<V>::StreamCodec(AlgorithmOptions const& options) : options_(options) {
+  require(options.frame.value_codec == ValueCodec::raw, "value codec ",
+          int(options.frame.value_codec),
+          " rounds, but partial results travel as they are; use raw, or dense_codec where the "
+          "result is dense");
   options_.frame.allow_dense = false;  // the form is the stream's choice
 }
 
@@ -28,7 +32,7 @@ template <class V>
 std::size_t StreamCodec<V>::max_bytes(Region const& region, std::uint64_t most) const {
   std::uint64_t const limit = sparse_limit<V>(options_, region.extent());
   std::size_t const pairs = max_sparse_frame_bytes<V>(std::min(most, limit), region.extent());
-  std::size_t const dense = most > limit ? header_bytes + region.extent() * sizeof(V) : 0;
+  std::size_t const dense = most > limit ? max_dense_frame_bytes<V>(region.extent()) : 0;
   std::size_t const bytes = std::max(pairs, dense);
   require(bytes <= std::numeric_limits<std::uint32_t>::max(), "a message of up to ", most,
           " entries of ", region.extent(), " may take ", bytes,
@@ -46,7 +50,8 @@ std::size_t StreamCodec<V>::max_bytes(std::span<const Region> regions, std::uint
 template <class V>
 std::span<const std::byte> StreamCodec<V>::encode(Channel const& channel, Region const& region,
                                                   StreamView<V> const& view,
-                                                  std::span<std::byte> out) {
+                                                  std::span<std::byte> out,
+                                                  ValueCodec dense_codec) {
   if (!view.is_dense && view.nnz() <= sparse_limit<V>(options_, region.extent())) {
     return out.first(encode_sparse<V>(channel.operation(), first_of(region), extent_of(region),
                                       view.sparse.indices, view.sparse.values, options_.frame,
@@ -58,7 +63,8 @@ std::span<const std::byte> StreamCodec<V>::encode(Channel const& channel, Region
     expanded_.add(view.sparse);
     values = expanded_.dense();
   }
-  return out.first(encode_dense<V>(channel.operation(), first_of(region), values, out));
+  return out.first(
+      encode_dense<V>(channel.operation(), first_of(region), values, out, dense_codec));
 }
 
 template <class V>

@@ -28,9 +28,11 @@ class StreamCodec {
   std::size_t max_bytes(Region const& region, std::uint64_t most) const;
   // The same for any of several regions.
   std::size_t max_bytes(std::span<const Region> regions, std::uint64_t most) const;
-  // Pairs beyond the region's delta are sent dense.
+  // Pairs beyond the region's delta are sent dense. A lossy codec is for dense views that
+  // round_values() has rounded as one span.
   std::span<const std::byte> encode(Channel const& channel, Region const& region,
-                                    StreamView<V> const& view, std::span<std::byte> out);
+                                    StreamView<V> const& view, std::span<std::byte> out,
+                                    ValueCodec dense_codec = ValueCodec::raw);
 
   // The decoders throw PeerInvalid unless the frame is one of this region in which at most `most`
   // entries came together: that many pairs at most, and dense only where they may exceed delta.

@@ -191,7 +191,9 @@ Proposal GradientExchange<T>::prepare() {
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
        << ";balance_factor=" << options_.collective.balance_factor
        << ";overlap_chunk=" << options_.collective.overlap_chunk
-       << ";delta=" << options_.collective.delta << ";step=" << state_.step
+       << ";delta=" << options_.collective.delta
+       << ";dense_codec=" << find_value_codec(options_.collective.dense_codec)->name
+       << ";seed=" << options_.collective.seed << ";step=" << state_.step
        << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   if (planned_) text << ";planned=" << algorithm();

@@ -306,12 +306,6 @@ def batches(algorithms: Sequence[str], together: int | None) -> list[tuple[str, 
     ]
 
 
-def check_folder(file: Path | None) -> None:
-    """Says before the measurement, not after it, that its result could not be written."""
-    if file is not None and not file.absolute().parent.is_dir():
-        raise UsageError(f"--json {file}: there is no folder {file.parent}")
-
-
 def report(settings: Sequence[Settings], file: Path | None) -> None:
     """Measures, and prints and writes what came out on rank 0."""
     every: list[Row] = []

@@ -257,6 +257,88 @@ TEST_P(AllreduceTest, AllocatesNothingInTheSteadyState) {
   }
 }
 
+// One contribution of one rank is the largest of each bucket: its levels are whole numbers in every
+// codec, so that sums and what rounding takes of them are exact.
+template <class V>
+void check_rounding(ValueCodecEntry const& codec, int ranks) {
+  SCOPED_TRACE(concat(codec.name, ", P=", ranks, ", ", name(dtype_of<V>())));
+  AlgorithmEntry const& entry = find_algorithm("dsar_split_allgather");
+  std::uint64_t const extent = 5000;
+  AlgorithmOptions options;
+  options.dense_codec = codec.id;
+  options.frame.index_codec = IndexCodecChoice::raw32;
+  std::vector<std::vector<Outcome>> outcomes(ranks);
+  std::vector<V> conserved(extent), expected(extent);
+  std::mutex mutex;  // of `conserved` and `expected`
+  bool rounded = false;
+  auto transports = make_inproc_transports(ranks);
+  expect_no_errors(run_transports(transports, [&](Transport& transport) {
+    int const rank = transport.rank();
+    auto random = generator(rank, 2);
+    Contribution<V> own;
+    for (std::uint32_t i = 0; i < extent; ++i) {
+      bool const largest = i % 100 == 99 && static_cast<int>(i / 100) % ranks == rank;
+      if (!largest && (i % 100 == 99 || random() % 3 != 0)) continue;
+      own.indices.push_back(i);
+      own.values.push_back(largest ? V{7 * 127}
+                                   : static_cast<V>(static_cast<int>(random() % 90) - 45));
+    }
+    auto const allreduce = make_sparse_allreduce<V>(entry, options);
+    for (std::uint64_t const step : {0, 1, 1}) {
+      Channel channel(transport, static_cast<std::uint32_t>(outcomes[rank].size() + 1), soon());
+      auto const result =
+          allreduce->run(channel, own.view(), {.extent = extent, .limit = extent, .step = step});
+      auto const reduced = expand(result.reduced, extent, Reduction::sum);
+      outcomes[rank].push_back(outcome_of(result.reduced, reduced));
+      std::lock_guard const lock(mutex);
+      for (std::size_t i = 0; i < own.indices.size(); ++i)
+        expected[own.indices[i]] += own.values[i];
+      if (rank == 0) std::ranges::transform(conserved, reduced, conserved.begin(), std::plus<>());
+      for (std::size_t i = 0; i < result.rejected.nnz(); ++i) {
+        rounded = true;
+        conserved[result.rejected.indices[i]] += result.rejected.values[i];
+      }
+    }
+    CostShape const shape{
+        .ranks = ranks, .extent = extent, .k = extent / 2, .value_bytes = sizeof(V)};
+    EXPECT_LE(Counters::total(transport.counters().received_bytes),
+              3 * entry.cost(shape, options).bytes);
+  }));
+  EXPECT_EQ(conserved, expected) << "lost or counted twice";
+  bool const lossy = codec.lossy && codec.id != ValueCodec::f16;  // which has whole numbers to 2048
+  EXPECT_EQ(rounded, ranks > 1 && lossy);
+  for (int rank = 0; rank < ranks; ++rank) EXPECT_TRUE(outcomes[rank] == outcomes[0]);
+  EXPECT_TRUE(outcomes[0][1] == outcomes[0][2]) << "the same step rounds alike";
+}
+
+TEST(DsarSplitAllgatherTest, WhatRoundingTakesIsRejectedByTheOwnerOfItsRegion) {
+  for (ValueCodecEntry const& codec : value_codecs()) {
+    for (int const ranks : {1, 2, 3, 5}) {
+      check_rounding<float>(codec, ranks);
+      check_rounding<double>(codec, ranks);
+    }
+  }
+}
+
+TEST(DsarSplitAllgatherTest, SumsThatOverflowArriveAndOnlySumsOfFloatsCanBeRounded) {
+  AlgorithmEntry const& entry = find_algorithm("dsar_split_allgather");
+  AlgorithmOptions options;
+  options.dense_codec = ValueCodec::qsgd4;
+  EXPECT_THROW(make_sparse_allreduce<std::int32_t>(entry, options), InvalidArgument);
+  auto transports = make_inproc_transports(2);
+  expect_no_errors(run_transports(transports, [&](Transport& transport) {
+    auto const allreduce = make_sparse_allreduce<float>(entry, options);
+    Contribution<float> const own{{3, 8}, {3e38f, 1.0f}};
+    Channel channel(transport, 1, soon());
+    EXPECT_THROW(allreduce->run(channel, own.view(),
+                                {.extent = 10, .limit = 2, .reduction = Reduction::max}),
+                 InvalidArgument);
+    auto const result = allreduce->run(channel, own.view(), {.extent = 10, .limit = 2});
+    EXPECT_TRUE(std::isinf(result.reduced.dense[3]));
+    EXPECT_EQ(result.reduced.dense[8], 2.0f);
+  }));
+}
+
 struct Malice {
   std::string_view name;
   std::size_t (*encode)(std::uint32_t operation, std::span<std::byte> out);
