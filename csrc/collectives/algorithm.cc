@@ -30,7 +30,8 @@ constexpr AlgorithmEntry table[] = {
      "2N(P-1)/P", "Ok-Topk Table 1", false, false, dense_overlap_cost, nullptr, nullptr, nullptr,
      nullptr, &dense_overlap},
     {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "Ok-Topk Table 1", true,
-     false, topk_a_cost, make_topk_a, make_topk_a, make_topk_a, make_topk_a},
+     false, topk_a_cost, make_topk_a, make_topk_a, make_topk_a, make_topk_a, nullptr, std::nullopt,
+     true},
     {"ssar_recursive_double", "exchange of all reduced so far with ranks 1, 2, 4, ... away",
      "2k log P to 2k(P-1)", "SparCML section 5.3.1", true, false, ssar_recursive_double_cost,
      make_ssar_recursive_double, make_ssar_recursive_double, make_ssar_recursive_double,
@@ -52,12 +53,13 @@ constexpr AlgorithmEntry table[] = {
      make_topk_dsa, make_topk_dsa, make_topk_dsa},
     {"gaussian_k", "topk_a of selections by a threshold of the normal distribution", "2k(P-1)",
      "Shi et al. 2019, Ok-Topk Table 1", true, false, topk_a_cost, make_topk_a, make_topk_a,
-     nullptr, nullptr, nullptr, ThresholdSource::gaussian},
+     nullptr, nullptr, nullptr, ThresholdSource::gaussian, true},
     {"gtopk", "summed up a tree, cut to the k largest at each rank, and sent down", "4k log P",
      "Shi et al. 2019, Ok-Topk Table 1", true, true, gtopk_cost, make_gtopk, make_gtopk, nullptr,
      nullptr},
     {"oktopk", "split and reduce, then balance and allgather the k largest sums", "6k(P-1)/P",
-     "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk, make_oktopk, nullptr, nullptr},
+     "Ok-Topk Algorithm 1", true, true, oktopk_cost, make_oktopk, make_oktopk, nullptr, nullptr,
+     nullptr, std::nullopt, true},
 };
 
 }  // namespace

@@ -139,6 +139,7 @@ struct AlgorithmEntry {
   DenseMakers const* dense = nullptr;  // null where sparse
   // Where the local threshold comes from, whatever the schedule says.
   std::optional<ThresholdSource> selection = {};
+  bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
 
   // The result is the exact reduction of the contributions, for every reduction; with raw values.
   bool lossless() const { return make_i32 != nullptr; }

@@ -41,12 +41,17 @@ int GlobalCut<V>::exact_rounds(std::uint64_t k) {
   return (bits + bits_per_round - 1) / bits_per_round;
 }
 
+template <class V>
+void GlobalCut<V>::count(Window const& window, std::span<const V> values) {
+  counts_.assign(window.bins + 2, 0);
+  for (V const value : values) ++counts_[window.slot(magnitude_bits(value))];
+}
+
 // Fills everyone_ with all ranks' counts for the window, [rank][slot].
 template <class V>
 void GlobalCut<V>::exchange(Channel& channel, Window const& window, std::span<const V> values) {
-  std::size_t const slots = window.bins + 2;
-  counts_.assign(slots, 0);
-  for (V const value : values) ++counts_[window.slot(magnitude_bits(value))];
+  count(window, values);
+  std::size_t const slots = counts_.size();
   auto const payload = std::as_bytes(std::span(counts_));
   frame_.resize(header_bytes + payload.size());
   encode_bytes(channel.operation(), payload, frame_);
@@ -62,10 +67,11 @@ void GlobalCut<V>::exchange(Channel& channel, Window const& window, std::span<co
 }
 
 template <class V>
-Cut GlobalCut<V>::run(Channel& channel, std::span<const V> values, std::uint64_t k,
-                      ThresholdSource source) {
+Cut GlobalCut<V>::search(Channel* channel, std::span<const V> values, std::uint64_t k,
+                         ThresholdSource source) {
   constexpr std::uint64_t pattern_end = std::uint64_t{1} << (sizeof(V) * 8 - 1);
-  int const size = channel.size();
+  int const size = channel != nullptr ? channel->size() : 1;
+  int const own = channel != nullptr ? channel->rank() : 0;
   kept_.assign(size, 0);
 
   Window window = Window::between(0, pattern_end, bins(k));
@@ -77,7 +83,12 @@ Cut GlobalCut<V>::run(Channel& channel, std::span<const V> values, std::uint64_t
   }
   bool estimating = source == ThresholdSource::sampled;
   for (int round = 0; round <= exact_rounds(k) + 1; ++round) {
-    exchange(channel, window, values);
+    if (channel != nullptr) {
+      exchange(*channel, window, values);
+    } else {
+      count(window, values);
+      everyone_ = counts_;
+    }
     std::size_t const slots = window.bins + 2;
     auto const count = [&](int rank, std::size_t slot) -> std::uint64_t {
       return everyone_[rank * slots + slot];
@@ -130,7 +141,7 @@ Cut GlobalCut<V>::run(Channel& channel, std::span<const V> values, std::uint64_t
       for (std::size_t higher = bin + 1; higher < window.bins; ++higher) {
         kept_[rank] += count(rank, 1 + higher);
       }
-      if (rank == channel.rank()) cut.quota = quota;
+      if (rank == own) cut.quota = quota;
     }
     return cut;
   }

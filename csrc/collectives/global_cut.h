@@ -35,7 +35,13 @@ class GlobalCut {
   // (1/64 of an octave with 128 bins), within an octave of the former threshold; where the k-th has
   // left that window the exact search takes over. Afterwards kept() holds the count kept by each
   // rank.
-  Cut run(Channel& channel, std::span<const V> values, std::uint64_t k, ThresholdSource source);
+  Cut run(Channel& channel, std::span<const V> values, std::uint64_t k, ThresholdSource source) {
+    return search(&channel, values, k, source);
+  }
+  // The same where every rank holds all values: nothing is sent.
+  Cut run_everywhere(std::span<const V> values, std::uint64_t k, ThresholdSource source) {
+    return search(nullptr, values, k, source);
+  }
 
   std::span<const std::uint64_t> kept() const { return kept_; }
 
@@ -45,6 +51,8 @@ class GlobalCut {
 
  private:
   struct Window;
+  Cut search(Channel* channel, std::span<const V> values, std::uint64_t k, ThresholdSource source);
+  void count(Window const& window, std::span<const V> values);
   void exchange(Channel& channel, Window const& window, std::span<const V> values);
 
   V threshold_ = 0;

@@ -8,6 +8,7 @@
 #include "collectives/pairs.h"
 #include "collectives/patterns.h"
 #include "collectives/regions.h"
+#include "collectives/rounding.h"
 #include "kernels/magnitude.h"
 
 namespace sparsecomm {
@@ -16,12 +17,14 @@ namespace {
 template <class V>
 class OkTopk final : public SparseAllreduce<V> {
  public:
-  explicit OkTopk(AlgorithmOptions const& options) : options_(options) {}
+  explicit OkTopk(AlgorithmOptions const& options)
+      : options_(options), rounding_(options.frame.value_codec) {}
 
   AllreduceResult<V> run(Channel& channel, SparseView<V> selection,
                          SparseProblem const& problem) override {
     if (settle_regions(channel, selection.indices, problem)) {
-      SparseView<V> const region = split_and_reduce(channel, selection, problem);
+      SparseView<V> const region =
+          split_and_reduce(channel, round_parts(channel, selection, problem), problem);
       keep_top_k(channel, region, problem);
       if (needs_balance(cut_.kept(), options_.balance_factor)) balance(channel, problem);
       gather(channel, problem);
@@ -29,12 +32,7 @@ class OkTopk final : public SparseAllreduce<V> {
       reduce_everywhere(channel, selection, problem);
     }
     state_.global_threshold = cut_.threshold();
-    rejected_.clear();
-    for_each_missing(selection.indices, result_.indices, [&](std::size_t i) {
-      rejected_.indices.push_back(selection.indices[i]);
-      rejected_.values.push_back(selection.values[i]);
-    });
-    return {.reduced = {.sparse = result_.view()}, .rejected = rejected_.view()};
+    return {.reduced = {.sparse = result_.view()}, .rejected = reject(selection, problem)};
   }
 
   AlgorithmState state() const override { return state_; }
@@ -48,13 +46,20 @@ class OkTopk final : public SparseAllreduce<V> {
                       SparseProblem const& problem);
   bool within_budget(Channel& channel, std::span<const std::uint32_t> indices,
                      SparseProblem const& problem);
+  SparseView<V> round_parts(Channel& channel, SparseView<V> selection,
+                            SparseProblem const& problem);
+  SparseView<V> reject(SparseView<V> selection, SparseProblem const& problem);
   void reduce_everywhere(Channel& channel, SparseView<V> selection, SparseProblem const& problem);
   SparseView<V> split_and_reduce(Channel& channel, SparseView<V> selection,
                                  SparseProblem const& problem);
   void keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem);
+  static void keep(SparseView<V> region, Cut const& cut, Pairs<V>& out);
   void balance(Channel& channel, SparseProblem const& problem);
   void gather(Channel& channel, SparseProblem const& problem);
 
+  ThresholdSource source(SparseProblem const& problem) const {
+    return options_.schedule.global_at(problem.step, cut_.threshold() > 0);
+  }
   // Region `part` is [first, last); the last one ends with the extent.
   std::uint32_t region_first(int part) const { return part == 0 ? 0 : state_.boundaries[part - 1]; }
   std::uint32_t region_last(int part, SparseProblem const& problem) const {
@@ -63,9 +68,10 @@ class OkTopk final : public SparseAllreduce<V> {
                : static_cast<std::uint32_t>(problem.extent);
   }
   std::span<const std::byte> encode(Channel const& channel, std::uint32_t first, std::uint32_t last,
-                                    SparseView<V> part, std::span<std::byte> out) const {
+                                    SparseView<V> part, FrameOptions const& options,
+                                    std::span<std::byte> out) const {
     return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices,
-                                      part.values, options_.frame, out));
+                                      part.values, options, out));
   }
   void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
               std::uint32_t last, Pairs<V>& out) const {
@@ -74,14 +80,16 @@ class OkTopk final : public SparseAllreduce<V> {
   }
 
   AlgorithmOptions options_;
+  Rounding<V> rounding_;
+  std::vector<V> sent_, exact_share_;  // only with a lossy codec
   AlgorithmState state_;
   GlobalCut<V> cut_;
   SparseStream<V> sum_;
-  Pairs<V> incoming_, share_, balanced_, result_, rejected_;
+  SparseStream<V> rejected_;
+  Pairs<V> incoming_, share_, balanced_, result_, errors_;
   ByteBuffer send_, receive_;
   FrameAllgather gather_;
   RegionSearch search_;
-  TopK<V> top_k_;
   std::vector<Request> sends_, receives_;
 };
 
@@ -148,13 +156,73 @@ bool OkTopk<V>::within_budget(Channel& channel, std::span<const std::uint32_t> i
   return ranks * (parts - least) <= (2 * ranks - 3) * selection;
 }
 
+// What the others receive of the selection; the part that stays here is not rounded.
+template <class V>
+SparseView<V> OkTopk<V>::round_parts(Channel& channel, SparseView<V> selection,
+                                     SparseProblem const& problem) {
+  if (!rounding_.lossy()) return selection;
+  rounding_.begin(channel.rank(), problem.step);
+  sent_.assign(selection.values.begin(), selection.values.end());
+  for (int part = 0; part < channel.size(); ++part) {
+    if (part == channel.rank()) continue;
+    auto const values = selection.range(region_first(part), region_last(part, problem)).values;
+    rounding_.round(
+        std::span(sent_).subspan(values.data() - selection.values.data(), values.size()));
+  }
+  return {selection.indices, sent_};
+}
+
+// Where the result has no entry, all of what this rank selected is missing; where it has one, what
+// rounding took of the selection, and of the sum that this rank gave away.
+template <class V>
+SparseView<V> OkTopk<V>::reject(SparseView<V> selection, SparseProblem const& problem) {
+  errors_.clear();
+  if (!rounding_.lossy()) {
+    for_each_missing(selection.indices, result_.indices, [&](std::size_t i) {
+      errors_.push(selection.indices[i], selection.values[i]);
+    });
+    return errors_.view();
+  }
+  auto const extent = static_cast<std::uint32_t>(problem.extent);
+  rejected_.reset(0, extent, extent);
+  // The index of the result that the last call has come to.
+  auto next = result_.indices.begin();
+  auto const in_result = [&](std::uint32_t index) {
+    next = std::lower_bound(next, result_.indices.end(), index);
+    return next != result_.indices.end() && *next == index;
+  };
+  for (std::size_t i = 0; i < selection.nnz(); ++i) {
+    std::uint32_t const index = selection.indices[i];
+    V const missing = selection.values[i] - (in_result(index) ? sent_[i] : V{0});
+    if (missing != 0) errors_.push(index, missing);
+  }
+  rejected_.add(errors_.view());
+  errors_.clear();
+  next = result_.indices.begin();
+  for (std::size_t i = 0; i < exact_share_.size(); ++i) {
+    V const missing = exact_share_[i] - share_.values[i];
+    if (missing != 0 && in_result(share_.indices[i])) errors_.push(share_.indices[i], missing);
+  }
+  rejected_.add(errors_.view());
+  return rejected_.sparse();
+}
+
 // The same result, from an allgather of the selections.
 template <class V>
 void OkTopk<V>::reduce_everywhere(Channel& channel, SparseView<V> selection,
                                   SparseProblem const& problem) {
   auto const extent = static_cast<std::uint32_t>(problem.extent);
   std::size_t const max_frame = max_sparse_frame_bytes<V>(problem.limit, extent);
-  auto const frame = encode(channel, 0, extent, selection, send_.take(max_frame));
+  share_.clear();
+  exact_share_.clear();
+  SparseView<V> sent = selection;
+  if (rounding_.lossy()) {
+    rounding_.begin(channel.rank(), problem.step);
+    sent_.assign(selection.values.begin(), selection.values.end());
+    rounding_.round(sent_);
+    sent.values = sent_;
+  }
+  auto const frame = encode(channel, 0, extent, sent, options_.frame, send_.take(max_frame));
   auto const frames = gather_.run(channel, Phase::gather, frame, max_frame);
   sum_.reset(0, extent);
   for (int rank = 0; rank < channel.size(); ++rank) {
@@ -162,9 +230,9 @@ void OkTopk<V>::reduce_everywhere(Channel& channel, SparseView<V> selection,
     decode(channel, rank, frames[rank], 0, extent, incoming_);
     sum_.add(incoming_.view());
   }
+  SparseView<V> const sum = sum_.sparse();
   result_.clear();
-  V const threshold = top_k_.cut(sum_.sparse(), problem.k, result_);
-  if (threshold > 0) cut_.load_threshold(static_cast<double>(threshold));
+  keep(sum, cut_.run_everywhere(sum.values, problem.k, source(problem)), result_);
 }
 
 template <class V>
@@ -198,7 +266,8 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
       int const destination = rotated_destination(rank, step, size);
       std::uint32_t const begins = region_first(destination);
       std::uint32_t const ends = region_last(destination, problem);
-      auto const frame = encode(channel, begins, ends, selection.range(begins, ends), outgoing);
+      auto const frame =
+          encode(channel, begins, ends, selection.range(begins, ends), options_.frame, outgoing);
       outgoing = outgoing.subspan(frame.size());
       sends_.push_back(channel.isend(destination, Phase::reduce, frame));
     }
@@ -223,10 +292,13 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
 
 template <class V>
 void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
-  ThresholdSource const source = options_.schedule.global_at(problem.step, cut_.threshold() > 0);
-  Cut const cut = cut_.run(channel, region.values, problem.k, source);
-  std::uint64_t quota = cut.quota;
   share_.clear();
+  keep(region, cut_.run(channel, region.values, problem.k, source(problem)), share_);
+}
+
+template <class V>
+void OkTopk<V>::keep(SparseView<V> region, Cut const& cut, Pairs<V>& out) {
+  std::uint64_t quota = cut.quota;
   for (std::size_t i = 0; i < region.nnz(); ++i) {
     std::uint64_t const pattern = magnitude_bits(region.values[i]);
     if (pattern < cut.low) continue;
@@ -234,8 +306,7 @@ void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem
       if (quota == 0) continue;
       --quota;
     }
-    share_.indices.push_back(region.indices[i]);
-    share_.values.push_back(region.values[i]);
+    out.push(region.indices[i], region.values[i]);
   }
 }
 
@@ -244,6 +315,9 @@ void OkTopk<V>::balance(Channel& channel, SparseProblem const& problem) {
   int const rank = channel.rank();
   auto const extent = static_cast<std::uint32_t>(problem.extent);
   auto const plan = plan_balance(cut_.kept());
+  // What moves is rounded when it is gathered, and only then.
+  FrameOptions exact = options_.frame;
+  exact.value_codec = ValueCodec::raw;
   auto const frame_bytes = [&](Transfer const& transfer) {
     return max_sparse_frame_bytes<V>(transfer.count, extent);
   };
@@ -267,7 +341,7 @@ void OkTopk<V>::balance(Channel& channel, SparseProblem const& problem) {
     } else if (transfer.source == rank) {
       auto const part = share_.view().slice(transfer.offset, transfer.offset + transfer.count);
       auto const frame =
-          encode(channel, part.indices.front(), part.indices.back() + 1, part, outgoing);
+          encode(channel, part.indices.front(), part.indices.back() + 1, part, exact, outgoing);
       outgoing = outgoing.subspan(frame.size());
       sends_.push_back(channel.isend(transfer.destination, Phase::balance, frame));
     }
@@ -295,9 +369,13 @@ void OkTopk<V>::gather(Channel& channel, SparseProblem const& problem) {
   auto const extent = static_cast<std::uint32_t>(problem.extent);
   std::uint64_t largest = *std::ranges::max_element(cut_.kept());
   std::size_t const max_frame = max_sparse_frame_bytes<V>(largest, extent);
+  if (rounding_.lossy()) {
+    exact_share_ = share_.values;
+    rounding_.round(share_.values);
+  }
   auto const frame = encode(channel, share_.indices.empty() ? 0 : share_.indices.front(),
                             share_.indices.empty() ? 0 : share_.indices.back() + 1, share_.view(),
-                            send_.take(max_frame));
+                            options_.frame, send_.take(max_frame));
   auto const frames = gather_.run(channel, Phase::gather, frame, max_frame);
   result_.clear();
   for (int rank = 0; rank < channel.size(); ++rank) {

@@ -2,22 +2,33 @@
 
 #include <algorithm>
 
+#include "collectives/rounding.h"
+
 namespace sparsecomm {
 namespace {
 
 template <class V>
 class TopkA final : public SparseAllreduce<V> {
  public:
-  explicit TopkA(AlgorithmOptions const& options) : options_(options) {}
+  explicit TopkA(AlgorithmOptions const& options)
+      : options_(options), rounding_(options.frame.value_codec) {}
 
   AllreduceResult<V> run(Channel& channel, SparseView<V> selection,
                          SparseProblem const& problem) override {
     auto const extent = static_cast<std::uint32_t>(problem.extent);
     std::size_t const capacity = max_sparse_frame_bytes<V>(problem.limit, extent);
     auto const own = send_.take(capacity);
-    std::size_t const length =
-        encode_sparse<V>(channel.operation(), 0, extent, selection.indices, selection.values,
-                         frame_options(options_, problem), own);
+    rejected_.clear();
+    SparseView<V> sent = selection;
+    if (rounding_.lossy()) {
+      rounded_.assign(selection.values.begin(), selection.values.end());
+      rounding_.begin(channel.rank(), problem.step);
+      rounding_.round(rounded_);
+      sent.values = rounded_;
+      push_errors<V>(selection, rounded_, rejected_);
+    }
+    std::size_t const length = encode_sparse<V>(channel.operation(), 0, extent, sent.indices,
+                                                sent.values, frame_options(options_, problem), own);
     auto const frames = gather_.run(channel, Phase::gather, own.first(length), capacity);
     sum_.reset(0, extent, sparse_limit<V>(options_, extent), problem.reduction);
     for (int rank = 0; rank < channel.size(); ++rank) {
@@ -30,11 +41,14 @@ class TopkA final : public SparseAllreduce<V> {
       });
       sum_.add({indices_, values_});
     }
-    return {.reduced = sum_.view(), .rejected = {}};
+    return {.reduced = sum_.view(), .rejected = rejected_.view()};
   }
 
  private:
   AlgorithmOptions options_;
+  Rounding<V> rounding_;
+  std::vector<V> rounded_;
+  Pairs<V> rejected_;
   ByteBuffer send_;
   FrameAllgather gather_;
   std::vector<std::uint32_t> indices_;

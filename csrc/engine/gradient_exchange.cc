@@ -38,7 +38,17 @@ ThresholdSchedule local_schedule(AlgorithmEntry const& algorithm, ExchangeOption
 }  // namespace
 
 void validate(ExchangeOptions const& options) {
-  if (options.algorithm != auto_algorithm) find_algorithm(options.algorithm);
+  bool const planned = options.algorithm == auto_algorithm;
+  bool const rounds = !planned && find_algorithm(options.algorithm).rounds;
+  ValueCodec const codec = options.collective.frame.value_codec;
+  if (auto const& entry = value_codec_for(codec, DType::f32); entry.lossy && !rounds) {
+    std::string rounding;
+    for (AlgorithmEntry const& other : algorithms()) {
+      if (other.rounds) rounding += concat(rounding.empty() ? "" : ", ", other.name);
+    }
+    throw InvalidArgument(concat("algorithm '", options.algorithm, "' does not round values to ",
+                                 entry.name, "; these do: ", rounding));
+  }
   require(options.density > 0 && options.density <= 1, "density = ", options.density,
           " is not in (0, 1]; 0.01 sends one entry in a hundred");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
@@ -190,6 +200,7 @@ Proposal GradientExchange<T>::prepare() {
        << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
        << ";balance_factor=" << options_.collective.balance_factor
+       << ";value_codec=" << int(options_.collective.frame.value_codec)
        << ";overlap_chunk=" << options_.collective.overlap_chunk
        << ";delta=" << options_.collective.delta
        << ";dense_codec=" << find_value_codec(options_.collective.dense_codec)->name

@@ -59,7 +59,7 @@ class SparseSum final : public Operation {
   std::unique_ptr<SparseAllreduce<float>> algorithm_;
 };
 
-TEST(LargeTest, BoundariesNear2To32AreAveragedWithoutOverflow) {
+TEST(LargeTest, RegionsNear2To32AreFoundWithoutOverflow) {
   std::uint64_t const extent = 4'294'967'294;
   for (AlgorithmEntry const& entry : algorithms()) {
     if (!entry.sparse) continue;

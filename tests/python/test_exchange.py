@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from ranks import run_ranks
 
 from sparsecomm import _C
+from sparsecomm.schedule import SOURCES
 from sparsecomm.transports import AUTO, connect, connect_options, names, warn
 
 ALGORITHMS = [row["name"] for row in _C.algorithms()]
@@ -160,8 +161,8 @@ def lone_communicator() -> _C.Communicator:
         st.lists(st.integers(-4, 4), min_size=23, max_size=23), min_size=1, max_size=5
     ),
     density=st.floats(0.01, 1.0),
-    algorithm=st.sampled_from([name for name in ALGORITHMS if name != "dense"]),
-    between=st.sampled_from(["exact", "reused", "sampled"]),
+    algorithm=st.sampled_from([row["name"] for row in _C.algorithms() if row["sparse"]]),
+    between=st.sampled_from(SOURCES),
 )
 def test_error_feedback_of_one_rank(
     lone_communicator: _C.Communicator,
@@ -191,5 +192,5 @@ def test_wrong_gradients_are_refused(lone_communicator: _C.Communicator) -> None
             exchange.run(gradient)
     with pytest.raises(ValueError, match="Int cannot be exchanged sparsely"):
         _C.Exchange(lone_communicator, 10, torch.int32, make_options("oktopk", 0.1))
-    with pytest.raises(ValueError, match="choose one of dense, topk_a, oktopk"):
+    with pytest.raises(ValueError, match="choose one of dense, dense_ring"):
         make_options("allreduce", 0.1)
