@@ -1,0 +1,269 @@
+"""sparsecomm.explain, `sparsecomm plan`, AutoState, and the regret of auto."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsecomm
+from sparsecomm import _C
+from sparsecomm.cli import main
+from sparsecomm.units import format_seconds, parse_bandwidth, parse_count, parse_seconds
+
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import regret  # noqa: E402
+
+PARTS = ("select", "latency", "transfer", "compute", "apply")
+
+
+@pytest.mark.parametrize(
+    ("parse", "text", "value"),
+    [
+        (parse_count, "14.7M", 14_700_000),
+        (parse_count, "14728266", 14_728_266),
+        (parse_count, "1.5B", 1_500_000_000),
+        (parse_bandwidth, "25gbit", 25e9),
+        (parse_bandwidth, "100 Mbit/s", 1e8),
+        (parse_seconds, "20us", 20e-6),
+        (parse_seconds, "1.5 ms", 1.5e-3),
+    ],
+)
+def test_units_are_read(parse: Any, text: str, value: float) -> None:
+    assert parse(text) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(
+    ("parse", "text"),
+    [
+        (parse_count, "many"),
+        (parse_count, "-3"),
+        (parse_count, "1.2.3M"),
+        (parse_bandwidth, "25"),
+        (parse_bandwidth, "0gbit"),
+        (parse_bandwidth, "gbit"),
+        (parse_seconds, "20"),
+        (parse_seconds, "inf s"),
+    ],
+)
+def test_what_is_no_number_with_a_unit_is_quoted(parse: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=repr(text)):
+        parse(text)
+
+
+def test_seconds_are_shown_in_the_unit_that_suits() -> None:
+    assert [format_seconds(x) for x in (1.5, 0.0203, 2e-5, 3e-9)] == [
+        "1.5 s",
+        "20.3 ms",
+        "20 us",
+        "3 ns",
+    ]
+
+
+def test_explain_ranks_every_algorithm_by_the_sum_of_its_parts() -> None:
+    plan = sparsecomm.explain(
+        14_728_266, 0.01, link=sparsecomm.Link.parse("1gbit", "20us"), ranks=8
+    )
+    assert {row.algorithm for row in plan.ranking} == {row["name"] for row in _C.algorithms()}
+    times = [row.seconds for row in plan.ranking]
+    assert times == sorted(times)
+    for row in plan.ranking:
+        assert row.seconds == pytest.approx(sum(getattr(row, part) for part in PARTS))
+        assert row.transfer == pytest.approx(row.received_bytes * 8e-9)
+    assert plan.best.algorithm != "dense"
+    dense = next(row for row in plan.ranking if row.algorithm == "dense")
+    # 2N(P-1)/P words of 4 bytes at 125 MB/s.
+    assert dense.transfer == pytest.approx(2 * 14_728_266 * 7 / 8 * 4 / 125e6, rel=0.01)
+    assert f"auto begins with {plan.best.algorithm}" in str(plan)
+    assert json.loads(json.dumps(plan.to_dict()))["ranks"] == 8
+
+
+def test_a_smaller_union_makes_what_gathers_unions_quicker() -> None:
+    link = sparsecomm.Link.parse("100mbit")
+
+    def transfer(union: float) -> float:
+        plan = sparsecomm.explain(1 << 22, 0.01, link=link, ranks=8, union=union)
+        return next(
+            row.transfer for row in plan.ranking if row.algorithm == "ssar_recursive_double"
+        )
+
+    assert transfer(1) < transfer(3) < transfer(7)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"ranks": 4}, "link and ranks go together"),
+        ({"link": sparsecomm.Link.parse("1gbit")}, "link and ranks go together"),
+        ({"density": 0.0}, "density"),
+        ({"density": 1.5}, "density"),
+        ({"dtype": torch.int32}, "dtype"),
+        ({"numel": 0}, "numel"),
+        ({"numel": 1 << 32}, "numel"),
+        ({"union": 0.5}, "union"),
+        ({"union": 9.0}, "union"),
+        ({"index_codec": "zip"}, "zip"),
+    ],
+)
+def test_explain_names_what_is_wrong(arguments: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {"numel": 1000, "density": 0.01}
+    if "ranks" not in arguments and "link" not in arguments:
+        given |= {"link": sparsecomm.Link.parse("1gbit"), "ranks": 4}
+    given |= arguments
+    with pytest.raises(ValueError, match=text):
+        sparsecomm.explain(given.pop("numel"), given.pop("density"), **given)
+
+
+def test_plan_answers_what_one_would_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--numel", "14.7M", "--density", "0.01", "--ranks", "64"]
+    arguments += ["--bandwidth", "25gbit", "--latency", "20us"]
+    assert main(arguments) == 0
+    table = capsys.readouterr().out
+    assert "25 Gbit/s" in table and "64 ranks" in table
+    assert main([*arguments, "--union", "8", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["numel"] == 14_700_000 and plan["union"] == 8 * 147_000
+    assert {row["algorithm"] for row in plan["ranking"]} == {r["name"] for r in _C.algorithms()}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "text"),
+    [
+        ("--bandwidth", "fast", "'fast' is not a bandwidth"),
+        ("--latency", "20", "'20' is not a time"),
+        ("--numel", "5B", "'5B' is not from 1"),
+        ("--ranks", "0", "whole number"),
+        ("--union", "100", "union=100.0 is not from 1 to the number of ranks, 4"),
+    ],
+)
+def test_plan_rejects_bad_arguments(
+    option: str, value: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {"--numel": "1M", "--ranks": "4", "--bandwidth": "1gbit", option: value}
+    with pytest.raises(SystemExit) as status:
+        main(["plan", *(word for pair in given.items() for word in pair)])
+    assert status.value.code == 2
+    assert text in capsys.readouterr().err
+
+
+def _explain() -> tuple[str, dict[str, float]]:
+    plan = sparsecomm.explain(1 << 20, 0.01)
+    assert plan.ranks == dist.get_world_size()
+    return plan.best.algorithm, plan.figures
+
+
+def test_explain_measures_what_all_ranks_agree_on() -> None:
+    results = run_ranks(3, _explain)
+    assert results[1:] == results[:-1]
+    best, figures = results[0]
+    assert best in {row["name"] for row in _C.algorithms()}
+    assert figures["byte"] > 0
+    assert figures["round"] + figures["message"] > 0
+    assert all(value >= 0 for value in figures.values())
+
+
+def _step(model: DistributedDataParallel) -> None:
+    model.zero_grad()
+    model(torch.randn(8, 300)).square().mean().backward()
+
+
+def _make() -> tuple[DistributedDataParallel, sparsecomm.AutoState]:
+    torch.manual_seed(3)
+    model = DistributedDataParallel(torch.nn.Linear(300, 40))
+    state = sparsecomm.AutoState(density=0.05)
+    sparsecomm.register_comm_hook(model, state)
+    torch.manual_seed(dist.get_rank())
+    return model, state
+
+
+def _train() -> tuple[list[str], bytes, list[float]]:
+    model, state = _make()
+    assert state.algorithms == []
+    for _ in range(6):
+        _step(model)
+    gradient = model.module.weight.grad
+    assert gradient is not None
+    file = io.BytesIO()
+    torch.save(state.state_dict(), file)
+    return state.algorithms, file.getvalue(), gradient.flatten().tolist()
+
+
+def _resume(saved: list[bytes]) -> dict[str, float]:
+    model, state = _make()
+    state.load_state_dict(torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True))
+    _step(model)
+    figures: dict[str, float] = state.state_dict()["groups"][0]["plan"]["figures"]
+    return figures
+
+
+def test_ddp_follows_a_plan_that_its_checkpoint_holds() -> None:
+    results = run_ranks(2, _train)
+    (chosen,) = results[0][0]
+    assert chosen in {row["name"] for row in _C.algorithms()}
+    assert results[0][0] == results[1][0]
+    assert results[0][2] == results[1][2]
+    state = torch.load(io.BytesIO(results[0][1]), weights_only=True)
+    (group,) = state["groups"]
+    assert group["plan"]["algorithm"] == chosen
+    # Not measured anew.
+    figures = run_ranks(2, _resume, [result[1] for result in results])
+    assert figures == [group["plan"]["figures"]] * 2
+
+
+def test_python_hook_of_auto() -> None:
+    assert run_ranks(2, _python_hook) == [True, True]
+
+
+def _python_hook() -> bool:
+    model = DistributedDataParallel(torch.nn.Linear(30, 4))
+    state = sparsecomm.AutoState(density=0.1)
+    model.register_comm_hook(state, sparsecomm.auto_hook)
+    for _ in range(3):
+        model(torch.randn(8, 30)).square().mean().backward()
+    return len(state.algorithms) == 1
+
+
+def test_simulated_regret_is_small_and_repeats() -> None:
+    cases = regret.simulate(20, 300, 7, regret.Errors())
+    assert cases == regret.simulate(20, 300, 7, regret.Errors())
+    summary = regret.summarise(cases)
+    assert summary["median_against_best"] < 1.05
+    assert all(case.against_best >= 1 - 1e-9 for case in cases)
+
+
+def test_a_planner_that_knows_all_has_no_regret_but_for_trials() -> None:
+    exact = regret.Errors(machine=0, figures=0, model=0, noise=0, outliers=0)
+    summary = regret.summarise(regret.simulate(20, 1000, 7, exact))
+    assert summary["largest_against_best"] < 1.03
+
+
+def test_measured_regret_compares_within_a_batch() -> None:
+    def row(algorithm: str, batch: int, median: float) -> dict[str, Any]:
+        return {
+            "algorithm": algorithm,
+            "batch": batch,
+            "numel": 10,
+            "density": 0.1,
+            "chosen": "oktopk",
+            "time_us": {"median": median},
+        }
+
+    rows = [
+        row("gloo_dense", 0, 100),
+        row("oktopk", 0, 20),
+        row("gloo_dense", 1, 200),  # everything took twice as long in the second batch
+        row("auto", 1, 44),
+        row("dense", 1, 160),
+    ]
+    (case,) = regret.measured([{"hosts": 2, "rate": "1gbit", "rows": rows}])
+    assert case.best == "oktopk"
+    assert case.against_best == pytest.approx(1.1)
+    assert case.against_dense == pytest.approx(0.22 / 0.8)
