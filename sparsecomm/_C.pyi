@@ -17,6 +17,10 @@ class ExchangeOptions:
         balance_factor: float,
         index_codec: str,
         average: bool,
+        value_codec: str = "raw",
+        dense_codec: str = "raw",
+        seed: int = 0,
+        overlap_chunk: int = ...,
     ) -> None: ...
 
 class TransportError(RuntimeError): ...

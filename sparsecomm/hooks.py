@@ -37,6 +37,10 @@ class CompressionState:
             this factor.
         index_codec: ``"smallest"`` picks the smallest encoding per message; a name of
             ``build_info()["index_codecs"]`` forces one.
+        value_codec: ``"raw"``, or a lossy name of ``build_info()["value_codecs"]``, such as
+            ``"bf16"`` or ``"qsgd8"``, in which values travel; what rounding takes stays in the
+            residuals. For ``topk_a``, ``gaussian_k`` and ``oktopk``.
+        seed: of stochastic rounding, the same on every rank.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
         transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
             of them that works on all ranks and logs a warning where that is not UCX.
@@ -59,6 +63,8 @@ class CompressionState:
         partition_period: int = 64,
         balance_factor: float = 4.0,
         index_codec: str = "smallest",
+        value_codec: str = "raw",
+        seed: int = 0,
         timeout: timedelta | None = None,
         transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -88,6 +94,8 @@ class CompressionState:
                 partition_period=partition_period,
                 balance_factor=balance_factor,
                 index_codec=index_codec,
+                value_codec=value_codec,
+                seed=seed,
                 average=True,
             ),
             self._timeout,

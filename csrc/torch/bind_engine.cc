@@ -118,7 +118,9 @@ py::dict counters_of(Counters const& counters) {
 
 ExchangeOptions make_options(std::string algorithm, double density, std::string const& between,
                              std::uint64_t threshold_period, std::uint64_t partition_period,
-                             double balance_factor, std::string const& index_codec, bool average) {
+                             double balance_factor, std::string const& index_codec, bool average,
+                             std::string const& value_codec, std::string const& dense_codec,
+                             std::uint64_t seed, std::uint64_t overlap_chunk) {
   ExchangeOptions options;
   options.algorithm = std::move(algorithm);
   options.density = density;
@@ -126,6 +128,10 @@ ExchangeOptions make_options(std::string algorithm, double density, std::string 
   options.collective.partition_period = partition_period;
   options.collective.balance_factor = balance_factor;
   options.collective.frame.index_codec = index_codec_named(index_codec);
+  options.collective.frame.value_codec = value_codec_named(value_codec);
+  options.collective.dense_codec = value_codec_named(dense_codec);
+  options.collective.seed = seed;
+  options.collective.overlap_chunk = overlap_chunk;
   options.average = average;
   validate(options);
   return options;
@@ -142,6 +148,7 @@ py::list describe_algorithms() {
     row["sparse"] = entry.sparse;
     row["top_k_result"] = entry.top_k_result;
     row["exact"] = can_reduce(entry);
+    row["rounds"] = entry.rounds;
     rows.append(row);
   }
   return rows;
@@ -181,7 +188,9 @@ void bind_engine(py::module_& module) {
   py::class_<ExchangeOptions>(module, "ExchangeOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("algorithm"), py::arg("density"),
            py::arg("between"), py::arg("threshold_period"), py::arg("partition_period"),
-           py::arg("balance_factor"), py::arg("index_codec"), py::arg("average"));
+           py::arg("balance_factor"), py::arg("index_codec"), py::arg("average"),
+           py::arg("value_codec") = "raw", py::arg("dense_codec") = "raw", py::arg("seed") = 0,
+           py::arg("overlap_chunk") = AlgorithmOptions{}.overlap_chunk);
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout) {

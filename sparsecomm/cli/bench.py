@@ -133,6 +133,12 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
         help="uniform, shared:F or clustered[:F], see below (uniform)",
     )
     add(
+        "--value-codec",
+        choices=build_info()["value_codecs"],
+        default="raw",
+        help="how values travel in the algorithms that can round them (raw)",
+    )
+    add(
         "--index-codec",
         choices=("smallest", *build_info()["index_codecs"]),
         default="smallest",
@@ -280,6 +286,7 @@ def run_allreduce(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             pattern=options.pattern,
             index_codec=options.index_codec,
+            value_codec=options.value_codec,
             transport=options.transport,
             iters=options.iters,
             warmup=options.warmup,
@@ -365,6 +372,7 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         f"# allreduce: {ranks} {'rank' if ranks == 1 else 'ranks'}, transport "
         f"{transport}, pattern {settings.pattern.name}, density "
         f"{settings.density:g} (k = {settings.k}), index codec {settings.index_codec}, "
+        f"value codec {settings.value_codec}, "
         f"seed {settings.seed}",
         f"# {rows[0].iters} iterations after {settings.warmup} of warm-up, interleaved; results "
         "are the same bits on every rank",

@@ -43,6 +43,7 @@ class Settings:
     dtype: str
     pattern: Pattern
     index_codec: str
+    value_codec: str
     transport: str
     iters: int
     warmup: int
@@ -84,6 +85,7 @@ class Row:
     dtype: str
     pattern: str
     index_codec: str | None
+    value_codec: str | None
     iters: int
     warmup: int
     seed: int
@@ -133,6 +135,10 @@ def is_sparse(algorithm: str) -> bool:
     return any(entry["name"] == algorithm and entry["sparse"] for entry in _C.algorithms())
 
 
+def may_round(algorithm: str) -> bool:
+    return any(entry["name"] == algorithm and entry["rounds"] for entry in _C.algorithms())
+
+
 class Case(Protocol):
     """An algorithm that is ready to run."""
 
@@ -161,6 +167,7 @@ class Sparsecomm:
             partition_period=64,
             balance_factor=4.0,
             index_codec=settings.index_codec,
+            value_codec=settings.value_codec if may_round(algorithm) else "raw",
             average=True,
         )
         self._communicator = communicator
@@ -341,6 +348,11 @@ def make_row(
         dtype=settings.dtype,
         pattern=settings.pattern.name,
         index_codec=settings.index_codec if counted else None,
+        value_codec=None
+        if not counted
+        else settings.value_codec
+        if may_round(algorithm)
+        else "raw",
         iters=len(iterations_us),
         warmup=settings.warmup,
         seed=settings.seed,
