@@ -159,7 +159,10 @@ TEST_P(CostTest, CountedMessagesAndBytesEqualTheCostWhereItIsExactAndElseStayUnd
         }
         largest = std::max(largest, ranks == 1 ? 1 : counted.bytes / cost.bytes);
       }
-      EXPECT_GE(largest, 1 / 1.55) << entry.name << ", P=" << ranks << ", k=" << k;
+      // A cut to all of N entries cuts nothing, and moves nothing to even out shares.
+      if (k < extent || entry.lossless()) {
+        EXPECT_GE(largest, 1 / 1.55) << entry.name << ", P=" << ranks << ", k=" << k;
+      }
     }
   }
 }
