@@ -252,7 +252,7 @@ def _collectives(
     if communicator is not None:
         if group is not None:
             raise ValueError("give either a group or a communicator, not both")
-        return communicator.collectives
+        return communicator._collectives
     if group is None:
         require_initialised()
         group = distributed_c10d._get_default_group()
@@ -260,4 +260,4 @@ def _collectives(
     if found is None:
         found = Communicator.from_process_group(group)
         _of_group[group] = found
-    return found.collectives
+    return found._collectives

@@ -27,7 +27,7 @@ class Communicator:
 
     def __init__(self, engine: _C.Communicator) -> None:
         self._engine: _C.Communicator | None = engine
-        self.collectives = _C.Collectives(engine)
+        self._collectives = _C.Collectives(engine)
 
     @classmethod
     def from_process_group(
