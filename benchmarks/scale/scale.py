@@ -183,9 +183,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--scale", choices=RANKS, default=os.environ.get("SCALE") or "short")
-    add("--numel", type=int, default=1 << 19, help="elements per rank (524288)")
+    add("--numel", type=int, default=1 << 18, help="elements per rank (262144)")
     add("--density", type=float, default=0.01, help="share selected (0.01)")
-    add("--steps", type=int, default=3, help="measured, after one (3)")
+    add("--steps", type=int, default=1, help="measured, after one that is not (1)")
     add("--json", type=Path, default=RESULTS.with_suffix(".json"), help="and .md and .png beside")
     options = parser.parse_args(arguments)
     rows = []
