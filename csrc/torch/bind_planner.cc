@@ -4,6 +4,7 @@
 #include "distributed_error.h"
 #include "engine/calibration.h"
 #include "engine/communicator.h"
+#include "engine/gradient_exchange.h"
 #include "planner_dict.h"
 
 namespace py = pybind11;
