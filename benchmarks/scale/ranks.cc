@@ -1,11 +1,10 @@
-// What the simulated ranks run: every allreduce of algorithms() over the MPI transport, without the
-// communicator's thread, for ranks are threads of one process here. Rank 0 prints one JSON object
-// per algorithm and line.
+// What the simulated ranks run: one allreduce of algorithms() over the MPI transport, without the
+// communicator's thread, for ranks are threads of one process here. Rank 0 prints a JSON object.
 //
-//   scale_ranks NUMEL DENSITY STEPS MAX_BYTES
+//   scale_ranks ALGORITHM NUMEL DENSITY STEPS MAX_BYTES
 //
-// Time is the network's alone: what the processor does takes none. An algorithm whose ranks would
-// take more than MAX_BYTES of memory in all is left out.
+// Time is the network's alone: what the processor does takes none. Where the ranks would take more
+// than MAX_BYTES of memory in all, nothing is run and nothing printed.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -102,13 +101,14 @@ Counted run_dense(Transport& transport, AlgorithmEntry const& entry, Run const& 
   });
 }
 
-void print(AlgorithmEntry const& entry, Run const& run, Counted const& own, int ranks, int rank) {
+void print(AlgorithmEntry const& entry, Run const& run, Counted const& own, Cost const& cost,
+           Transport const& transport) {
   double most[2] = {own.received_bytes, own.messages};
   double sums[2] = {own.received_bytes, own.messages};
   MPI_Allreduce(MPI_IN_PLACE, most, 2, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
   MPI_Allreduce(MPI_IN_PLACE, sums, 2, MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD);
-  Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
-  if (rank != 0) return;
+  if (transport.rank() != 0) return;
+  int const ranks = transport.size();
   double const steps = run.steps;
   std::printf(
       "{\"algorithm\": \"%s\", \"ranks\": %d, \"numel\": %llu, \"k\": %llu, \"seconds\": %.9g, "
@@ -121,29 +121,24 @@ void print(AlgorithmEntry const& entry, Run const& run, Counted const& own, int 
   std::fflush(stdout);
 }
 
-int run_all(int count, char** arguments) {
-  if (count != 5) {
-    std::fprintf(stderr, "usage: scale_ranks NUMEL DENSITY STEPS MAX_BYTES\n");
+int run_one(int count, char** arguments) {
+  if (count != 6) {
+    std::fprintf(stderr, "usage: scale_ranks ALGORITHM NUMEL DENSITY STEPS MAX_BYTES\n");
     return 2;
   }
-  Run run{std::strtoull(arguments[1], nullptr, 10), 0, std::atoi(arguments[3]), {}};
-  run.k = static_cast<std::uint64_t>(std::atof(arguments[2]) * static_cast<double>(run.numel));
+  AlgorithmEntry const& entry = find_algorithm(arguments[1]);
+  Run run{std::strtoull(arguments[2], nullptr, 10), 0, std::atoi(arguments[4]), {}};
+  run.k = static_cast<std::uint64_t>(std::atof(arguments[3]) * static_cast<double>(run.numel));
   // Words as the formulas count them: an index and a value for each entry.
   run.options.frame.index_codec = IndexCodecChoice::raw32;
-  double const max_bytes = std::atof(arguments[4]);
-  int ranks = 0;
-  int rank = 0;
-  MPI_Comm_size(MPI_COMM_WORLD, &ranks);
-  MPI_Comm_rank(MPI_COMM_WORLD, &rank);
-  for (AlgorithmEntry const& entry : algorithms()) {
-    Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
-    double const memory = ranks * (cost.bytes + 8.0 * static_cast<double>(run.numel));
-    if (memory > max_bytes) continue;
-    auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.poll = false});
-    Counted const counted =
-        entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, entry, run);
-    print(entry, run, counted, ranks, rank);
-  }
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.poll = false});
+  int const ranks = transport->size();
+  Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
+  double const memory = ranks * (cost.bytes + 8.0 * static_cast<double>(run.numel));
+  if (memory > std::atof(arguments[5])) return 0;
+  Counted const counted =
+      entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, entry, run);
+  print(entry, run, counted, cost, *transport);
   return 0;
 }
 
@@ -151,7 +146,7 @@ int run_all(int count, char** arguments) {
 
 int main(int count, char** arguments) {
   MPI_Init(&count, &arguments);
-  int const status = run_all(count, arguments);
+  int const status = run_one(count, arguments);
   MPI_Finalize();
   return status;
 }

@@ -42,6 +42,7 @@ def contracts() -> tuple[int, int]:
             communicator.engine,
             lambda tensor: torch.from_numpy(WORLD.allreduce(tensor.numpy())),
             lambda tensor: WORLD.bcast(tensor),
+            (torch.float64, torch.bfloat16),
         )
     sent, received = zip(*WORLD.allgather(counted), strict=True)
     return sum(sent), sum(received)

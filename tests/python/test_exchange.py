@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -57,6 +57,7 @@ def check_matrix(
     communicator: _C.Communicator,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
     of_first_rank: Callable[[torch.Tensor], torch.Tensor],
+    dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> tuple[int, int]:
     """Contracts 1 to 4 and 6 on ``communicator``; the other two are its ranks' collectives.
 
@@ -65,7 +66,7 @@ def check_matrix(
     """
     rank, size = communicator.rank, communicator.size
     for algorithm in ALGORITHMS:
-        for dtype in DTYPES:
+        for dtype in dtypes:
             for pattern in PATTERNS:
                 for numel in (0, 1, 2049):
                     options = make_options(algorithm, 0.03)
