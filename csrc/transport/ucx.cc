@@ -22,7 +22,7 @@ constexpr Duration longest_sleep = std::chrono::milliseconds(100);  // in case n
 constexpr Duration brief_farewell = std::chrono::milliseconds(100);
 constexpr Duration farewell = std::chrono::seconds(1);
 // Before each further poll gives the core away for a moment: ranks that share one answer no sooner.
-constexpr Duration solitary_spin = std::chrono::microseconds(5);
+constexpr Duration solitary_spin = std::chrono::microseconds(2);
 constexpr char const* aborted_here = "this rank's transport was aborted";
 
 // UCX matches the whole of it: who sent the message, and which one it is.
