@@ -54,7 +54,7 @@ constexpr AlgorithmEntry table[] = {
     {"gaussian_k", "topk_a of selections by a threshold of the normal distribution", "2k(P-1)",
      "Shi et al. 2019, Ok-Topk Table 1", true, false, topk_a_cost, make_topk_a, make_topk_a,
      nullptr, nullptr, nullptr, ThresholdSource::gaussian, true},
-    {"gtopk", "summed up a tree, cut to the k largest at each rank, and sent down", "4k log P",
+    {"gtopk", "summed up a tree, cut to the k largest at each rank, and sent down", "2k log2 P",
      "Shi et al. 2019, Ok-Topk Table 1", true, true, gtopk_cost, make_gtopk, make_gtopk, nullptr,
      nullptr},
     {"oktopk", "split and reduce, then balance and allgather the k largest sums", "6k(P-1)/P",

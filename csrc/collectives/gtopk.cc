@@ -99,15 +99,15 @@ std::unique_ptr<SparseAllreduce<V>> make_gtopk(AlgorithmOptions const& options) 
 template std::unique_ptr<SparseAllreduce<float>> make_gtopk(AlgorithmOptions const&);
 template std::unique_ptr<SparseAllreduce<double>> make_gtopk(AlgorithmOptions const&);
 
-// The root receives a selection in each round up and sends the result in each round down; that is
-// also how long the others wait.
+// The root receives a selection in each round up and sends the result in each round down; the
+// others receive the result once, and fewer selections.
 Cost gtopk_cost(CostShape const& shape, AlgorithmOptions const&) {
   double const rounds = bruck_rounds(shape.ranks);
   auto const k = static_cast<double>(shape.k);
   double const frame = header_bytes + k * (shape.index_bytes + shape.value_bytes);
   return {.rounds = 2 * rounds,
           .messages = rounds,
-          .bytes = 2 * rounds * frame,
+          .bytes = rounds * frame,
           .entries = k * (2 + 4 * rounds)};
 }
 
