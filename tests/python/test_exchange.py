@@ -67,7 +67,7 @@ def check_matrix(
     rank, size = communicator.rank, communicator.size
     for algorithm in ALGORITHMS:
         for dtype in dtypes:
-            for pattern in PATTERNS:
+            for pattern in PATTERNS if dtype == torch.float32 else PATTERNS[:2]:
                 for numel in (0, 1, 2049):
                     options = make_options(algorithm, 0.03)
                     exchange = _C.Exchange(communicator, numel, dtype, options)
@@ -105,7 +105,7 @@ def _check_matrix(transport: str) -> tuple[int, int]:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_conservation_and_identical_replicas(size: int, transport: str) -> None:
-    counted = run_ranks(size, _check_matrix, transport, timeout=100)
+    counted = run_ranks(size, _check_matrix, transport, timeout=200)
     sent, received = (sum(column) for column in zip(*counted, strict=True))
     assert sent == received
 
@@ -193,5 +193,5 @@ def test_wrong_gradients_are_refused(lone_communicator: _C.Communicator) -> None
             exchange.run(gradient)
     with pytest.raises(ValueError, match="Int cannot be exchanged sparsely"):
         _C.Exchange(lone_communicator, 10, torch.int32, make_options("oktopk", 0.1))
-    with pytest.raises(ValueError, match=r"choose one of dense, .*oktopk"):
+    with pytest.raises(ValueError, match=f"choose one of {', '.join(ALGORITHMS)}"):
         make_options("allreduce", 0.1)
