@@ -215,8 +215,7 @@ def measured(results: Sequence[dict[str, Any]]) -> list[Case]:
                 if row["algorithm"] == GLOO_DENSE
             }
             relative = {
-                row["algorithm"]: row["time_us"]["median"] / dense[row.get("batch")]
-                for row in rows
+                row["algorithm"]: row["time_us"]["median"] / dense[row.get("batch")] for row in rows
             }
             if PLANNED not in relative:
                 continue

@@ -108,6 +108,8 @@ class Exchanges {
     encode_bytes(channel_.operation(), payload_.take(bytes), outgoing);
     std::vector<Request> sends;
     std::vector<Request> receives;
+    receives.reserve(distances.size());
+    sends.reserve(distances.size());
     for (std::size_t i = 0; i < distances.size(); ++i) {
       receives.push_back(channel_.irecv(rotated_source(rank, distances[i], size), Phase::reduce,
                                         incoming.subspan(i * frame_bytes, frame_bytes)));
@@ -257,9 +259,10 @@ void measure_selection(Noise& noise, Rates& rates) {
   rates.check = KernelTimer::seconds_of([&] { kernel.all_finite(gradient); }) / n;
   std::vector<float> scratch;
   rates.exact = KernelTimer::seconds_of([&] { exact_threshold<float>(segments, k, scratch); }) / n;
+  std::size_t const looked_at = entries / sampled_stride(entries, k, threshold_stride);
   rates.sample = KernelTimer::seconds_of(
                      [&] { sampled_threshold<float>(segments, k, threshold_stride, 0, scratch); }) /
-                 static_cast<double>(entries / sampled_stride(entries, k, threshold_stride));
+                 static_cast<double>(looked_at);
 
   std::vector<std::uint32_t> indices(entries / 2 + packed_slack);
   std::vector<float> values(indices.size());
@@ -349,6 +352,7 @@ Figures calibrate(Channel& channel, Clock const& clock) {
   std::array<double, Figures::count> agreed{};
   for (std::size_t i = 0; i < agreed.size(); ++i) {
     std::vector<double> values;
+    values.reserve(every.size());
     for (Figures const& figures : every) values.push_back(figures.values()[i]);
     std::ranges::nth_element(values,
                              values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));

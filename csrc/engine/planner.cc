@@ -135,7 +135,9 @@ std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const&
   for (AlgorithmEntry const& entry : algorithms()) {
     if (eligible(entry)) predictions.push_back(predict(entry, workload, figures));
   }
-  std::ranges::stable_sort(predictions, {}, &Prediction::total);
+  std::ranges::sort(predictions, [](Prediction const& a, Prediction const& b) {
+    return std::pair(a.total(), a.algorithm) < std::pair(b.total(), b.algorithm);
+  });
   return predictions;
 }
 

@@ -3,7 +3,7 @@
 #include "bindings.h"
 #include "distributed_error.h"
 #include "engine/calibration.h"
-#include "engine/communicator.h"
+#include "engine/gradient_exchange.h"
 #include "planner_dict.h"
 
 namespace py = pybind11;

@@ -328,9 +328,7 @@ def make_row(
     if used is not None:
         # Selections of half-precision gradients travel as the f32 that they are summed in.
         value_bytes = max(4, settings.itemsize) if is_sparse(used) else settings.itemsize
-        model_messages, model_bytes = _C.cost(
-            used, ranks, settings.numel, settings.k, value_bytes
-        )
+        model_messages, model_bytes = _C.cost(used, ranks, settings.numel, settings.k, value_bytes)
     else:
         model_bytes = 2 * (ranks - 1) / ranks * settings.numel * settings.itemsize
     return Row(

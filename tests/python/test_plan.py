@@ -20,7 +20,7 @@ from sparsecomm.cli import main
 from sparsecomm.units import format_seconds, parse_bandwidth, parse_count, parse_seconds
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
-import regret  # noqa: E402
+import regret
 
 PARTS = ("select", "latency", "transfer", "compute", "apply")
 
@@ -127,10 +127,12 @@ def test_plan_answers_what_one_would_gain(capsys: pytest.CaptureFixture[str]) ->
     arguments += ["--bandwidth", "25gbit", "--latency", "20us"]
     assert main(arguments) == 0
     table = capsys.readouterr().out
-    assert "25 Gbit/s" in table and "64 ranks" in table
+    assert "25 Gbit/s" in table
+    assert "64 ranks" in table
     assert main([*arguments, "--union", "8", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["numel"] == 14_700_000 and plan["union"] == 8 * 147_000
+    assert plan["numel"] == 14_700_000
+    assert plan["union"] == 8 * 147_000
     assert {row["algorithm"] for row in plan["ranking"]} == {r["name"] for r in _C.algorithms()}
 
 
