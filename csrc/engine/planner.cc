@@ -216,7 +216,14 @@ void Plan::observe(double seconds, std::uint64_t most_selected, std::uint64_t k,
   if (experience == state_.experience.end()) {
     experience = state_.experience.insert(experience, {former, ratio, 0, step});
   } else if (experience->observations < options_.trial) {
-    experience->correction = std::min(experience->correction, ratio);
+    // The mean, but of two that differ too much the lesser one: the other was disturbed.
+    double const surprise = ratio / experience->correction;
+    double const share = 1.0 / (1.0 + as_double(experience->observations));
+    if (surprise < 1 / options_.largest_surprise) {
+      experience->correction = ratio;
+    } else if (surprise < options_.largest_surprise) {
+      experience->correction *= std::pow(surprise, share);
+    }
   } else {
     double const surprise = std::clamp(ratio / experience->correction,
                                        1 / options_.largest_surprise, options_.largest_surprise);

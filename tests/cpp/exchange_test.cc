@@ -96,7 +96,7 @@ void check_contracts(Case c) {
     options.collective.partition_period = 2;
     options.collective.balance_factor = c.balance_factor;
     options.collective.overlap_chunk = 170;  // several, and an uneven last one
-    options.average = false;  // a sum of integers is exact, a third of it is not
+    options.average = false;                 // a sum of integers is exact, a third of it is not
     auto const exchange =
         std::make_shared<GradientExchange<T>>("test", c.numel, options, communicator);
     std::vector<V> residual(c.numel, V{0});
