@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--cases", type=int, default=200, help="simulated set-ups")
     add("--steps", type=int, default=1000, help="of each")
-    add("--seed", type=int, default=1, help="of the set-ups")
+    # The plan's options were settled on set-ups of seed 1, which therefore prove nothing.
+    add("--seed", type=int, default=2, help="of the set-ups")
     add("--lab", type=Path, help="rows that benchmarks/lab.py wrote")
     add("--output", type=Path, default=RESULTS / "regret", help="file names without .json, .md")
     options = parser.parse_args(arguments)

@@ -108,6 +108,8 @@ class Exchanges {
     encode_bytes(channel_.operation(), payload_.take(bytes), outgoing);
     std::vector<Request> sends;
     std::vector<Request> receives;
+    receives.reserve(distances.size());
+    sends.reserve(distances.size());
     for (std::size_t i = 0; i < distances.size(); ++i) {
       receives.push_back(channel_.irecv(rotated_source(rank, distances[i], size), Phase::reduce,
                                         incoming.subspan(i * frame_bytes, frame_bytes)));
@@ -194,39 +196,24 @@ class Exchanges {
   FrameAllgather gather_;
 };
 
-// Runs each kernel a few times, by this thread's processor time, which others cannot disturb. How
-// much longer all of them took by the clock says what share of a core this thread gets.
-class KernelTimer {
- public:
-  explicit KernelTimer(Clock const& clock) : clock_(clock), start_(clock.now()), used_(used()) {}
+double thread_seconds() {
+  timespec time{};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
 
-  template <class F>
-  static double seconds_of(F&& f) {
-    std::array<double, 3> times;
-    for (double& time : times) {
-      double const before = used();
-      f();
-      time = used() - before;
-    }
-    std::ranges::sort(times);
-    return times[1];
+// A kernel's median time of three, of this thread's processor time, which others cannot disturb.
+template <class F>
+double kernel_seconds(F&& f) {
+  std::array<double, 3> times{};
+  for (double& time : times) {
+    double const before = thread_seconds();
+    f();
+    time = thread_seconds() - before;
   }
-  // Of all since the timer was made; at least 1.
-  double contention() const {
-    return std::max(1.0, seconds(clock_.now() - start_) / (used() - used_));
-  }
-
- private:
-  static double used() {
-    timespec time{};
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
-  }
-
-  Clock const& clock_;
-  TimePoint start_;
-  double used_;
-};
+  std::ranges::sort(times);
+  return times[1];
+}
 
 struct SparseSample {
   std::vector<std::uint32_t> indices;
@@ -254,12 +241,13 @@ void measure_selection(Noise& noise, Rates& rates) {
   double const n = entries;
   std::size_t const k = entries / 32;
 
-  rates.check = KernelTimer::seconds_of([&] { kernel.all_finite(gradient); }) / n;
+  rates.check = kernel_seconds([&] { kernel.all_finite(gradient); }) / n;
   std::vector<float> scratch;
-  rates.exact = KernelTimer::seconds_of([&] { exact_threshold<float>(segments, k, scratch); }) / n;
-  rates.sample = KernelTimer::seconds_of(
-                     [&] { sampled_threshold<float>(segments, k, threshold_stride, 0, scratch); }) /
-                 static_cast<double>(entries / sampled_stride(entries, k, threshold_stride));
+  rates.exact = kernel_seconds([&] { exact_threshold<float>(segments, k, scratch); }) / n;
+  std::size_t const looked_at = entries / sampled_stride(entries, k, threshold_stride);
+  rates.sample =
+      kernel_seconds([&] { sampled_threshold<float>(segments, k, threshold_stride, 0, scratch); }) /
+      static_cast<double>(looked_at);
 
   std::vector<std::uint32_t> indices(entries / 2 + packed_slack);
   std::vector<float> values(indices.size());
@@ -269,11 +257,10 @@ void measure_selection(Noise& noise, Rates& rates) {
     Threshold<float> threshold{magnitude, 0};
     count = kernel.select(gradient, threshold, 0, entries / 2, packed).count;
   };
-  double const reading =
-      KernelTimer::seconds_of([&] { select(std::numeric_limits<float>::max()); });
-  double const packing = KernelTimer::seconds_of([&] { select(passing); });
+  double const reading = kernel_seconds([&] { select(std::numeric_limits<float>::max()); });
+  double const packing = kernel_seconds([&] { select(passing); });
   rates.pack = std::max(0.0, packing - reading) / static_cast<double>(count);
-  rates.pass = KernelTimer::seconds_of([&] {
+  rates.pass = kernel_seconds([&] {
                  Threshold<float> threshold{std::numeric_limits<float>::max(), 0};
                  kernel.fused_error_feedback(gradient, residual, threshold, 0, entries / 2, packed);
                }) /
@@ -289,7 +276,7 @@ void measure_sparse(Noise& noise, Rates& rates) {
   std::vector<float> values;
   SparseStream<float> sum;
   // Encoded, decoded, copied, and twice as many merged.
-  rates.merge = KernelTimer::seconds_of([&] {
+  rates.merge = kernel_seconds([&] {
                   encode_sparse<float>(0, 0, extent, one.indices, one.values, {}, frame);
                   indices.clear();
                   values.clear();
@@ -301,9 +288,9 @@ void measure_sparse(Noise& noise, Rates& rates) {
                 (5.0 * sparse_entries);
 
   std::vector<float> destination(extent, 0.0f);
-  rates.scatter = KernelTimer::seconds_of(
-                      [&] { scatter<float>(destination, one.indices, one.values, 2.0f, 0); }) /
-                  sparse_entries;
+  rates.scatter =
+      kernel_seconds([&] { scatter<float>(destination, one.indices, one.values, 2.0f, 0); }) /
+      sparse_entries;
 }
 
 void measure_dense(Rates& rates) {
@@ -311,7 +298,7 @@ void measure_dense(Rates& rates) {
   std::vector<float> sum(dense_entries, 0.0f);
   std::vector<std::byte> frame(header_bytes + sizeof(float) * dense_entries);
   // What an entry of the reduce-scatter and one of the allgather take: two of Cost::entries.
-  rates.reduce = KernelTimer::seconds_of([&] {
+  rates.reduce = kernel_seconds([&] {
                    encode_dense<float>(0, 0, block, frame);
                    decode_dense<float>(parse_frame(frame, 0), 0, std::span(block));
                    for (std::size_t i = 0; i < sum.size(); ++i) sum[i] += block[i];
@@ -321,34 +308,42 @@ void measure_dense(Rates& rates) {
   kernels<float>().all_finite(sum);  // so that the sums are of use
 }
 
-}  // namespace
-
-Rates measure_rates(Clock const& clock) {
-  Rates rates;
-  Noise noise;
-  KernelTimer const timer(clock);
-  measure_selection(noise, rates);
-  measure_sparse(noise, rates);
-  measure_dense(rates);
-  double const contention = timer.contention();
+// As they are while this thread gets no more of a core than it does now.
+Rates rates_in_company(Clock const& clock) {
+  TimePoint const start = clock.now();
+  double const used = thread_seconds();
+  Rates rates = measure_rates();
+  double const share = (thread_seconds() - used) / seconds(clock.now() - start);
   for (double* const rate : {&rates.check, &rates.exact, &rates.sample, &rates.pass, &rates.pack,
                              &rates.merge, &rates.scatter, &rates.reduce}) {
-    *rate *= contention;
+    *rate /= std::min(share, 1.0);
   }
   return rates;
 }
 
+}  // namespace
+
+Rates measure_rates() {
+  Rates rates;
+  Noise noise;
+  measure_selection(noise, rates);
+  measure_sparse(noise, rates);
+  measure_dense(rates);
+  return rates;
+}
+
 Figures calibrate(Channel& channel, Clock const& clock) {
-  if (channel.size() == 1) return {.link = {}, .rates = measure_rates(clock)};
+  if (channel.size() == 1) return {.link = {}, .rates = rates_in_company(clock)};
   Exchanges exchanges(channel, clock);
   Figures own;
   own.link = exchanges.measure();
-  own.rates = measure_rates(clock);
+  own.rates = rates_in_company(clock);
   auto const every = exchanges.gather(own);
   // The typical rank's; one that was interrupted while it measured says nothing about the others.
   std::array<double, Figures::count> agreed{};
   for (std::size_t i = 0; i < agreed.size(); ++i) {
     std::vector<double> values;
+    values.reserve(every.size());
     for (Figures const& figures : every) values.push_back(figures.values()[i]);
     std::ranges::nth_element(values,
                              values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2));

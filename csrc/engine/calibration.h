@@ -14,7 +14,7 @@ namespace sparsecomm {
 // of 100 Mbit/s and more. 20 log P messages, up to 16 MiB.
 Figures calibrate(Channel& channel, Clock const& clock);
 
-// The kernels alone, on this rank.
-Rates measure_rates(Clock const& clock);
+// The kernels alone, on this rank, as on a core of their own.
+Rates measure_rates();
 
 }  // namespace sparsecomm

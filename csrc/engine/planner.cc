@@ -135,7 +135,9 @@ std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const&
   for (AlgorithmEntry const& entry : algorithms()) {
     if (eligible(entry)) predictions.push_back(predict(entry, workload, figures));
   }
-  std::ranges::stable_sort(predictions, {}, &Prediction::total);
+  std::ranges::sort(predictions, [](Prediction const& a, Prediction const& b) {
+    return std::pair(a.total(), a.algorithm) < std::pair(b.total(), b.algorithm);
+  });
   return predictions;
 }
 
@@ -214,7 +216,14 @@ void Plan::observe(double seconds, std::uint64_t most_selected, std::uint64_t k,
   if (experience == state_.experience.end()) {
     experience = state_.experience.insert(experience, {former, ratio, 0, step});
   } else if (experience->observations < options_.trial) {
-    experience->correction = std::min(experience->correction, ratio);
+    // The mean, but of two that differ too much the lesser one: the other was disturbed.
+    double const surprise = ratio / experience->correction;
+    double const share = 1.0 / (1.0 + as_double(experience->observations));
+    if (surprise < 1 / options_.largest_surprise) {
+      experience->correction = ratio;
+    } else if (surprise < options_.largest_surprise) {
+      experience->correction *= std::pow(surprise, share);
+    }
   } else {
     double const surprise = std::clamp(ratio / experience->correction,
                                        1 / options_.largest_surprise, options_.largest_surprise);

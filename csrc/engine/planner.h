@@ -118,11 +118,11 @@ struct PlanOptions {
   double hysteresis = 0.03;  // a switch must gain more than this share
   // An algorithm without experience may be so many times quicker than predicted: those that are
   // predicted within that factor of the best are tried.
-  double uncertainty = 1.25;
-  std::uint64_t trial = 2;      // observations before an algorithm is judged
-  std::uint64_t forget = 2000;  // steps after which an experience is out of date
-  double smoothing = 0.2;       // weight of a new observation
-  double largest_surprise = 2;  // an observation counts as no further off than this factor
+  double uncertainty = 1.35;
+  std::uint64_t trial = 3;        // observations before an algorithm is judged
+  std::uint64_t forget = 2000;    // steps after which an experience is out of date
+  double smoothing = 0.2;         // weight of a new observation
+  double largest_surprise = 1.5;  // an observation counts as no further off than this factor
 };
 
 // Chooses the algorithm of every step. Everything handed to it must be the same on all ranks.

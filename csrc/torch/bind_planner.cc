@@ -162,7 +162,7 @@ void bind_planner(py::module_& module) {
   module.def("predictions", &predictions, py::arg("figures"), py::arg("workload"));
   module.def("expected_union", &expected_union, py::arg("numel"), py::arg("k"), py::arg("ranks"));
   module.def(
-      "measure_rates", [] { return to_map({.link = {}, .rates = measure_rates(steady_clock())}); },
+      "measure_rates", [] { return to_map({.link = {}, .rates = measure_rates()}); },
       py::call_guard<py::gil_scoped_release>());
 }
 
