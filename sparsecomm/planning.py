@@ -130,7 +130,8 @@ def explain(
     """Predicts what a step takes with each algorithm: selection, exchange and writing the result.
 
     Without ``link`` it is collective: the ranks of ``process_group`` connect and measure their link
-    and kernels. With ``link`` nothing is exchanged; the kernels are those of this machine, on a core of their own.
+    and kernels. With ``link`` nothing is exchanged; the kernels are those of this machine, on a
+    core of their own.
 
     Args:
         numel: entries of the gradient.

@@ -62,7 +62,7 @@ class Sum:
 
 def test_the_table_says_what_there_is() -> None:
     rows = {row["name"]: row for row in table()}
-    assert rows.keys() == {"inproc", "ucx", "c10d"}
+    assert rows.keys() == {"inproc", "ucx", "c10d", "mpi"}
     assert names() == [AUTO, "ucx", "c10d"]
     assert rows["c10d"]["problem"] == ""
     info = sparsecomm.build_info()
