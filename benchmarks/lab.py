@@ -27,12 +27,12 @@ from typing import Any
 
 from hosts import INTERFACE, Hosts, HostsError, missing, parse_rate
 
-from sparsecomm.build import build_info
-from sparsecomm.cli.bench import write_json
+from sparsecomm.cli.bench import algorithm_names, write_json
 from sparsecomm.cli.measure import GLOO_DENSE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "lab-allreduce.json"
+ALGORITHMS = tuple(name for name in algorithm_names() if name != GLOO_DENSE)
 PORT = 29500  # free: a namespace has all ports to itself
 VGG16_NUMEL = 14_728_266
 # The hosts share a kernel, so without being told UCX would go through shared memory.
@@ -131,10 +131,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--rate: {error}, and not none")
     for name in options.algorithm or ():
-        if name not in build_info()["algorithms"]:
-            parser.error(
-                f"--algorithm: {name!r} is none of {', '.join(build_info()['algorithms'])}"
-            )
+        if name not in ALGORITHMS:
+            parser.error(f"--algorithm: {name!r} is none of {', '.join(ALGORITHMS)}")
     return options
 
 
@@ -178,9 +176,7 @@ def measure_allreduces(options: argparse.Namespace) -> bool:
 
 def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
     goals_only = options.grid == "goals"
-    algorithms = options.algorithm or (
-        ("oktopk", "topk_a") if goals_only else build_info()["algorithms"]
-    )
+    algorithms = options.algorithm or (("oktopk", "topk_a", "auto") if goals_only else ALGORITHMS)
     densities = options.density or ((GOAL_DENSITY,) if goals_only else (0.001, 0.01, 0.02, 0.1))
     together = max(1, MEMORY_BYTES // (set_up.hosts * set_up.numel * 4 * 3) - 1)
     with tempfile.TemporaryDirectory() as folder, Hosts(set_up.hosts, set_up.rate) as hosts:
