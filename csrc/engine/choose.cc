@@ -30,7 +30,7 @@ double seconds(AlgorithmEntry const& entry, ReductionShape const& shape) {
                        .union_nnz = expected_union(shape)};
   Cost const cost = entry.cost(cost_shape, {});
   return cost.rounds * seconds_per_round + cost.bytes * seconds_per_byte +
-         cost.entries * seconds_per_entry;
+         (cost.entries + cost.dense_entries) * seconds_per_entry;
 }
 
 }  // namespace

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "engine/calibration.h"
+#include "engine/choose.h"
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
 #include "ranks.h"
@@ -151,6 +152,14 @@ TEST(PredictTest, AUnionOfRandomSelectionsIsBetweenOneAndAll) {
   EXPECT_EQ(expected_union(1000, 1000, 7), 1000u);
   EXPECT_EQ(expected_union(0, 1, 7), 0u);
   EXPECT_EQ(expected_union(1u << 31, 10, 64), 640u);
+}
+
+// By bytes alone dense would win here; it also has every entry to handle.
+TEST(ChooseTest, HandlingDenseEntriesIsNotFree) {
+  std::uint64_t const extent = 1 << 22;
+  std::uint64_t const k = extent * 3 / 10;
+  EXPECT_TRUE(choose({2, extent, DType::f32, k, 2 * k}).sparse);
+  EXPECT_FALSE(choose({2, extent, DType::f32, extent, 2 * extent}).sparse);
 }
 
 TEST(FiguresTest, ValuesSurviveTheRoundTripAndAreChecked) {
@@ -360,16 +369,12 @@ TEST(PlanTest, RanksDecideAlikeWhateverEachMeasures) {
       << "with such times the plan should have tried several algorithms";
 }
 
-TEST(CalibrationTest, AllRanksGetTheSameFiguresOnceAndInTime) {
+TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
   for (int const ranks : {1, 2, 3, 4}) {
     std::vector<Figures> figures(ranks);
-    std::vector<double> took(ranks);
     expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
       auto const calibration = std::make_shared<Calibration>(communicator);
-      auto const start = std::chrono::steady_clock::now();
       communicator.run(calibration);
-      took[communicator.rank()] =
-          std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
       figures[communicator.rank()] = calibration->figures();
       auto const sent = Counters::total(communicator.counters().sent_messages);
       communicator.run(calibration);
@@ -379,7 +384,6 @@ TEST(CalibrationTest, AllRanksGetTheSameFiguresOnceAndInTime) {
     }));
     for (int rank = 0; rank < ranks; ++rank) {
       EXPECT_EQ(figures[rank].values(), figures[0].values());
-      EXPECT_LT(took[rank], 3.0);  // 0.3 on a machine that does nothing else
     }
     auto const values = figures[0].values();
     for (std::size_t i = 3; i < values.size(); ++i) EXPECT_GT(values[i], 0) << i;
