@@ -4,7 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build train test test-cpp test-python lint types format docs bench lab scale sanitize fuzz clean
+.PHONY: help setup build cuda train test test-cpp test-cuda test-python lint types format docs bench lab scale sanitize \
+  sanitize-quick fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -29,12 +30,12 @@ export MAX_JOBS := $(JOBS)
 # The core is built under build/ and again for the Python module: let the second build find the first's objects.
 export CCACHE_NOHASHDIR := 1
 
-SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cmake' -o -name CMakeLists.txt)
-CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h')
+SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name CMakeLists.txt)
+CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 TIDIED := $(shell find csrc -name '*.cc' -not -path 'csrc/torch/*')
 
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
 
 # ---- set-up: each step runs once, and again when what it depends on changes
 
@@ -82,12 +83,24 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 
 # ---- checks
 
-test: test-cpp test-python lint types ## run every test and check
+test: cuda test-cpp sanitize-quick test-python lint types ## run every test and check
 
 test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
 	cmake -S csrc -B build -G Ninja
 	cmake --build build --parallel $(JOBS)
 	ctest --test-dir build --output-on-failure --parallel $(JOBS)
+
+cuda: setup ## compile the CUDA kernels, and their tests for a device, where there is an nvcc
+	@if ! command -v nvcc > /dev/null; then \
+	  echo "Not installed, and done without: nvcc (the CUDA kernels)"; \
+	else \
+	  cmake -S csrc -B build -G Ninja && \
+	  cmake --build build --parallel $(JOBS) --target sparsecomm_cuda cuda_device_tests; \
+	fi
+
+test-cuda: build cuda ## run the CUDA tests and benchmarks on a GPU; torch must have CUDA (ARGS are pytest's)
+	OMP_NUM_THREADS=1 python -m pytest -m cuda tests/python/test_cuda.py $(ARGS)
+	python benchmarks/cuda_kernels.py
 
 test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest $(ARGS)
@@ -111,14 +124,25 @@ format: build ## rewrite the sources in the project's format
 docs: build ## rewrite the tables of the docs from those of the code
 	python scripts/docs_table.py
 
+# Those of the decoders, which read what the network brings; and those of what threads share.
+SANITIZED_ADDRESS := wire_test values_test frame_test fuzz_replay_test
+SANITIZED_THREAD := failure_test ucx_test parallel_test
+
+sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined
+	cmake --build build/asan --parallel $(JOBS) --target $(SANITIZED_ADDRESS)
+	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
+	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
+	cmake --build build/tsan --parallel $(JOBS) --target $(SANITIZED_THREAD)
+	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
+
 sanitize: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined
 	cmake --build build/asan --parallel $(JOBS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
 	cmake --build build/tsan --parallel $(JOBS)
-	TSAN_OPTIONS=suppressions=$(CURDIR)/scripts/tsan.supp \
-	  ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
+	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
 
 CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
 

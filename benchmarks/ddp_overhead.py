@@ -73,6 +73,10 @@ def topk(ddp: DistributedDataParallel, density: float) -> None:
     sparsecomm.register_comm_hook(ddp, sparsecomm.TopkState(density=density))
 
 
+def dense_overlap(ddp: DistributedDataParallel, _: float) -> None:
+    sparsecomm.register_comm_hook(ddp, sparsecomm.DenseOverlapState())
+
+
 def powersgd(ddp: DistributedDataParallel, _: float) -> None:
     state = powerSGD_hook.PowerSGDState(
         None, matrix_approximation_rank=1, start_powerSGD_iter=POWERSGD_START
@@ -98,6 +102,7 @@ HOOKS: dict[str, Callable[[DistributedDataParallel, float], None]] = {
     "oktopk, C++": oktopk,
     "oktopk, Python": oktopk_python,
     "topk, C++": topk,
+    "dense_overlap": dense_overlap,
     "PowerSGD, rank 1": powersgd,
     "bf16_compress": bf16,
 }

@@ -94,17 +94,21 @@ class Hosts:
                 cleanup.callback(_remove, namespace)
             _call("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
             _call("ip", "-n", self._switch, "link", "set", "switch", "up")
-            for port, (namespace, address) in enumerate(
-                zip(self._namespaces, self.addresses, strict=True), start=1
-            ):
-                self._plug_in(namespace, address, f"port{port}")
+            for index in range(len(self.names)):
+                self._plug_in(index)
             self._cleanup = cleanup.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._cleanup.close()
 
-    def _plug_in(self, namespace: str, address: str, port: str) -> None:
+    def set_link(self, index: int, *, up: bool) -> None:
+        """Takes a host's link down at the switch, or up again; the host sees its carrier go."""
+        state = "up" if up else "down"
+        _call("ip", "-n", self._switch, "link", "set", _port(index), state)
+
+    def _plug_in(self, index: int) -> None:
+        namespace, address, port = self._namespaces[index], self.addresses[index], _port(index)
         switch = ("ip", "-n", self._switch, "link")
         _call(*switch, "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
         _call(*switch, "set", port, "master", "switch", "up")
@@ -175,6 +179,11 @@ class Hosts:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches us alone, and we end them in order
         )
+
+
+def _port(index: int) -> str:
+    """Of the switch, where a host's link ends."""
+    return f"port{index + 1}"
 
 
 def parse_rate(rate: str) -> float:

@@ -2,12 +2,14 @@
 """Measures allreduces between hosts on rate-limited links, and trains over such links.
 
     make lab                                    the whole grid, hours
+    make lab ARGS="--minutes 60"                a part of it, with which the next call goes on
     make lab ARGS="--grid goals"                the set-ups that have a goal, minutes
     make lab ARGS="--rate 10gbit --hosts 8 --numel 1048576 --density 0.01"
 
 The hosts are network namespaces on this machine (see hosts.py), so this needs root and iproute2.
-They share its cores: what the link limits is measured truly, what the processor limits is slower
-than on as many machines.
+Of the whole grid, what its file already has is not measured again; remove the file to begin anew.
+The hosts share the machine's cores: what the link limits is measured truly, what the processor
+limits is slower than on as many machines.
 """
 
 from __future__ import annotations
@@ -20,21 +22,30 @@ import shlex
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hosts import INTERFACE, Hosts, HostsError, missing, parse_rate
 
 from sparsecomm.cli.bench import algorithm_names, write_json
-from sparsecomm.cli.measure import GLOO_DENSE
+from sparsecomm.cli.measure import GLOO_DENSE, is_inner
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULT = ROOT / "benchmarks" / "results" / "lab-allreduce.json"
+RESULTS = ROOT / "benchmarks" / "results"
+FILES = {"full": RESULTS / "lab-grid.json", "goals": RESULTS / "lab-allreduce.json"}
 ALGORITHMS = tuple(name for name in algorithm_names() if name != GLOO_DENSE)
+# Gloo's allreduce is in every run.
+EVERY = tuple(name for name in ALGORITHMS if not is_inner(name))
 PORT = 29500  # free: a namespace has all ports to itself
 VGG16_NUMEL = 14_728_266
+# The grid, the quick ones first.
+HOSTS = (2, 4, 8)
+RATES = ("10gbit", "1gbit", "100mbit")
+NUMELS = (1 << 20, VGG16_NUMEL, 1 << 26)
+DENSITIES = (0.001, 0.01, 0.02, 0.1)
 # The hosts share a kernel, so without being told UCX would go through shared memory.
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
 # Of a rank: its gradients, and for each algorithm a residual and dense scratch.
@@ -67,6 +78,7 @@ class SetUp:
     hosts: int
     rate: str | None
     numel: int
+    densities: tuple[float, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,7 +123,18 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--pattern", default="uniform", help="of the gradients, see sparsecomm bench allreduce")
     add("--transport", default="auto", help="what moves the bytes of our algorithms")
     add("--steps", type=int, default=4, help="training steps")
-    add("--json", type=Path, default=RESULT, help="where the allreduces' figures go")
+    add(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="after which no further set-up is begun; one that has begun ends",
+    )
+    add(
+        "--json",
+        type=Path,
+        help="where the allreduces' figures go (lab-grid.json or, for goals, lab-allreduce.json in "
+        "benchmarks/results)",
+    )
     add(
         "--parts",
         nargs="+",
@@ -121,6 +144,9 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--report-only", action="store_true", help="a goal that is missed is no failure")
     options = parser.parse_args(arguments)
+    options.json = options.json or FILES[options.grid]
+    if not options.minutes > 0:
+        parser.error(f"--minutes {options.minutes:g}: it takes more than 0")
     for hosts in options.hosts or ():
         if hosts < 2:
             parser.error(f"--hosts {hosts}: it takes 2 or more")
@@ -141,22 +167,64 @@ def set_ups(options: argparse.Namespace) -> list[SetUp]:
         pairs = [(goal.hosts, goal.rate) for goal in GOALS]
     else:
         pairs = [
-            (hosts, rate)
-            for hosts in options.hosts or (2, 4, 8)
-            for rate in options.rate or ("100mbit", "1gbit", "10gbit")
+            (hosts, rate) for rate in options.rate or RATES for hosts in options.hosts or HOSTS
         ]
-    default = (VGG16_NUMEL,) if options.grid == "goals" else (1 << 20, VGG16_NUMEL, 1 << 26)
+    goals_only = options.grid == "goals"
+    numels = options.numel or ((VGG16_NUMEL,) if goals_only else NUMELS)
+    densities = options.density or ((GOAL_DENSITY,) if goals_only else DENSITIES)
     return [
-        SetUp(hosts, None if rate == "none" else rate, numel)
+        SetUp(hosts, None if rate == "none" else rate, numel, tuple(densities))
+        for numel in numels
         for hosts, rate in pairs
-        for numel in options.numel or default
     ]
+
+
+def algorithms_of(options: argparse.Namespace) -> tuple[str, ...]:
+    chosen = options.algorithm or (
+        ("oktopk", "topk_a", "auto") if options.grid == "goals" else EVERY
+    )
+    return (GLOO_DENSE, *chosen)
+
+
+def remaining(
+    set_ups: Sequence[SetUp],
+    results: Sequence[dict[str, Any]],
+    algorithms: Sequence[str],
+    pattern: str,
+) -> list[SetUp]:
+    """The set-ups, and of each the densities, that lack a row of one of the algorithms."""
+    have = {
+        (result["hosts"], result["rate"], row["numel"], row["density"], row["algorithm"])
+        for result in results
+        for row in result["rows"]
+        if row["pattern"] == pattern
+    }
+    left = []
+    for set_up in set_ups:
+        lacking = tuple(
+            density
+            for density in set_up.densities
+            if any(
+                (set_up.hosts, set_up.rate, set_up.numel, density, name) not in have
+                for name in algorithms
+            )
+        )
+        if lacking:
+            left.append(replace(set_up, densities=lacking))
+    return left
 
 
 def measure_allreduces(options: argparse.Namespace) -> bool:
     """Prints and writes the figures; returns whether the goals of what was measured are met."""
+    start = time.monotonic()
     results: list[dict[str, Any]] = []
-    for set_up in set_ups(options):
+    left = set_ups(options)
+    if options.grid == "full" and options.json.exists():
+        results = json.loads(options.json.read_text())["results"]
+        left = remaining(left, results, algorithms_of(options), options.pattern)
+        print(f"{os.path.relpath(options.json)} lacks {len(left)} of the set-ups asked for")
+    while left and time.monotonic() - start < 60 * options.minutes:
+        set_up = left.pop(0)
         print(
             f"allreduce of {set_up.numel} f32 between {set_up.hosts} hosts, links of "
             f"{set_up.rate or 'no limited rate'}",
@@ -167,6 +235,8 @@ def measure_allreduces(options: argparse.Namespace) -> bool:
         print(ratios_text(rows), flush=True)
         # After each, so that a run that is broken off leaves what it has.
         write_json(options.json, {"cores": os.cpu_count(), "results": results})
+    if left:
+        print(f"{len(left)} set-ups are left; the same command goes on with them")
     checks = [check for result in results for check in check_goals(result)]
     for text, met in checks:
         print(f"{text}: {'met' if met else 'MISSED'}")
@@ -175,16 +245,13 @@ def measure_allreduces(options: argparse.Namespace) -> bool:
 
 
 def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
-    goals_only = options.grid == "goals"
-    algorithms = options.algorithm or (("oktopk", "topk_a", "auto") if goals_only else ALGORITHMS)
-    densities = options.density or ((GOAL_DENSITY,) if goals_only else (0.001, 0.01, 0.02, 0.1))
     together = max(1, MEMORY_BYTES // (set_up.hosts * set_up.numel * 4 * 3) - 1)
     with tempfile.TemporaryDirectory() as folder, Hosts(set_up.hosts, set_up.rate) as hosts:
         file = Path(folder) / "rows.json"
         command = [
             *(sys.executable, "-m", "sparsecomm.cli", "bench", "allreduce"),
-            *("--algorithm", ",".join((GLOO_DENSE, *algorithms)), "--pattern", options.pattern),
-            *("--numel", str(set_up.numel), "--density", ",".join(map(str, densities))),
+            *("--algorithm", ",".join(algorithms_of(options)), "--pattern", options.pattern),
+            *("--numel", str(set_up.numel), "--density", ",".join(map(str, set_up.densities))),
             *("--iters", str(options.iters), "--warmup", str(options.warmup)),
             *("--seconds", str(options.seconds), "--together", str(together)),
             *("--transport", options.transport, "--exchange-alone", "--json", str(file)),

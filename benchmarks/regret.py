@@ -2,7 +2,7 @@
 """How much slower algorithm="auto" is than the best single choice, and than dense.
 
     python benchmarks/regret.py                                 simulated set-ups
-    python benchmarks/regret.py --lab benchmarks/results/lab-allreduce.json     and measured ones
+    python benchmarks/regret.py --lab benchmarks/results/lab-grid.json          and measured ones
 
 Simulated: 200 set-ups under the cost model, in which the planner's view of the world is wrong. The
 truth is the model with constants of its own: link and kernels differ from what the planner has
@@ -12,7 +12,10 @@ an outlier now and then. What counts are the true times of the algorithms that t
 over all steps from the first one on, those included in which it tried algorithms.
 
 Measured: the rows that benchmarks/lab.py wrote, auto and every algorithm in the same run. Rows of
-different batches are compared by their ratio to the dense allreduce of the same batch.
+different batches are compared by their ratio to the dense allreduce of the same batch. Before the
+first iteration auto tries algorithms, for 60 exchanges at most. "choice/best" is the algorithm that
+auto used in the end by the time of its own row: what auto/best has beyond it is the noise between
+two rows of the same algorithm, and switches in between.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from lab import DENSITIES, HOSTS, NUMELS, RATES
 
 from sparsecomm import _C
 from sparsecomm.cli.bench import write_json
@@ -76,6 +81,7 @@ class Case:
     against_best: float
     against_dense: float
     first_against_best: float | None = None  # had it stayed with its first prediction
+    choice_against_best: float | None = None  # the algorithm chosen, by itself
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -226,6 +232,7 @@ def measured(results: Sequence[dict[str, Any]]) -> list[Case]:
                 if name == GLOO_DENSE or name in known
             }
             best = min(single, key=lambda name: single[name])
+            chosen = next(row["chosen"] for row in rows if row["algorithm"] == PLANNED)
             cases.append(
                 Case(
                     source="measured",
@@ -236,13 +243,19 @@ def measured(results: Sequence[dict[str, Any]]) -> list[Case]:
                         "link": result["rate"],
                     },
                     best=best,
-                    chosen=next(row["chosen"] for row in rows if row["algorithm"] == PLANNED),
+                    chosen=chosen,
                     against_best=relative[PLANNED] / single[best],
                     against_dense=relative[PLANNED]
                     / min(value for name, value in single.items() if name in (GLOO_DENSE, DENSE)),
+                    choice_against_best=single[chosen] / single[best] if chosen in single else None,
                 )
             )
     return cases
+
+
+def in_grid(case: Case) -> bool:
+    axes = {"ranks": HOSTS, "link": RATES, "numel": NUMELS, "density": DENSITIES}
+    return all(case.set_up.get(name) in values for name, values in axes.items())
 
 
 def summarise(cases: Sequence[Case]) -> dict[str, Any]:
@@ -252,6 +265,7 @@ def summarise(cases: Sequence[Case]) -> dict[str, Any]:
     worst_dense = max(case.against_dense for case in cases)
     return {
         "cases": len(cases),
+        "of_the_grid": sum(map(in_grid, cases)),
         "share_within_5_percent_of_best": round(within, 4),
         "median_against_best": round(ratios[len(ratios) // 2], 4),
         "largest_against_best": round(ratios[-1], 4),
@@ -266,8 +280,12 @@ def summarise(cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def sentence(summary: dict[str, Any]) -> str:
+    grid = len(HOSTS) * len(RATES) * len(NUMELS) * len(DENSITIES)
+    of_grid = f", {summary['of_the_grid']} of the {grid} of the lab's grid" * bool(
+        summary["of_the_grid"]
+    )
     text = (
-        f"{summary['cases']} set-ups; at most {WITHIN} of the best single choice in "
+        f"{summary['cases']} set-ups{of_grid}; at most {WITHIN} of the best single choice in "
         f"{100 * summary['share_within_5_percent_of_best']:.1f}% (goal "
         f"{100 * WITHIN_SHARE:.0f}%), at worst {summary['largest_against_best']:.3f}; at most "
         f"{summary['largest_against_dense']:.3f} of dense (goal {WORST_AGAINST_DENSE}): "
@@ -288,10 +306,16 @@ def as_markdown(command: str, cases: Sequence[Case], summaries: dict[str, dict[s
         names = list(own[0].set_up)
         lines += [f"## {source}", "", f"{sentence(summary)}.", ""]
         header = [*names, "best", "auto used", "auto/best", "auto/dense"]
+        chosen_alone = any(case.choice_against_best is not None for case in own)
+        if chosen_alone:
+            header.append("choice/best")
         lines += ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
         for case in own:
             cells = [*map(str, case.set_up.values()), case.best, case.chosen]
             cells += [f"{case.against_best:.3f}", f"{case.against_dense:.3f}"]
+            if chosen_alone:
+                choice = case.choice_against_best
+                cells.append("not measured" if choice is None else f"{choice:.3f}")
             lines.append("| " + " | ".join(cells) + " |")
         lines.append("")
     return "\n".join(lines)

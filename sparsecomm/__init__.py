@@ -3,6 +3,7 @@
 Importing this package also registers the ``torch.distributed`` backend ``"sparsecomm"``.
 """
 
+from sparsecomm import functional
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
 from sparsecomm.collectives import (
@@ -16,9 +17,11 @@ from sparsecomm.communicator import Communicator
 from sparsecomm.hooks import (
     AutoState,
     CompressionState,
+    DenseOverlapState,
     OkTopkState,
     TopkState,
     auto_hook,
+    dense_overlap_hook,
     oktopk_hook,
     register_comm_hook,
     topk_hook,
@@ -31,6 +34,7 @@ __all__ = [
     "CancelledError",
     "Communicator",
     "CompressionState",
+    "DenseOverlapState",
     "Explanation",
     "Link",
     "OkTopkState",
@@ -43,7 +47,9 @@ __all__ = [
     "allreduce",
     "auto_hook",
     "build_info",
+    "dense_overlap_hook",
     "explain",
+    "functional",
     "oktopk_hook",
     "reduce_scatter_sparse",
     "register_comm_hook",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from sparsecomm import _C, transports
 
 __version__ = version("sparsecomm")
+# Present where sparsecomm was built with nvcc.
+CUDA_LIBRARY = Path(_C.__file__).with_name("_cuda.so")
 
 
 def build_info() -> dict[str, Any]:
@@ -21,7 +24,8 @@ def build_info() -> dict[str, Any]:
     in use), ``index_codecs``, ``value_codecs``, ``algorithms``, ``transports`` (those that can be
     used here), ``transport`` (what ``"auto"`` takes where it works on all ranks),
     ``transport_problems`` (by transport, why the others cannot), ``ucx`` (the release and the file,
-    ``None`` without), and ``cuda`` (whether the CUDA kernels are there).
+    ``None`` without), ``cuda`` (whether the CUDA kernels were built), and ``cuda_problem`` (why
+    they cannot be used here, empty where they can).
     """
     table = transports.table()
     problems = {row["name"]: row["problem"] for row in table if row["problem"]}
@@ -31,6 +35,8 @@ def build_info() -> dict[str, Any]:
         "version": __version__,
         "torch": torch.__version__,
         **_C.build_info(),
+        "cuda": CUDA_LIBRARY.exists(),
+        "cuda_problem": _C.cuda_problem(str(CUDA_LIBRARY)),
         "transports": [row["name"] for row in usable],
         "transport": next(row["name"] for row in usable if row["automatic"])
         if options.transport == transports.AUTO

@@ -118,8 +118,8 @@ def allreduce(
 
     Args:
         tensor: dense of any strides, COO, hybrid COO or CSR, of any shape, the same on every rank.
-            The number of entries may differ, and be 0. A dense tensor is reduced in place; a sparse
-            one stays as it is.
+            Dense on all ranks or sparse on all; the number of entries may differ, and be 0. A
+            dense tensor is reduced in place; a sparse one stays as it is.
         algorithm: a line of ``sparsecomm info`` that is exact for this dtype and op, or ``"auto"``:
             the one that costs least for what the ranks hold.
         op: ``"sum"``, ``"product"``, ``"min"``, ``"max"``; ``"avg"`` for floating types.

@@ -12,6 +12,7 @@ from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm import _C
+from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.schedule import ThresholdSchedule
 from sparsecomm.transports import AUTO, connect, names, require_initialised
 
@@ -23,7 +24,8 @@ class CompressionState:
 
     A state belongs to one DDP model. It keeps, per parameter, the residual: the part of the
     gradients that has not been sent yet (float32, float64 for float64 parameters). Buckets must be
-    on the CPU and of dtype float32, float64, float16 or bfloat16.
+    of dtype float32, float64, float16 or bfloat16, and all on the CPU or on one CUDA device; there
+    they are selected and packed on a stream of their own, and only what is packed leaves it.
 
     Args:
         density: share of the gradient's entries that each rank selects and that the result holds,
@@ -41,6 +43,8 @@ class CompressionState:
             ``"bf16"`` or ``"qsgd8"``, in which values travel; what rounding takes stays in the
             residuals. For ``topk_a``, ``gaussian_k`` and ``oktopk``.
         seed: of stochastic rounding, the same on every rank.
+        threads: how many of torch's threads find the threshold and select; ``None`` takes
+            ``torch.get_num_threads()``. The result does not depend on it.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
         transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
             of them that works on all ranks and logs a warning where that is not UCX.
@@ -53,6 +57,7 @@ class CompressionState:
     """
 
     algorithm: ClassVar[str]
+    _selects: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class CompressionState:
         index_codec: str = "smallest",
         value_codec: str = "raw",
         seed: int = 0,
+        threads: int | None = None,
         timeout: timedelta | None = None,
         transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
@@ -77,6 +83,8 @@ class CompressionState:
             raise ValueError(
                 f"partition_period={partition_period!r} is not a number of steps; use 1 or more"
             )
+        if threads is not None and (not isinstance(threads, int) or threads < 1):
+            raise ValueError(f"threads={threads!r} is not a number of threads; use 1 or more")
         self._timeout = default_pg_timeout if timeout is None else timeout
         if self._timeout <= timedelta(0):
             raise ValueError(f"timeout={self._timeout} is not positive")
@@ -99,6 +107,8 @@ class CompressionState:
                 average=True,
             ),
             self._timeout,
+            torch.get_num_threads() if threads is None else threads,
+            str(CUDA_LIBRARY),
         )
         if named_parameters is not None:
             self._native.name_parameters(list(named_parameters))
@@ -111,6 +121,8 @@ class CompressionState:
     @density.setter
     def density(self, density: float) -> None:
         density = _checked_density(density)
+        if density != 1 and not self._selects:
+            raise ValueError(f"{type(self).__name__} sends every entry; its density is 1")
         self._native.set_density(density)
         self._density = density
 
@@ -248,9 +260,52 @@ class AutoState(CompressionState):
         return self._native.algorithms()
 
 
+class DenseOverlapState(CompressionState):
+    """State of :func:`dense_overlap_hook`: every entry, each bucket as soon as it is there.
+
+    DenseOvlp in Li and Hoefler 2022, Table 1: the exchange of a bucket goes on while the backward
+    pass computes the next ones, and within it chunks are reduced while former ones are gathered. As
+    plain DDP, but over sparsecomm's transports; for comparison, and where sparsity does not pay.
+    Nothing is lost and no residual kept. From the second step on, when DDP has rebuilt its buckets,
+    there are several; ``bucket_cap_mb`` of DDP is their size.
+
+    Args:
+        process_group: as in :class:`CompressionState`, and so are the others.
+        timeout: of one exchange, and of connecting.
+        transport: what moves the bytes.
+        named_parameters: for error messages.
+    """
+
+    algorithm = "dense_overlap"
+    _selects = False
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        timeout: timedelta | None = None,
+        transport: str = AUTO,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    ) -> None:
+        super().__init__(
+            1.0,
+            process_group,
+            timeout=timeout,
+            transport=transport,
+            named_parameters=named_parameters,
+        )
+
+
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(AutoState(), auto_hook)``."""
     return _checked_state(state, AutoState, "auto_hook")._run(bucket)
+
+
+def dense_overlap_hook(
+    state: DenseOverlapState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook, for a :class:`DenseOverlapState`."""
+    return _checked_state(state, DenseOverlapState, "dense_overlap_hook")._run(bucket)
 
 
 def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -265,6 +320,7 @@ def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torc
 
 _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Tensor]]] = {
     AutoState: auto_hook,
+    DenseOverlapState: dense_overlap_hook,
     OkTopkState: oktopk_hook,
     TopkState: topk_hook,
 }

@@ -17,6 +17,7 @@ from sparsecomm.units import format_seconds, parse_bandwidth, parse_seconds
 
 _TIMEOUT = timedelta(minutes=5)
 _DENSE = "dense"
+_ROUNDING = "oktopk"  # takes every value codec
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Prediction:
 
     algorithm: str
     candidate: bool  # whether "auto" chooses from it
+    index_codec: str  # of what one rank sends, the smallest; "dense": all values are sent
+    value_codec: str
     seconds: float  # of the whole; the next five add up to it
     select: float
     latency: float
@@ -90,7 +93,7 @@ class Explanation:
             f"{format_seconds(self.figures['message'])} per message"
         ]
         parts = ("select", "latency", "transfer", "compute", "apply")
-        cells = [["algorithm", "step", "dense/step", *parts, "received", "messages"]]
+        cells = [["algorithm", "step", "dense/step", *parts, "received", "messages", "codecs"]]
         for row in self.ranking:
             name = row.algorithm if row.candidate else f"({row.algorithm})"
             gain = dense / row.seconds if row.seconds > 0 else math.inf
@@ -102,6 +105,7 @@ class Explanation:
                     *(format_seconds(getattr(row, part)) for part in parts),
                     f"{row.received_bytes / 1e6:.3f} MB",
                     f"{row.messages:.0f}",
+                    f"{row.index_codec}, {row.value_codec}",
                 ]
             )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
@@ -110,7 +114,10 @@ class Explanation:
             lines.append("  ".join([name.ljust(widths[0]), *padded]))
         lines.append(f"auto begins with {self.best.algorithm}")
         if not all(row.candidate for row in self.ranking):
-            lines.append("(in brackets: not chosen by auto, since its values are rounded)")
+            lines.append(
+                "(in brackets: not chosen by auto, since its values are rounded, or the transport "
+                "has no allreduce of its own)"
+            )
         return "\n".join(lines)
 
 
@@ -125,6 +132,7 @@ def explain(
     dtype: torch.dtype = torch.float32,
     schedule: ThresholdSchedule | None = None,
     index_codec: str = "smallest",
+    value_codec: str = "raw",
     transport: str = AUTO,
 ) -> Explanation:
     """Predicts what a step takes with each algorithm: selection, exchange and writing the result.
@@ -144,6 +152,7 @@ def explain(
         dtype: of the gradient: float32, float64, float16 or bfloat16.
         schedule: where thresholds come from.
         index_codec: as in :class:`OkTopkState`.
+        value_codec: as in :class:`OkTopkState`; of the algorithms that round.
         transport: as in :class:`OkTopkState`; without ``link``.
 
     Raises:
@@ -157,19 +166,21 @@ def explain(
         raise ValueError(f"density={density!r} is not in (0, 1]; 0.01 sends one entry in a hundred")
     schedule = ThresholdSchedule() if schedule is None else schedule
     options = _C.ExchangeOptions(
-        algorithm="auto",
+        algorithm=_ROUNDING,
         density=density,
         between=schedule.between,
         threshold_period=schedule.period,
         partition_period=64,
         balance_factor=4.0,
         index_codec=index_codec,
+        value_codec=value_codec,
         average=True,
     )
+    inner = False  # a link by itself says nothing of a library that reduces over it
     k = min(max(1, math.floor(density * numel + 0.5)), numel)
     if link is None or ranks is None:
         communicator = _C.Communicator(connect(process_group, _TIMEOUT, transport), _TIMEOUT)
-        figures, ranks = communicator.figures(), communicator.size
+        figures, ranks, inner = communicator.figures(), communicator.size, communicator.reduces
     else:
         figures = _C.measure_rates() | {
             "round": link.latency,
@@ -191,6 +202,7 @@ def explain(
         value_bytes=max(4, dtype.itemsize),
         selects=True,
         options=options,
+        inner=inner,
     )
     rows = tuple(Prediction(**row) for row in _C.predictions(figures, workload))
     return Explanation(numel, density, ranks, union_nnz, figures, rows)

@@ -4,11 +4,13 @@
 //   scale_ranks ALGORITHM NUMEL DENSITY STEPS MAX_BYTES
 //
 // Time is the network's alone: what the processor does takes none. Where the ranks would take more
-// than MAX_BYTES of memory in all, nothing is run and nothing printed.
+// than MAX_BYTES of memory in all, nothing is run, and the object holds the formulas alone.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
+#include <unordered_map>
 #include <vector>
 
 #include "collectives/algorithm.h"
@@ -54,18 +56,85 @@ struct Run {
   AlgorithmOptions options;
 };
 
-// What a rank counted, over all measured steps.
+// What a rank counted: bytes are received ones, messages sent ones.
 struct Counted {
-  double seconds = 0, received_bytes = 0, messages = 0;
+  double entries = 0;  // bytes of indices and values of the gradient
+  double headers = 0;
+  double figures = 0;  // the other bytes: sizes, histograms
+  double bytes = 0;
+  double messages = 0;
+
+  friend Counted operator-(Counted const& a, Counted const& b) {
+    return {a.entries - b.entries, a.headers - b.headers, a.figures - b.figures, a.bytes - b.bytes,
+            a.messages - b.messages};
+  }
+};
+
+// Tells apart what arrives, by the headers of its frames. Those of figures are frames of bytes or
+// of integers, which no gradient here is made of.
+class FrameCounter final : public Transport {
+ public:
+  explicit FrameCounter(std::unique_ptr<Transport> inner)
+      : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {}
+
+  std::string_view name() const override { return inner_->name(); }
+  std::size_t wait(Request& request, Deadline const& deadline) override {
+    auto const receive = receives_.find(request.slot);
+    std::size_t const bytes = inner_->wait(request, deadline);
+    if (receive == receives_.end()) return bytes;
+    auto rest = receive->second.first(bytes);
+    receives_.erase(receive);
+    while (rest.size() >= header_bytes) {
+      FrameHeader header;
+      std::memcpy(&header, rest.data(), sizeof header);
+      std::size_t const payload = std::size_t{header.index_bytes} + header.value_bytes;
+      bool const entries = header.kind != FrameKind::bytes && header.dtype == DType::f32;
+      (entries ? counted_.entries : counted_.figures) += static_cast<double>(payload);
+      counted_.headers += header_bytes;
+      rest = rest.subspan(std::min(header_bytes + payload, rest.size()));
+    }
+    return bytes;
+  }
+  void abort() noexcept override { inner_->abort(); }
+  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
+  std::vector<std::optional<FailureReport>> failures() noexcept override {
+    return inner_->failures();
+  }
+
+  Counted counted() const {
+    Counted all = counted_;
+    all.bytes = static_cast<double>(Counters::total(counters().received_bytes));
+    all.messages = static_cast<double>(Counters::total(counters().sent_messages));
+    return all;
+  }
+
+ protected:
+  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
+    return inner_->isend(peer, tag, bytes);
+  }
+  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
+    Request const request = inner_->irecv(peer, tag, bytes);
+    receives_[request.slot] = bytes;
+    return request;
+  }
+
+ private:
+  std::unique_ptr<Transport> inner_;
+  std::unordered_map<std::uint32_t, std::span<std::byte>> receives_;
+  Counted counted_;
+};
+
+struct Measured {
+  double seconds = 0;  // of the slowest rank, over all measured steps
+  Counted counted;     // of this rank
 };
 
 template <class F>
-Counted measure(Transport& transport, int steps, F&& step) {
+Measured measure(FrameCounter& transport, int steps, F&& step) {
   // The first step finds thresholds and regions that later ones use.
   step(0);
-  double const bytes = Counters::total(transport.counters().received_bytes);
-  double const messages = Counters::total(transport.counters().sent_messages);
-  Counted counted;
+  Counted const before = transport.counted();
+  Measured measured;
   for (int i = 1; i <= steps; ++i) {
     MPI_Barrier(MPI_COMM_WORLD);
     double const start = MPI_Wtime();
@@ -73,14 +142,13 @@ Counted measure(Transport& transport, int steps, F&& step) {
     double const own = MPI_Wtime() - start;
     double slowest = 0;
     MPI_Allreduce(&own, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-    counted.seconds += slowest;
+    measured.seconds += slowest;
   }
-  counted.received_bytes = Counters::total(transport.counters().received_bytes) - bytes;
-  counted.messages = Counters::total(transport.counters().sent_messages) - messages;
-  return counted;
+  measured.counted = transport.counted() - before;
+  return measured;
 }
 
-Counted run_sparse(Transport& transport, AlgorithmEntry const& entry, Run const& run) {
+Measured run_sparse(FrameCounter& transport, AlgorithmEntry const& entry, Run const& run) {
   auto const allreduce = make_sparse_allreduce<float>(entry, run.options);
   return measure(transport, run.steps, [&](int step) {
     Selection const selection(run.numel, run.k, transport.rank(), static_cast<std::uint64_t>(step));
@@ -91,7 +159,7 @@ Counted run_sparse(Transport& transport, AlgorithmEntry const& entry, Run const&
   });
 }
 
-Counted run_dense(Transport& transport, AlgorithmEntry const& entry, Run const& run) {
+Measured run_dense(FrameCounter& transport, AlgorithmEntry const& entry, Run const& run) {
   auto const allreduce = entry.dense->make<float>(run.options);
   std::vector<float> data(run.numel, 1.0f);
   return measure(transport, run.steps, [&](int step) {
@@ -101,24 +169,32 @@ Counted run_dense(Transport& transport, AlgorithmEntry const& entry, Run const& 
   });
 }
 
-void print(AlgorithmEntry const& entry, Run const& run, Counted const& own, Cost const& cost,
-           Transport const& transport) {
-  double most[2] = {own.received_bytes, own.messages};
-  double sums[2] = {own.received_bytes, own.messages};
-  MPI_Allreduce(MPI_IN_PLACE, most, 2, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-  MPI_Allreduce(MPI_IN_PLACE, sums, 2, MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD);
-  if (transport.rank() != 0) return;
-  int const ranks = transport.size();
-  double const steps = run.steps;
+void print_shape(AlgorithmEntry const& entry, Run const& run, int ranks, Cost const& cost,
+                 double memory) {
   std::printf(
-      "{\"algorithm\": \"%s\", \"ranks\": %d, \"numel\": %llu, \"k\": %llu, \"seconds\": %.9g, "
-      "\"words_max\": %.9g, \"words_mean\": %.9g, \"messages_max\": %.9g, \"messages_mean\": %.9g, "
-      "\"formula_words\": %.9g, \"formula_messages\": %.9g}\n",
+      "{\"algorithm\": \"%s\", \"ranks\": %d, \"numel\": %llu, \"k\": %llu, "
+      "\"memory_bytes\": %.9g, \"formula_words\": %.9g, \"formula_messages\": %.9g",
       std::string(entry.name).c_str(), ranks, static_cast<unsigned long long>(run.numel),
-      static_cast<unsigned long long>(run.k), own.seconds / steps, most[0] / steps / 4,
-      sums[0] / steps / 4 / ranks, most[1] / steps, sums[1] / steps / ranks, cost.bytes / 4,
-      cost.messages);
-  std::fflush(stdout);
+      static_cast<unsigned long long>(run.k), memory, cost.bytes / 4, cost.messages);
+}
+
+// Rank 0 prints the figures of all, per step.
+void print(Measured const& own, Run const& run, Transport const& transport) {
+  Counted const& counted = own.counted;
+  double most[] = {counted.bytes, counted.messages};
+  double sums[] = {counted.bytes, counted.entries, counted.headers, counted.figures,
+                   counted.messages};
+  MPI_Allreduce(MPI_IN_PLACE, most, 2, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
+  MPI_Allreduce(MPI_IN_PLACE, sums, 5, MPI_DOUBLE, MPI_SUM, MPI_COMM_WORLD);
+  if (transport.rank() != 0) return;
+  double const steps = run.steps;
+  double const shares = steps * transport.size();
+  std::printf(
+      ", \"seconds\": %.9g, \"words_max\": %.9g, \"words_mean\": %.9g, \"entry_words\": %.9g, "
+      "\"header_words\": %.9g, \"figure_words\": %.9g, \"messages_max\": %.9g, "
+      "\"messages_mean\": %.9g",
+      own.seconds / steps, most[0] / steps / 4, sums[0] / shares / 4, sums[1] / shares / 4,
+      sums[2] / shares / 4, sums[3] / shares / 4, most[1] / steps, sums[4] / shares);
 }
 
 int run_one(int count, char** arguments) {
@@ -131,14 +207,19 @@ int run_one(int count, char** arguments) {
   run.k = static_cast<std::uint64_t>(std::atof(arguments[3]) * static_cast<double>(run.numel));
   // Words as the formulas count them: an index and a value for each entry.
   run.options.frame.index_codec = IndexCodecChoice::raw32;
-  auto const transport = make_mpi_transport(MPI_COMM_WORLD, {.poll = false});
-  int const ranks = transport->size();
+  FrameCounter transport(make_mpi_transport(MPI_COMM_WORLD, {.poll = false}));
+  int const ranks = transport.size();
   Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
+  // What arrives, and a vector or two of all elements.
   double const memory = ranks * (cost.bytes + 8.0 * static_cast<double>(run.numel));
-  if (memory > std::atof(arguments[5])) return 0;
-  Counted const counted =
-      entry.sparse ? run_sparse(*transport, entry, run) : run_dense(*transport, entry, run);
-  print(entry, run, counted, cost, *transport);
+  bool const fits = memory <= std::atof(arguments[5]);
+  if (transport.rank() == 0) print_shape(entry, run, ranks, cost, memory);
+  if (fits) {
+    print(entry.sparse ? run_sparse(transport, entry, run) : run_dense(transport, entry, run), run,
+          transport);
+  }
+  if (transport.rank() == 0) std::printf("}\n");
+  std::fflush(stdout);
   return 0;
 }
 

@@ -88,3 +88,23 @@ find_package(MPI QUIET COMPONENTS CXX)
 if(NOT MPI_CXX_FOUND)
   message(STATUS "no mpicxx on PATH: building without the MPI transport")
 endif()
+
+# nvcc: on PATH, or in CUDACXX.
+option(SPARSECOMM_CUDA "Build the CUDA kernels where there is an nvcc" ON)
+if(SPARSECOMM_CUDA AND NOT SPARSECOMM_SANITIZE)
+  include(CheckLanguage)
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    if(CCACHE AND NOT CMAKE_CUDA_COMPILER_LAUNCHER)
+      set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE})
+    endif()
+    set(CMAKE_CUDA_ARCHITECTURES 80)  # each target has its own
+    enable_language(CUDA)
+    if(NOT DEFINED CMAKE_CUDA20_STANDARD_COMPILE_OPTION)  # a CMake older than nvcc's C++20
+      set(CMAKE_CUDA20_STANDARD_COMPILE_OPTION "-std=c++20")
+      set(CMAKE_CUDA20_EXTENSION_COMPILE_OPTION "-std=c++20")
+    endif()
+  else()
+    message(STATUS "no nvcc on PATH: building without the CUDA kernels")
+  endif()
+endif()

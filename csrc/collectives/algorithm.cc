@@ -29,6 +29,9 @@ constexpr AlgorithmEntry table[] = {
     {"dense_overlap", "every element, a chunk reduced while the former one is gathered",
      "2N(P-1)/P", "Ok-Topk Table 1", false, false, dense_overlap_cost, nullptr, nullptr, nullptr,
      nullptr, &dense_overlap},
+    {"dense_inner", "every element, by the transport's own allreduce: gloo's, over c10d",
+     "2N(P-1)/P", "Patarasuk and Yuan 2009", false, false, dense_inner_cost, nullptr, nullptr,
+     nullptr, nullptr, &dense_inner, std::nullopt, false, true},
     {"topk_a", "allgather of all selections, summed locally", "2k(P-1)", "Ok-Topk Table 1", true,
      false, topk_a_cost, make_topk_a, make_topk_a, make_topk_a, make_topk_a, nullptr, std::nullopt,
      true},
@@ -65,6 +68,13 @@ constexpr AlgorithmEntry table[] = {
 }  // namespace
 
 std::span<const AlgorithmEntry> algorithms() { return table; }
+
+std::string problem(AlgorithmEntry const& entry, Transport const& transport) {
+  if (!entry.inner || transport.reduces() || transport.size() == 1) return {};
+  return concat("algorithm '", entry.name, "' is the allreduce of the transport's engine, and ",
+                transport.name(),
+                R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
+}
 
 AlgorithmEntry const& find_algorithm(std::string_view name) {
   std::string known;

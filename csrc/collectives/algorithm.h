@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <type_traits>
 #include <vector>
@@ -85,6 +86,11 @@ struct Cost {
     return {a.rounds + b.rounds,   a.messages + b.messages,           a.bytes + b.bytes,
             a.entries + b.entries, a.dense_entries + b.dense_entries, a.exact && b.exact};
   }
+  // So many times, or in so many of the calls.
+  friend Cost operator*(double times, Cost const& a) {
+    return {times * a.rounds,  times * a.messages,      times * a.bytes,
+            times * a.entries, times * a.dense_entries, a.exact};
+  }
 };
 
 // With `union_nnz` a cost is a prediction, for positions that are spread evenly; without, it is a
@@ -94,8 +100,8 @@ struct CostShape {
   std::uint64_t extent = 0;
   std::uint64_t k = 0;     // the largest contribution of any rank
   double value_bytes = 4;  // on the wire
-  double index_bytes =
-      4;  // on the wire; 4: raw32, a bound for every codec but for its block headers
+  // By default a bound for every choice, but for the headers of delta's blocks.
+  FrameOptions frame = {.index_codec = IndexCodecChoice::raw32, .allow_dense = false};
   // Entries of the reduction over all ranks; 0: as many as there can be.
   std::uint64_t union_nnz = 0;
 
@@ -103,7 +109,13 @@ struct CostShape {
   // merges on the way passes on.
   double merged(int count) const;
   bool predicts() const { return union_nnz > 0; }
-  double pair_bytes() const { return index_bytes + value_bytes; }
+  // On the wire, of one of `entries` random positions of `among`.
+  double pair_bytes(double entries, double among) const {
+    return expected_frame(entries, among, value_bytes, frame).pair_bytes;
+  }
+  double pair_bytes() const {
+    return pair_bytes(static_cast<double>(k), static_cast<double>(extent));
+  }
 };
 
 // Only of a sum may zeros vanish.
@@ -140,12 +152,16 @@ struct AlgorithmEntry {
   // Where the local threshold comes from, whatever the schedule says.
   std::optional<ThresholdSource> selection = {};
   bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
+  // The allreduce of the transport's engine: only where Transport::reduces(), and not counted.
+  bool inner = false;
 
   // The result is the exact reduction of the contributions, for every reduction; with raw values.
   bool lossless() const { return make_i32 != nullptr; }
 };
 
 std::span<const AlgorithmEntry> algorithms();
+// Why these ranks cannot run the entry, and what to do; empty where they can.
+std::string problem(AlgorithmEntry const& entry, Transport const& transport);
 // Throws InvalidArgument that lists the names there are.
 AlgorithmEntry const& find_algorithm(std::string_view name);
 

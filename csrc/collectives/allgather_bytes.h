@@ -6,8 +6,7 @@
 
 #include <limits>
 
-#include "collectives/algorithm.h"
-#include "collectives/channel.h"
+#include "collectives/figures.h"
 
 namespace sparsecomm {
 
@@ -25,8 +24,8 @@ class BytesAllgather {
  private:
   std::uint64_t limit_;
   ByteBuffer frame_;
-  FrameAllgather length_gather_, gather_;
-  std::vector<std::uint64_t> lengths_;
+  PackedAllgather<std::uint64_t> lengths_;
+  FrameAllgather gather_;
   std::vector<std::span<const std::byte>> strings_;
 };
 

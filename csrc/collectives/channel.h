@@ -24,6 +24,12 @@ class Channel {
   int size() const { return transport_.size(); }
   std::uint32_t operation() const { return operation_; }
 
+  Transport const& transport() const { return transport_; }
+  // See Transport::allreduce.
+  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction) {
+    transport_.allreduce(bytes, dtype, reduction, deadline_);
+  }
+
   Request isend(int peer, Phase phase, std::span<const std::byte> frames) {
     return transport_.isend(peer, tag(phase), frames);
   }

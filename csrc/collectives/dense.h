@@ -12,6 +12,9 @@
 //                   Rabenseifner 2004.
 // dense_overlap     dense in chunks: the reduce-scatter of a chunk is under way while the former
 //                   one is gathered.
+// dense_inner       The allreduce of the transport's engine, where it has one. Gloo's is a ring, of
+//                   segments of at most 1 MiB; like torch's, it need not give NaN for the min or
+//                   max of a NaN and a number.
 //
 // Each but the folded ranks of dense_rabenseifner receives 2N(P-1)/P elements.
 #pragma once
@@ -70,10 +73,13 @@ extern DenseMakers const dense_pairwise;
 extern DenseMakers const dense_ring;
 extern DenseMakers const dense_rabenseifner;
 extern DenseMakers const dense_overlap;
+extern DenseMakers const dense_inner;
 
 Cost dense_pairwise_cost(CostShape const& shape, AlgorithmOptions const& options);
 Cost dense_ring_cost(CostShape const& shape, AlgorithmOptions const& options);
 Cost dense_rabenseifner_cost(CostShape const& shape, AlgorithmOptions const& options);
 Cost dense_overlap_cost(CostShape const& shape, AlgorithmOptions const& options);
+// Gloo's; predicted, since what an engine sends is not counted.
+Cost dense_inner_cost(CostShape const& shape, AlgorithmOptions const& options);
 
 }  // namespace sparsecomm

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
+#include <functional>
 #include <limits>
+#include <numeric>
+#include <utility>
 
 #include "kernels/magnitude.h"
 
@@ -41,112 +43,123 @@ int GlobalCut<V>::exact_rounds(std::uint64_t k) {
   return (bits + bits_per_round - 1) / bits_per_round;
 }
 
+// Fills counts_ with this rank's counts for the window and totals_ with those of all ranks.
 template <class V>
-void GlobalCut<V>::count(Window const& window, std::span<const V> values) {
+void GlobalCut<V>::count(Channel* channel, Window const& window, std::span<const V> values,
+                         std::uint64_t most) {
   counts_.assign(window.bins + 2, 0);
   for (V const value : values) ++counts_[window.slot(magnitude_bits(value))];
+  totals_ = counts_;
+  if (channel == nullptr) return;
+  auto const total = [](std::span<const std::uint32_t> counts) {
+    return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
+  };
+  sum_.run(*channel, Phase::threshold, totals_, std::plus{},
+           [&](std::span<const std::uint32_t> arrived, int ranks) {
+             require<MalformedFrame>(total(arrived) <= most, "a histogram of ", total(arrived),
+                                     " values of ", ranks, " ranks, where all have at most ", most);
+           });
+  require<Error>(total(totals_) <= most, "the ranks' histograms hold ", total(totals_),
+                 " values, where there are at most ", most,
+                 "; a rank counts values that it does not hold");
 }
 
-// Fills everyone_ with all ranks' counts for the window, [rank][slot].
+// Every rank's share, of which none is larger than `most`.
 template <class V>
-void GlobalCut<V>::exchange(Channel& channel, Window const& window, std::span<const V> values) {
-  count(window, values);
-  std::size_t const slots = counts_.size();
-  auto const payload = std::as_bytes(std::span(counts_));
-  frame_.resize(header_bytes + payload.size());
-  encode_bytes(channel.operation(), payload, frame_);
-  auto const frames = gather_.run(channel, Phase::threshold, frame_, frame_.size());
-  everyone_.resize(slots * channel.size());
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    channel.decode_from(rank, [&] {
-      require<MalformedFrame>(frames[rank].values.size() == payload.size(), "a histogram of ",
-                              frames[rank].values.size(), " bytes is not one of ", payload.size());
-    });
-    std::memcpy(&everyone_[rank * slots], frames[rank].values.data(), payload.size());
-  }
+auto GlobalCut<V>::gather(Channel* channel, Share const& own, Share const& most)
+    -> std::span<const Share> {
+  alone_ = own;
+  if (channel == nullptr) return {&alone_, 1};
+  return gather_.run(*channel, Phase::threshold, own, [&](int rank, Share const& share) {
+    require<MalformedFrame>(share.inside <= most.inside && share.above <= most.above,
+                            "counts of rank ", rank, ", ", share.inside, " in a bin of ",
+                            most.inside, " and ", share.above, " of ", most.above, " above it");
+  });
 }
 
 template <class V>
 Cut GlobalCut<V>::search(Channel* channel, std::span<const V> values, std::uint64_t k,
-                         ThresholdSource source) {
+                         ThresholdSource source, std::uint64_t most) {
   constexpr std::uint64_t pattern_end = std::uint64_t{1} << (sizeof(V) * 8 - 1);
-  int const size = channel != nullptr ? channel->size() : 1;
   int const own = channel != nullptr ? channel->rank() : 0;
-  kept_.assign(size, 0);
+  kept_.clear();
+  if (source == ThresholdSource::reused) {
+    std::uint64_t const low = magnitude_bits(threshold_);
+    auto const above = static_cast<std::uint32_t>(
+        std::ranges::count_if(values, [&](V value) { return magnitude_bits(value) >= low; }));
+    for (Share const& share : gather(channel, {0, above}, {0, static_cast<std::uint32_t>(most)})) {
+      kept_.push_back(share.above);
+    }
+    return {low, low, 0};
+  }
 
   Window window = Window::between(0, pattern_end, bins(k));
-  if (source == ThresholdSource::reused) {
-    window = {magnitude_bits(threshold_), pattern_end, 0};
-  } else if (source == ThresholdSource::sampled) {
+  if (source == ThresholdSource::sampled) {
     window = Window::between(magnitude_bits(threshold_ / 2), magnitude_bits(threshold_ * 2) + 1,
                              bins(k));
   }
   bool estimating = source == ThresholdSource::sampled;
   for (int round = 0; round <= exact_rounds(k) + 1; ++round) {
-    if (channel != nullptr) {
-      exchange(*channel, window, values);
-    } else {
-      count(window, values);
-      everyone_ = counts_;
-    }
-    std::size_t const slots = window.bins + 2;
-    auto const count = [&](int rank, std::size_t slot) -> std::uint64_t {
-      return everyone_[rank * slots + slot];
-    };
-    auto const total = [&](std::size_t slot) {
-      std::uint64_t sum = 0;
-      for (int rank = 0; rank < size; ++rank) sum += count(rank, slot);
-      return sum;
-    };
-    if (source == ThresholdSource::reused) {
-      for (int rank = 0; rank < size; ++rank) kept_[rank] = count(rank, 0);
-      return {window.low, window.low, 0};
-    }
-
+    count(channel, window, values, most);
     // From the top: the bin in which the k-th largest lies, and how many lie above that bin.
-    std::uint64_t above = total(0);
+    Share total{0, totals_[0]};
+    Share share{0, counts_[0]};
     std::size_t bin = window.bins;  // none so far
-    for (std::size_t below = window.bins; above < k && below-- > 0;) {
-      std::uint64_t const in_bin = total(1 + below);
-      if (above + in_bin >= k) {
+    for (std::size_t below = window.bins; total.above < k && below-- > 0;) {
+      if (total.above + std::uint64_t{totals_[1 + below]} >= k) {
         bin = below;
+        total.inside = totals_[1 + bin];
+        share.inside = counts_[1 + bin];
         break;
       }
-      above += in_bin;
+      total.above += totals_[1 + below];
+      share.above += counts_[1 + below];
     }
-    if (bin == window.bins) {
-      if (above < k &&
-          above + total(window.bins + 1) <= k) {  // no more than k in all: nothing is cut
-        for (int rank = 0; rank < size; ++rank) {
-          for (std::size_t slot = 0; slot < slots; ++slot) kept_[rank] += count(rank, slot);
-        }
-        return {};
-      }
+    bool const all =  // no more than k in all: nothing is cut
+        bin == window.bins && total.above < k &&
+        total.above + std::uint64_t{totals_[window.bins + 1]} <= k;
+    if (all) {
+      total.above += totals_[window.bins + 1];
+      share.above += counts_[window.bins + 1];
+    } else if (bin == window.bins) {
       estimating = false;
       window = Window::between(0, pattern_end, bins(k));
       continue;
-    }
-    if (!estimating && window.width > 1) {
+    } else if (!estimating && window.width > 1) {
       window = Window::between(window.edge(bin), window.edge(bin + 1), bins(k));
       continue;
     }
 
-    threshold_ = from_magnitude_bits<V>(static_cast<magnitude_bits_t<V>>(window.edge(bin)));
-    Cut cut{window.edge(bin), window.edge(bin + 1), 0};
-    std::uint64_t open = k - above;  // places left for the bin, the lower ranks first
-    for (int rank = 0; rank < size; ++rank) {
-      std::uint64_t const quota = std::min(open, count(rank, 1 + bin));
-      open -= quota;
-      kept_[rank] = quota + count(rank, 0);
-      for (std::size_t higher = bin + 1; higher < window.bins; ++higher) {
-        kept_[rank] += count(rank, 1 + higher);
-      }
-      if (rank == own) cut.quota = quota;
+    Cut cut;
+    if (!all) {
+      threshold_ = from_magnitude_bits<V>(static_cast<magnitude_bits_t<V>>(window.edge(bin)));
+      cut = {window.edge(bin), window.edge(bin + 1), 0};
     }
+    std::uint64_t open = all ? 0 : k - total.above;  // places left for the bin, lower ranks first
+    std::uint64_t inside = 0;
+    std::uint64_t above = 0;
+    for (Share const& of_rank : gather(channel, share, total)) {
+      std::uint64_t const quota = std::min<std::uint64_t>(open, of_rank.inside);
+      if (std::cmp_equal(kept_.size(), own)) cut.quota = quota;
+      kept_.push_back(quota + of_rank.above);
+      open -= quota;
+      inside += of_rank.inside;
+      above += of_rank.above;
+    }
+    require<Error>(inside == total.inside && above == total.above, "the ranks count ", inside,
+                   " values in the bin of the threshold and ", above,
+                   " above it, and their histograms ", total.inside, " and ", total.above,
+                   "; a rank counts values that it does not hold");
     return cut;
   }
   throw Error(
       "the ranks' histograms contradict one another; a rank counts values that it does not hold");
+}
+
+Cost global_cut_cost(int ranks, std::size_t bins, double rounds) {
+  auto const bytes = static_cast<double>((bins + 2) * sizeof(std::uint32_t));
+  return packed_allgather_cost(ranks, 2 * sizeof(std::uint32_t)) +
+         rounds * census_cost(ranks, bytes);
 }
 
 template class GlobalCut<float>;

@@ -104,7 +104,7 @@ template std::unique_ptr<SparseAllreduce<double>> make_gtopk(AlgorithmOptions co
 Cost gtopk_cost(CostShape const& shape, AlgorithmOptions const&) {
   double const rounds = bruck_rounds(shape.ranks);
   auto const k = static_cast<double>(shape.k);
-  double const frame = header_bytes + k * (shape.index_bytes + shape.value_bytes);
+  double const frame = header_bytes + k * shape.pair_bytes();
   return {.rounds = 2 * rounds,
           .messages = rounds,
           .bytes = rounds * frame,

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "collectives/global_cut.h"
 #include "collectives/pairs.h"
@@ -10,6 +9,7 @@
 #include "collectives/regions.h"
 #include "collectives/rounding.h"
 #include "kernels/magnitude.h"
+#include "sparse/sum.h"
 
 namespace sparsecomm {
 namespace {
@@ -44,6 +44,12 @@ class OkTopk final : public SparseAllreduce<V> {
  private:
   bool settle_regions(Channel& channel, std::span<const std::uint32_t> indices,
                       SparseProblem const& problem);
+  // The most that each rank has for any other, added up, and the least of these; the largest
+  // selection.
+  struct Sizes {
+    std::uint64_t parts;
+    std::uint32_t least_part, selection;
+  };
   bool within_budget(Channel& channel, std::span<const std::uint32_t> indices,
                      SparseProblem const& problem);
   SparseView<V> round_parts(Channel& channel, SparseView<V> selection,
@@ -85,10 +91,12 @@ class OkTopk final : public SparseAllreduce<V> {
   AlgorithmState state_;
   GlobalCut<V> cut_;
   SparseStream<V> sum_;
+  SparseSum<V> parts_;
   SparseStream<V> rejected_;
   Pairs<V> incoming_, share_, balanced_, result_, errors_;
   ByteBuffer send_, receive_;
   FrameAllgather gather_;
+  CensusAllreduce<Sizes> sizes_;
   RegionSearch search_;
   std::vector<Request> sends_, receives_;
 };
@@ -118,42 +126,36 @@ bool OkTopk<V>::settle_regions(Channel& channel, std::span<const std::uint32_t> 
 template <class V>
 bool OkTopk<V>::within_budget(Channel& channel, std::span<const std::uint32_t> indices,
                               SparseProblem const& problem) {
-  struct Sizes {
-    std::uint32_t selection, largest_part;
-  };
   int const size = channel.size();
-  Sizes own{static_cast<std::uint32_t>(indices.size()), 0};
+  std::uint32_t largest_part = 0;
   auto begin = indices.begin();
   for (int part = 0; part < size; ++part) {
     auto const end = std::lower_bound(begin, indices.end(), region_last(part, problem));
     if (part != channel.rank()) {
-      own.largest_part = std::max(own.largest_part, static_cast<std::uint32_t>(end - begin));
+      largest_part = std::max(largest_part, static_cast<std::uint32_t>(end - begin));
     }
     begin = end;
   }
-  auto const frame = send_.take(header_bytes + sizeof own);
-  encode_bytes(channel.operation(), std::as_bytes(std::span(&own, 1)), frame);
-  auto const frames = gather_.run(channel, Phase::partition, frame, frame.size());
-  std::uint64_t selection = problem.k;
-  std::uint64_t parts = 0;
-  std::uint64_t least = problem.extent;
-  for (int rank = 0; rank < size; ++rank) {
-    Sizes sizes{};
-    channel.decode_from(rank, [&] {
-      require<MalformedFrame>(frames[rank].values.size() == sizeof sizes, "sizes of ",
-                              frames[rank].values.size(), " bytes are not ", sizeof sizes);
-      std::memcpy(&sizes, frames[rank].values.data(), sizeof sizes);
-      require<MalformedFrame>(
-          sizes.largest_part <= sizes.selection && sizes.selection <= problem.limit, "a part of ",
-          sizes.largest_part, " of ", sizes.selection, " entries, where at most ", problem.limit,
-          " are selected");
-    });
-    selection = std::max<std::uint64_t>(selection, sizes.selection);
-    parts += sizes.largest_part;
-    least = std::min<std::uint64_t>(least, sizes.largest_part);
-  }
+  Sizes sizes{largest_part, largest_part, static_cast<std::uint32_t>(indices.size())};
+  sizes_.run(
+      channel, Phase::partition, std::span(&sizes, 1),
+      [](Sizes const& a, Sizes const& b) {
+        return Sizes{a.parts + b.parts, std::min(a.least_part, b.least_part),
+                     std::max(a.selection, b.selection)};
+      },
+      [&](std::span<const Sizes> arrived, int ranks) {
+        Sizes const& of = arrived.front();
+        auto const count = static_cast<std::uint64_t>(ranks);
+        require<MalformedFrame>(count * of.least_part <= of.parts &&
+                                    of.parts <= count * of.selection &&
+                                    of.selection <= problem.limit,
+                                ranks, " ranks' parts of at least ", of.least_part, " entries, ",
+                                of.parts, " together, of at most ", of.selection,
+                                " entries, where ", problem.limit, " may be selected");
+      });
   auto const ranks = static_cast<std::uint64_t>(size);
-  return ranks * (parts - least) <= (2 * ranks - 3) * selection;
+  return ranks * (sizes.parts - sizes.least_part) <=
+         (2 * ranks - 3) * std::max<std::uint64_t>(problem.k, sizes.selection);
 }
 
 // What the others receive of the selection; the part that stays here is not rounded.
@@ -178,9 +180,7 @@ template <class V>
 SparseView<V> OkTopk<V>::reject(SparseView<V> selection, SparseProblem const& problem) {
   errors_.clear();
   if (!rounding_.lossy()) {
-    for_each_missing(selection.indices, result_.indices, [&](std::size_t i) {
-      errors_.push(selection.indices[i], selection.values[i]);
-    });
+    append_missing(selection, result_.indices, errors_.indices, errors_.values);
     return errors_.view();
   }
   auto const extent = static_cast<std::uint32_t>(problem.extent);
@@ -273,27 +273,29 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
     }
   };
 
-  sum_.reset(first, last - first);
-  sum_.add(selection.range(first, last));
+  parts_.reset(first, last - first);
+  parts_.add(selection.range(first, last));
   if (size > 1) post(1, 1 + window);
   for (int begin = 1; begin < size; begin += window) {
     post(begin + window, begin + 2 * window);
     for (int step = begin; step < std::min(begin + window, size); ++step) {
       int const source = rotated_source(rank, step, size);
       FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
-      incoming_.clear();
-      decode(channel, source, frame, first, last, incoming_);
-      sum_.add(incoming_.view());
+      parts_.add_from([&](auto& indices, auto& values) {
+        channel.decode_from(source,
+                            [&] { decode_sparse<V>(frame, first, last - first, indices, values); });
+      });
     }
   }
   channel.wait_all(sends_);
-  return sum_.sparse();
+  return parts_.sum();
 }
 
 template <class V>
 void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
   share_.clear();
-  keep(region, cut_.run(channel, region.values, problem.k, source(problem)), share_);
+  Cut const cut = cut_.run(channel, region.values, problem.k, source(problem), problem.extent);
+  keep(region, cut, share_);
 }
 
 template <class V>
@@ -400,34 +402,40 @@ template std::unique_ptr<SparseAllreduce<double>> make_oktopk(AlgorithmOptions c
 
 // Pairs received: in split and reduce (2 - 3/P) k at most, or k(1 + 1/6) + 2P where regions are
 // new; k in balance and allgather together, since a rank that is given an even share does not
-// receive it again.
-Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const&) {
+// receive it again. A prediction is an average over the steps, of even shares.
+Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {};
   double const ranks = shape.ranks;
   double const peers = ranks - 1;
   auto const k = static_cast<double>(shape.k);
-  double const pair = shape.index_bytes + shape.value_bytes;
-  Cost const sizes = allgather_cost(shape.ranks, header_bytes + 8);
-  Cost const regions = regions_cost(shape.ranks, shape.extent);
-  int const histograms = 1 + (shape.value_bytes > 4 ? GlobalCut<double>::exact_rounds(shape.k)
-                                                    : GlobalCut<float>::exact_rounds(shape.k));
-  Cost const histogram = allgather_cost(
-      shape.ranks, header_bytes + 4.0 * static_cast<double>(GlobalCut<float>::bins(shape.k) + 2));
-  Cost const gather = allgather_cost(shape.ranks, header_bytes);
-  double const transfers = 2 * peers + 1;
+  bool const average = shape.predicts();
+  double const pairs = (average ? 2 : 3) * k * peers / ranks;
+  auto const once_in = [&](std::uint64_t period) {
+    return average ? 1 / static_cast<double>(period) : 1.0;
+  };
+  int const exact_rounds = shape.value_bytes > 4 ? GlobalCut<double>::exact_rounds(shape.k)
+                                                 : GlobalCut<float>::exact_rounds(shape.k);
+  double const searches =
+      options.schedule.between == ThresholdSource::exact ? 1.0 : once_in(options.schedule.period);
+  double const transfers = average ? 0 : 2 * peers + 1;  // in balance
   // Encoded once and its share once more, decoded and merged region by region, and the result
   // decoded: the sum of a region grows while P parts of it arrive.
   double merging = 0;
   for (int rank = 1; rank <= shape.ranks; ++rank) merging += shape.merged(rank) / shape.ranks;
-  Cost cost{
-      .rounds = 2,
+  // Random selections of two ranks are never quite even, so that each takes both.
+  if (average && shape.ranks == 2) merging *= 2;
+  Cost const split{
+      .rounds = average ? 1.0 : 2.0,
       .messages = peers + transfers,
-      .bytes = (peers + transfers) * header_bytes + 3 * k * peers / ranks * pair,
+      .bytes = (peers + transfers) * header_bytes + pairs * shape.pair_bytes(),
       .entries = 3 * k + merging,
   };
-  cost = cost + sizes + regions + gather;
-  for (int round = 0; round < histograms; ++round) cost = cost + histogram;
-  return cost;
+  Cost const cut =
+      global_cut_cost(shape.ranks, GlobalCut<float>::bins(shape.k), 1 + searches * exact_rounds);
+  Cost const sizes = census_cost(shape.ranks, 16);
+  Cost const gather = allgather_cost(shape.ranks, header_bytes);
+  return split + sizes + gather + cut +
+         once_in(options.partition_period) * regions_cost(shape.ranks, shape.extent);
 }
 
 }  // namespace sparsecomm

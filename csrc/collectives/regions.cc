@@ -106,12 +106,20 @@ void RegionSearch::run(Channel& channel, std::span<const std::uint32_t> indices,
 Cost regions_cost(int ranks, std::uint64_t extent) {
   if (ranks == 1) return {};
   auto const regions = static_cast<std::uint64_t>(ranks);
-  CostShape shape{.ranks = ranks, .extent = bins_per_region * regions, .value_bytes = 8};
-  Cost cost = dense_rabenseifner_cost(shape, {});
-  double const widest = static_cast<double>(extent) / static_cast<double>(shape.extent);
-  auto const rounds = static_cast<int>(
-      std::ceil(std::log(std::max(1.0, widest)) / std::log(double{bins_per_region})));
-  for (int round = 0; round < rounds; ++round) cost = cost + dense_rabenseifner_cost(shape, {});
+  auto const sum = [&](std::uint64_t bins) {
+    return dense_rabenseifner_cost({.ranks = ranks, .extent = bins, .value_bytes = 8}, {});
+  };
+  auto const parts = [](std::uint64_t width, std::uint64_t bins) {
+    return (width + bins - 1) / bins;
+  };
+  std::uint64_t width = std::clamp<std::uint64_t>(extent, 1, bins_per_region * regions);
+  Cost cost = sum(width);
+  // Every boundary in an interval of its own, each as wide as they can be.
+  for (width = parts(extent, width); width > 1;) {
+    std::uint64_t const bins = std::min(width, bins_per_region);
+    cost = cost + sum(bins * (regions - 1));
+    width = parts(width, bins);
+  }
   cost.exact = false;
   return cost;
 }

@@ -40,8 +40,7 @@ template class SparseAllgather<std::int64_t>;
 Cost sparse_allgather_cost(CostShape const& shape) {
   if (shape.ranks == 1) return {};
   auto const k = static_cast<double>(shape.k);
-  Cost cost =
-      allgather_cost(shape.ranks, header_bytes + k * (shape.index_bytes + shape.value_bytes));
+  Cost cost = allgather_cost(shape.ranks, header_bytes + k * shape.pair_bytes());
   cost.entries = k * shape.ranks;  // encoded once, decoded P - 1 times
   return cost;
 }

@@ -150,11 +150,11 @@ double joined_entries(CostShape const& shape, AlgorithmOptions const& options, i
 // dense / limit bytes or a pair's.
 double stream_bytes(CostShape const& shape, AlgorithmOptions const& options, double entries,
                     double extent) {
-  double const pair = shape.pair_bytes();
   if (shape.predicts()) {
     bool const dense = entries > sparse_limit(shape, options, extent);
-    return dense ? extent * shape.value_bytes : entries * pair;
+    return dense ? extent * shape.value_bytes : entries * shape.pair_bytes(entries, extent);
   }
+  double const pair = shape.pair_bytes();
   double const density = sparse_limit(shape, options, 1);
   return std::min(entries * std::max(pair, shape.value_bytes / density),
                   extent * std::max(pair * density, shape.value_bytes));

@@ -1,8 +1,8 @@
 #include "collectives/topk_dsa.h"
 
-#include <array>
-#include <cstring>
+#include <functional>
 
+#include "collectives/figures.h"
 #include "collectives/region_gather.h"
 #include "collectives/split_reduce.h"
 
@@ -19,7 +19,7 @@ class TopkDsa final : public SparseAllreduce<V> {
                          SparseProblem const& problem) override {
     auto const regions = even_regions(problem.extent, channel.size(), regions_);
     SparseStream<V>& own = split_.run(channel, contribution, regions, problem);
-    std::uint64_t const total = announce(channel, own.sparse().nnz(), regions);
+    std::uint64_t const total = announce(channel, own.sparse().nnz(), problem.extent);
     if (total == 0) return {};
     bool const dense = total > sparse_limit<V>(options_, problem.extent);
     StreamView<V> const part = dense ? StreamView<V>{.dense = own.dense(), .is_dense = true}
@@ -29,29 +29,22 @@ class TopkDsa final : public SparseAllreduce<V> {
 
  private:
   // The entries of all regions together.
-  std::uint64_t announce(Channel& channel, std::uint64_t own, std::span<const Region> regions) {
-    std::array<std::byte, header_bytes + sizeof own> frame;
-    encode_bytes(channel.operation(), std::as_bytes(std::span(&own, 1)), frame);
-    auto const frames = sizes_.run(channel, Phase::threshold, frame, frame.size());
-    std::uint64_t total = 0;
-    for (int rank = 0; rank < channel.size(); ++rank) {
-      std::uint64_t entries = 0;
-      channel.decode_from(rank, [&] {
-        auto const payload = frames[rank].values;
-        require<MalformedFrame>(payload.size() == sizeof entries, "a count of ", payload.size(),
-                                " bytes is not one of ", sizeof entries);
-        std::memcpy(&entries, payload.data(), sizeof entries);
-        require<MalformedFrame>(entries <= regions[rank].extent(), "a count of ", entries,
-                                " exceeds its region of ", regions[rank].extent());
-      });
-      total += entries;
-    }
+  std::uint64_t announce(Channel& channel, std::uint64_t own, std::uint64_t extent) {
+    std::uint64_t total = own;
+    sizes_.run(channel, Phase::threshold, std::span(&total, 1), std::plus{},
+               [&](std::span<const std::uint64_t> count, int ranks) {
+                 require<MalformedFrame>(count.front() <= extent, "a count of ", count.front(),
+                                         " entries of ", ranks, " ranks exceeds the extent of ",
+                                         extent);
+               });
+    require<Error>(total <= extent, "the ranks count ", total, " entries of an extent of ", extent,
+                   "; a rank counts entries that it does not hold");
     return total;
   }
 
   AlgorithmOptions options_;
   SplitReduce<V> split_;
-  FrameAllgather sizes_;
+  CensusAllreduce<std::uint64_t> sizes_;
   RegionGather<V> gather_;
   std::vector<Region> regions_;
 };
@@ -70,7 +63,7 @@ template std::unique_ptr<SparseAllreduce<std::int64_t>> make_topk_dsa(AlgorithmO
 Cost topk_dsa_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   return split_allgather_cost(shape, options, shape.merged(shape.ranks)) +
-         allgather_cost(shape.ranks, header_bytes + sizeof(std::uint64_t));
+         census_cost(shape.ranks, sizeof(std::uint64_t));
 }
 
 }  // namespace sparsecomm

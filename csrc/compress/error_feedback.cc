@@ -44,18 +44,20 @@ T nearest_finite(accumulate_t<T> x) {
 }  // namespace
 
 template <class T>
-ErrorFeedback<T>::ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent)
-    : schedule_(schedule), extent_(extent) {}
+ErrorFeedback<T>::ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent,
+                                Executor const& executor)
+    : schedule_(schedule), extent_(extent), executor_(executor) {}
 
 template <class T>
 void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                       std::uint64_t step) {
   switch (schedule_.local_at(step, threshold_.magnitude > 0)) {
     case ThresholdSource::exact:
-      threshold_ = exact_threshold<T>(segments, k, scratch_);
+      threshold_ = exact_threshold<T>(segments, k, threshold_scratch_, executor_);
       break;
     case ThresholdSource::sampled:
-      threshold_ = sampled_threshold<T>(segments, k, threshold_stride, step, scratch_);
+      threshold_ =
+          sampled_threshold<T>(segments, k, threshold_stride, step, threshold_scratch_, executor_);
       break;
     case ThresholdSource::gaussian:
       threshold_ = gaussian_threshold<T>(segments, k);
@@ -77,11 +79,10 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
   std::size_t count = 0;
   std::uint32_t first_index = 0;
   for (Segment<T> const& segment : segments) {
-    count +=
-        kernels<T>()
-            .fused_error_feedback(segment.gradient, segment.residual, threshold, first_index,
-                                  limit - count, {indices.subspan(count), values.subspan(count)})
-            .count;
+    count += fused_error_feedback<T>({segment.gradient, segment.residual}, threshold, first_index,
+                                     limit - count, {indices.subspan(count), values.subspan(count)},
+                                     selection_scratch_, executor_)
+                 .count;
     first_index += static_cast<std::uint32_t>(segment.gradient.size());
   }
   selection_ = {indices.first(count), values.first(count)};

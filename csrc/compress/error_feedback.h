@@ -7,8 +7,10 @@
 #include <vector>
 
 #include "base/buffer.h"
+#include "base/executor.h"
 #include "compress/schedule.h"
 #include "kernels/kernels.h"
+#include "kernels/parallel.h"
 #include "sparse/stream.h"
 
 namespace sparsecomm {
@@ -31,7 +33,9 @@ class ErrorFeedback {
  public:
   using V = accumulate_t<T>;
 
-  ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent);
+  // The executor lives as long as this.
+  ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent,
+                Executor const& executor = inline_executor());
 
   // The threshold of this step, by the schedule. Reads at most the gradient and the residual.
   void find_threshold(std::span<const Segment<T>> segments, std::uint64_t k, std::uint64_t step);
@@ -78,7 +82,9 @@ class ErrorFeedback {
   Buffer<T> flushed_;      // what flush() put into the gradient
   bool has_flushed_ = false;
   bool residual_is_clear_ = false;
-  std::vector<V> scratch_;
+  ThresholdScratch<V> threshold_scratch_;
+  SelectionScratch<V> selection_scratch_;
+  Executor const& executor_;
 };
 
 }  // namespace sparsecomm

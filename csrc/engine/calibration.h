@@ -8,13 +8,15 @@
 
 namespace sparsecomm {
 
-// Collective; every rank returns the same. Small messages to the partners of a Bruck allgather for
-// the link's latency, several at once for the overhead, growing ones until they take long enough
-// for its bandwidth; then the kernels. Takes some tens of milliseconds, at most about 300 on links
-// of 100 Mbit/s and more. 20 log P messages, up to 16 MiB.
+// Collective; every rank returns the same, and sends as many messages. Small messages to the
+// partners of a Bruck allgather for the link's latency, several at once for the overhead, growing
+// ones until they take long enough for its bandwidth; then the kernels, over growing vectors. Under
+// 300 ms on links of 100 Mbit/s and more, also where 8 ranks share two busy cores: by each part's
+// limit of time nothing larger is begun. Messages: up to 63 log P, of up to 16 MiB, and 16 min(8, P
+// - 1).
 Figures calibrate(Channel& channel, Clock const& clock);
 
-// The kernels alone, on this rank, as on a core of their own.
+// The kernels alone, on this rank, as on a core of their own; about 100 ms.
 Rates measure_rates();
 
 }  // namespace sparsecomm

@@ -151,7 +151,7 @@ bool Communicator::Handle::cancel() const {
 Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
                            Clock const& clock)
     : transport_(std::move(transport)),
-      options_(options),
+      options_(std::move(options)),
       clock_(clock),
       owner_(::getpid()),
       intents_(transport_->size()),

@@ -23,6 +23,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/executor.h"
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
 #include "engine/planner.h"
@@ -66,6 +67,8 @@ struct CommunicatorOptions {
   Duration failure_grace =
       std::chrono::seconds(1);          // how long survivors wait for each other's reports
   std::optional<Figures> figures = {};  // the same on all ranks; measured on first use if absent
+  // Where operations' loops over N run.
+  std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
 
 class Communicator {
@@ -103,7 +106,9 @@ class Communicator {
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
   std::string_view transport_name() const { return transport_->name(); }
+  Transport const& transport() const { return *transport_; }
   Clock const& clock() const { return clock_; }
+  Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation.
   Counters counters() const;
   // For an operation that runs, on all ranks alike: the figures of this transport and processor.

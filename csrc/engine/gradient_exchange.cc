@@ -71,17 +71,19 @@ void validate(ExchangeOptions const& options) {
 
 template <class T>
 GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
-                                      ExchangeOptions const& options, Communicator& communicator)
+                                      ExchangeOptions const& options, Communicator& communicator,
+                                      std::unique_ptr<LocalGradient<T>> local)
     : name_(std::move(name)),
       extent_(extent),
       options_(options),
       communicator_(communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
-      feedback_(options.schedule, extent) {
+      local_(local ? std::move(local)
+                   : make_host_gradient<T>(options.schedule, extent, communicator.executor())) {
   require(extent < std::numeric_limits<std::uint32_t>::max(), "a gradient of ", extent,
           " entries exceeds 2^32 - 2; split it into smaller groups");
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (planned_ ? delivers_exact_entries(entry) : entry.name == options.algorithm)
+    if (planned_ ? is_candidate(entry, workload()) : entry.name == options.algorithm)
       check_messages(entry);
   }
   if (!planned_) use(find_algorithm(options.algorithm));
@@ -100,6 +102,8 @@ void GradientExchange<T>::check_messages(AlgorithmEntry const& algorithm) const 
 
 template <class T>
 void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
+  std::string const reason = problem(algorithm, communicator_.transport());
+  require(reason.empty(), reason);
   algorithm_ = &algorithm;
   sparse_.reset();
   dense_.reset();
@@ -108,8 +112,8 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
     return;
   }
   sparse_ = make_sparse_allreduce<V>(algorithm, collective_options(options_));
-  feedback_.follow(local_schedule(algorithm, options_));
-  feedback_.reset(state_.local_threshold);
+  local_->follow(local_schedule(algorithm, options_));
+  local_->reset(state_.local_threshold);
 }
 
 template <class T>
@@ -122,7 +126,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments) {
     total += segment.gradient.size();
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
-  segments_ = std::move(segments);
+  local_->bind(std::move(segments));
 }
 
 template <class T>
@@ -146,13 +150,15 @@ void GradientExchange<T>::load_state(ExchangeState state) {
             threshold, ", which no magnitude is");
   }
   if (planned_) {
+    AlgorithmEntry const* const chosen = state.plan.algorithm;
+    if (chosen != nullptr && !is_candidate(*chosen, workload())) state.plan.algorithm = nullptr;
     plan_.load_state(state.plan);
     algorithm_ = nullptr;
     if (plan_.algorithm() != nullptr) use(*plan_.algorithm());
   }
   former_seconds_ = 0;
   former_selected_ = 0;
-  feedback_.reset(state.local_threshold);
+  local_->reset(state.local_threshold);
   if (sparse_) sparse_->load_state(state.collective);
   state_ = std::move(state);
 }
@@ -164,6 +170,7 @@ Workload GradientExchange<T>::workload() const {
           .k = k(),
           .element_bytes = sizeof(T),
           .value_bytes = sizeof(V),
+          .inner = communicator_.transport().reduces(),
           .options = collective_options(options_)};
 }
 
@@ -181,16 +188,14 @@ typename GradientExchange<T>::V GradientExchange<T>::divisor() const {
 
 template <class T>
 Proposal GradientExchange<T>::prepare() {
-  feedback_.forget();
+  local_->forget();
   delivered_ = false;
   // Not before, since what the former one rejected may have had to be put back.
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
   TimePoint const started = communicator_.clock().now();
   Stopwatch const watch(communicator_.clock(), stats_.select);
-  bool const finite = std::ranges::all_of(segments_, [](Segment<T> const& segment) {
-    return kernels<T>().all_finite(segment.gradient);
-  });
+  bool const finite = local_->all_finite();
   std::ostringstream text;
   text << std::setprecision(std::numeric_limits<double>::max_digits10)
        << "operation=gradient exchange"
@@ -219,8 +224,8 @@ Proposal GradientExchange<T>::prepare() {
 template <class T>
 void GradientExchange<T>::find_threshold() {
   if (extent_ == 0) return;
-  feedback_.find_threshold(segments_, k(), state_.step);
-  state_.local_threshold = feedback_.threshold();
+  local_->find_threshold(k(), state_.step);
+  state_.local_threshold = local_->threshold();
 }
 
 template <class T>
@@ -240,8 +245,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   if (!agreement.all_finite) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
     V const nan = std::numeric_limits<V>::quiet_NaN();
-    for (Segment<T> const& segment : segments_)
-      std::ranges::fill(segment.gradient, static_cast<T>(nan));
+    local_->fill(static_cast<T>(nan));
   } else if (algorithm_->sparse) {
     run_sparse(channel);
   } else {
@@ -277,7 +281,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   SparseView<V> selection;
   {
     Stopwatch const watch(communicator_.clock(), stats_.select);
-    selection = feedback_.select(segments_, k());
+    selection = local_->select(k());
   }
   AllreduceResult<V> result;
   {
@@ -286,21 +290,8 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
                           {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
   Stopwatch const watch(communicator_.clock(), stats_.apply);
-  feedback_.keep(segments_, result.rejected);
-  std::uint64_t first = 0;
-  for (Segment<T> const& segment : segments_) {
-    std::uint64_t const last = first + segment.gradient.size();
-    if (result.reduced.is_dense) {
-      std::ranges::transform(result.reduced.dense.subspan(first, last - first),
-                             segment.gradient.begin(),
-                             [&](V x) { return static_cast<T>(x / divisor()); });
-    } else {
-      SparseView<V> const part = result.reduced.sparse.range(first, last);
-      scatter<T>(segment.gradient, part.indices, part.values, divisor(),
-                 static_cast<std::uint32_t>(first));
-    }
-    first = last;
-  }
+  local_->keep(result.rejected);
+  local_->store(result.reduced, divisor());
   stats_.selected += selection.nnz();
   stats_.result_nnz += result.reduced.nnz();
   state_.collective = sparse_->state();
@@ -310,23 +301,13 @@ template <class T>
 void GradientExchange<T>::run_dense(Channel& channel) {
   if (planned_) {
     Stopwatch const watch(communicator_.clock(), stats_.select);
-    feedback_.flush(segments_);
+    local_->flush();
   }
   Stopwatch const watch(communicator_.clock(), stats_.exchange);
-  if (communicator_.size() == 1) {
-    // The sum and the average of one gradient are the gradient.
-  } else if (segments_.size() == 1) {
-    dense_->run(channel, segments_.front().gradient, Reduction::sum, divisor());
-  } else {
-    auto const flat = flat_.take(extent_);
-    auto out = flat.begin();
-    for (Segment<T> const& segment : segments_) out = std::ranges::copy(segment.gradient, out).out;
-    dense_->run(channel, flat, Reduction::sum, divisor());
-    auto in = flat.begin();
-    for (Segment<T> const& segment : segments_) {
-      std::copy_n(in, segment.gradient.size(), segment.gradient.begin());
-      in += static_cast<std::ptrdiff_t>(segment.gradient.size());
-    }
+  // The sum and the average of one gradient are the gradient.
+  if (communicator_.size() > 1) {
+    dense_->run(channel, local_->gather(), Reduction::sum, divisor());
+    local_->spread();
   }
   stats_.selected += extent_;
   stats_.result_nnz += extent_;
@@ -334,12 +315,16 @@ void GradientExchange<T>::run_dense(Channel& channel) {
 
 template <class T>
 void GradientExchange<T>::roll_back() noexcept {
-  withdraw();
+  try {
+    withdraw();
+  } catch (Error const&) {
+    // A device that has failed; its residual is lost with it, and the error that led here says so.
+  }
 }
 
 template <class T>
 void GradientExchange<T>::withdraw() {
-  feedback_.restore(segments_);
+  local_->restore();
   delivered_ = false;
 }
 

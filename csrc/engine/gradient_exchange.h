@@ -10,7 +10,7 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/dense.h"
-#include "compress/error_feedback.h"
+#include "compress/local_gradient.h"
 #include "engine/communicator.h"
 #include "engine/planner.h"
 
@@ -56,9 +56,10 @@ class GradientExchange final : public Operation {
  public:
   using V = accumulate_t<T>;
 
-  // `name` identifies the group; ranks must agree on it.
+  // `name` identifies the group; ranks must agree on it. `local` tells where gradient and residual
+  // lie; null: in the processor's memory.
   GradientExchange(std::string name, std::uint64_t extent, ExchangeOptions const& options,
-                   Communicator& communicator);
+                   Communicator& communicator, std::unique_ptr<LocalGradient<T>> local = nullptr);
 
   // What the next submission works on: the sizes of the segments add up to the extent. The memory
   // must stay until the operation has ended.
@@ -103,11 +104,9 @@ class GradientExchange final : public Operation {
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;
   AlgorithmEntry const* algorithm_ = nullptr;  // null: not decided yet
-  std::vector<Segment<T>> segments_;
-  ErrorFeedback<T> feedback_;
+  std::unique_ptr<LocalGradient<T>> local_;
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
-  Buffer<T> flat_;  // where a dense exchange gathers a gradient of several segments
   bool delivered_ = false;
   // Of the last step on this rank, for the plan.
   Duration prepared_{};

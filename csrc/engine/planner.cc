@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <numbers>
 #include <utility>
 
 #include "compress/error_feedback.h"
@@ -11,9 +10,6 @@
 
 namespace sparsecomm {
 namespace {
-
-constexpr double raw_index_bits = 32;
-constexpr double delta_over_entropy = 1.02;
 
 double as_double(std::uint64_t count) { return static_cast<double>(count); }
 
@@ -56,13 +52,6 @@ Figures Figures::from_values(std::span<const double> values) {
       {values[3], values[4], values[5], values[6], values[7], values[8], values[9], values[10]}};
 }
 
-double expected_index_bits(std::uint64_t extent, std::uint64_t nnz, IndexCodecChoice choice) {
-  if (choice == IndexCodecChoice::raw32 || nnz == 0 || extent == 0) return raw_index_bits;
-  double const density = std::min(1.0, as_double(nnz) / as_double(extent));
-  double const delta = delta_over_entropy * std::log2(std::numbers::e / density);
-  return choice == IndexCodecChoice::delta ? delta : std::min(raw_index_bits, delta);
-}
-
 std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks) {
   if (k >= extent) return extent;
   double const absent = std::log1p(-as_double(k) / as_double(extent));
@@ -76,64 +65,85 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   Rates const& rates = figures.rates;
   double const extent = as_double(workload.extent);
   double const k = as_double(workload.k);
-  auto const sparse_bytes = static_cast<double>(workload.value_bytes);
-  auto const dense_bytes = static_cast<double>(workload.element_bytes);
   // Memory is what selection costs: its rates were measured with 4 bytes of each.
-  double const width = (dense_bytes + sparse_bytes) / 8;
+  double const width = as_double(workload.element_bytes + workload.value_bytes) / 8;
 
+  Prediction prediction{.algorithm = &entry};
   CostShape shape{.ranks = workload.ranks, .extent = workload.extent, .k = workload.k};
   shape.union_nnz = workload.union_nnz > 0
                         ? workload.union_nnz
                         : expected_union(workload.extent, workload.k, workload.ranks);
+  prediction.value_codec = find_value_codec(ValueCodec::raw);
   if (entry.sparse) {
-    shape.value_bytes = sparse_bytes;
-    shape.index_bytes =
-        expected_index_bits(workload.extent, workload.k, workload.options.frame.index_codec) / 8;
-    if (workload.options.frame.allow_dense && workload.k > 0) {
-      shape.index_bytes = std::min(shape.index_bytes, sparse_bytes * (extent / k - 1));
-    }
+    shape.frame = workload.options.frame;
+    if (!entry.rounds) shape.frame.value_codec = ValueCodec::raw;
+    prediction.value_codec = find_value_codec(shape.frame.value_codec);
+    shape.value_bytes =
+        as_double(prediction.value_codec->encoded_bytes(value_bucket, workload.value_bytes)) /
+        value_bucket;
+    prediction.index_codec = expected_frame(k, extent, shape.value_bytes, shape.frame).index_codec;
   } else {
-    shape.value_bytes = dense_bytes;
+    bool const narrow = workload.selects || entry.dense->rounds_once;
+    shape.value_bytes = as_double(narrow ? workload.element_bytes : workload.value_bytes);
   }
   // One rank's gradient is the result of a dense exchange already.
   bool const nothing = !entry.sparse && workload.ranks == 1;
   Cost const cost = nothing ? Cost{} : entry.cost(shape, workload.options);
   Cost const agreement = agreement_cost(workload.ranks);
 
-  Prediction prediction{.algorithm = &entry};
   prediction.bytes = cost.bytes + agreement.bytes;
   prediction.messages = cost.messages + agreement.messages;
   prediction.latency =
       (cost.rounds + agreement.rounds) * link.round + prediction.messages * link.message;
   prediction.transfer = prediction.bytes * link.byte;
-  prediction.compute = cost.entries * rates.merge * (4 + sparse_bytes) / 8 +
+  prediction.compute = cost.entries * rates.merge * as_double(4 + workload.value_bytes) / 8 +
                        cost.dense_entries * rates.reduce * shape.value_bytes / 4;
-  if (workload.selects) prediction.select = width * extent * rates.check;
-  if (!entry.sparse) {
-    // Error feedback keeps a copy, in case the exchange fails.
-    if (workload.selects) prediction.select += width * extent * 2 * rates.check;
+  double const result =
+      entry.top_k_result ? std::min(k, as_double(shape.union_nnz)) : as_double(shape.union_nnz);
+  if (!workload.selects) {
+    // From the form that the caller has to the one that travels, and back.
+    double const pass = extent * rates.reduce;
+    if (entry.sparse && workload.dense_data) {
+      prediction.select = width * extent * rates.pass;
+      prediction.apply = pass + result * rates.scatter;
+    } else if (entry.sparse) {
+      prediction.apply = std::min(result * rates.scatter, pass);
+    } else if (!workload.dense_data) {
+      prediction.select = pass + k * rates.scatter;
+      prediction.apply = pass;
+    }
     return prediction;
   }
-  double const all = as_double(shape.union_nnz);
-  double const result = entry.top_k_result ? std::min(k, all) : all;
+  prediction.select = width * extent * rates.check;
+  if (!entry.sparse) {
+    // Error feedback keeps a copy, in case the exchange fails.
+    prediction.select += width * extent * 2 * rates.check;
+    return prediction;
+  }
+  prediction.select +=
+      width * (threshold_seconds(workload, rates) + extent * rates.pass + k * rates.pack);
   prediction.apply = std::min(result * rates.scatter, extent * rates.reduce);
-  if (workload.selects) {
-    prediction.select +=
-        width * (threshold_seconds(workload, rates) + extent * rates.pass + k * rates.pack);
-    if (entry.top_k_result && all > 0) prediction.apply += k * (1 - result / all) * rates.scatter;
+  if (entry.top_k_result && shape.union_nnz > 0) {
+    prediction.apply += k * (1 - result / as_double(shape.union_nnz)) * rates.scatter;
   }
   return prediction;
 }
 
 bool delivers_exact_entries(AlgorithmEntry const& entry) {
-  return !entry.sparse || entry.lossless() || entry.top_k_result;
+  return !entry.inner && (!entry.sparse || entry.lossless() || entry.top_k_result);
+}
+
+bool is_candidate(AlgorithmEntry const& entry, Workload const& workload) {
+  // An engine sums halves as halves, which may overflow.
+  bool const sums_wide = workload.element_bytes == workload.value_bytes;
+  return entry.inner ? workload.inner && sums_wide : delivers_exact_entries(entry);
 }
 
 std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const& figures,
-                                        bool (*eligible)(AlgorithmEntry const&)) {
+                                        bool (*eligible)(AlgorithmEntry const&, Workload const&)) {
   std::vector<Prediction> predictions;
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (eligible(entry)) predictions.push_back(predict(entry, workload, figures));
+    if (eligible(entry, workload)) predictions.push_back(predict(entry, workload, figures));
   }
   std::ranges::sort(predictions, [](Prediction const& a, Prediction const& b) {
     return std::pair(a.total(), a.algorithm) < std::pair(b.total(), b.algorithm);
@@ -260,7 +270,7 @@ std::span<const Prediction> Plan::predictions(Workload const& known) {
   if (same && !predictions_.empty()) return predictions_;
   predictions_.clear();
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (delivers_exact_entries(entry)) {
+    if (is_candidate(entry, known)) {
       predictions_.push_back(predict(entry, known, *state_.figures));
     }
   }

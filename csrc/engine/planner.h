@@ -58,12 +58,17 @@ struct Workload {
   std::size_t element_bytes = 4;
   std::size_t value_bytes = 4;  // of a residual, and of a sparse value
   bool selects = true;          // selection and error feedback are part of the step
+  bool dense_data = true;       // where nothing is selected: of a dense vector, else of pairs
+  bool inner = false;           // the transport's engine has an allreduce of its own
   AlgorithmOptions options;     // the schedule, and how frames are encoded
 };
 
 struct Prediction {
   AlgorithmEntry const* algorithm = nullptr;
-  double select = 0;    // check for NaN, threshold, and the pass that selects (dense: flushes)
+  // Of one rank's contribution, as the smallest frame has it; null: sent dense.
+  IndexCodecEntry const* index_codec = nullptr;
+  ValueCodecEntry const* value_codec = nullptr;
+  double select = 0;    // check for NaN, threshold, the pass that selects (dense: flushes) or packs
   double latency = 0;   // rounds and messages, the agreement's included
   double transfer = 0;  // bytes
   double compute = 0;   // encoding, decoding, merging
@@ -75,10 +80,6 @@ struct Prediction {
   double total() const { return select + exchange() + apply; }
 };
 
-// Bits that an index of `nnz` random positions out of `extent` takes with the codec chosen: 32 raw,
-// log2(e/density) for delta and 2% more, for `smallest` the least.
-double expected_index_bits(std::uint64_t extent, std::uint64_t nnz, IndexCodecChoice choice);
-
 // Entries of the union of `ranks` random selections of k out of `extent`.
 std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks);
 
@@ -87,12 +88,13 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
 // The algorithms that `auto` chooses from for gradients: those that deliver everything (dense), the
 // exact sum of the selections (lossless), or its k largest entries. Those that round values are
 // left to whoever names them.
-bool delivers_exact_entries(AlgorithmEntry const& entry);
+bool delivers_exact_entries(AlgorithmEntry const& entry);  // on every transport
+bool is_candidate(AlgorithmEntry const& entry, Workload const& workload);
 
 // Predictions for all algorithms for which `eligible` holds, the quickest first; ties by the
 // table's order.
 std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const& figures,
-                                        bool (*eligible)(AlgorithmEntry const&));
+                                        bool (*eligible)(AlgorithmEntry const&, Workload const&));
 
 // What a plan has seen of an algorithm.
 struct Experience {

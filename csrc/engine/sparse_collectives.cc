@@ -5,7 +5,6 @@
 #include <type_traits>
 
 #include "collectives/patterns.h"
-#include "engine/choose.h"
 
 namespace sparsecomm {
 namespace {
@@ -31,6 +30,12 @@ void check_message(std::uint64_t bytes, std::uint64_t entries) {
   require<Mismatch>(bytes <= largest_payload, "a message with up to ", entries,
                     " entries may take ", bytes, " bytes, it can hold ", largest_payload,
                     "; send less at a time");
+}
+
+// An engine may lose a NaN in min and max; whoever names its allreduce gets what torch gives.
+bool may_reduce_inside(Channel const& channel, Reduction reduction) {
+  bool const orders = reduction == Reduction::min || reduction == Reduction::max;
+  return channel.transport().reduces() && !orders;
 }
 
 // Of a stream in which at most `entries` came together, sent as pairs or, beyond delta, dense.
@@ -62,9 +67,27 @@ IsNeutral<T> is_neutral(Reduction reduction) {
 
 }  // namespace
 
+bool can_reduce(AlgorithmEntry const& entry) { return !entry.sparse || entry.lossless(); }
+
+AlgorithmEntry const* find_reducing(std::string_view name) {
+  if (name == "auto") return nullptr;
+  std::string able = "auto";
+  bool known = false;
+  for (AlgorithmEntry const& entry : algorithms()) {
+    if (can_reduce(entry)) able += concat(", ", entry.name);
+    if (entry.name != name) continue;
+    if (can_reduce(entry)) return &entry;
+    known = true;
+  }
+  throw InvalidArgument(concat("algorithm '", name, known ? "' is not exact" : "' is unknown",
+                               "; choose one of ", able));
+}
+
 template <class T>
-AllreduceOperation<T>::AllreduceOperation(AlgorithmOptions const& options)
-    : options_(options),
+AllreduceOperation<T>::AllreduceOperation(Communicator& communicator,
+                                          AlgorithmOptions const& options)
+    : communicator_(communicator),
+      options_(options),
       sparse_(algorithms().size()),
       dense_(algorithms().size()),
       wide_dense_(algorithms().size()) {}
@@ -74,8 +97,11 @@ void AllreduceOperation<T>::configure(CollectiveConfig config) {
   if (config.algorithm != nullptr) {
     find_reducing(config.algorithm->name);
   }
-  text_ = describe<T>("allreduce", config) + describe_reduction(config) +
-          concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name);
+  std::string const text =
+      describe<T>("allreduce", config) + describe_reduction(config) +
+      concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name);
+  sparse_text_ = text + ";form=sparse";
+  dense_text_ = text + ";form=dense";
   config_ = std::move(config);
 }
 
@@ -102,20 +128,46 @@ Proposal AllreduceOperation<T>::prepare() {
                                            data_, is_neutral<T>(config_.reduction)))
                       : data_.size();
   }
-  return {text_, true, entries_};
+  return {is_dense_ ? dense_text_ : sparse_text_, true, entries_};
 }
 
 template <class T>
 void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
-  AlgorithmEntry const& entry = config_.algorithm != nullptr
-                                    ? *config_.algorithm
-                                    : choose({channel.size(), config_.extent, dtype_of<T>(),
-                                              agreement.most_entries, agreement.total_entries});
+  AlgorithmEntry const* chosen = config_.algorithm;
+  if (chosen == nullptr) {
+    auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
+      return can_reduce(entry) && (!entry.inner || given.inner);
+    };
+    chosen = rank_algorithms(workload(channel, agreement), communicator_.figures(channel), eligible)
+                 .front()
+                 .algorithm;
+  }
+  AlgorithmEntry const& entry = *chosen;
   if (entry.sparse) {
     reduce_sparse(channel, agreement, entry);
   } else {
     reduce_dense(channel, entry);
   }
+}
+
+// From numbers that all ranks have agreed on, so that all choose alike.
+template <class T>
+Workload AllreduceOperation<T>::workload(Channel const& channel, Agreement const& agreement) const {
+  int const ranks = channel.size();
+  std::uint64_t const average = agreement.total_entries / static_cast<std::uint64_t>(ranks);
+  Workload workload{.ranks = ranks,
+                    .extent = config_.extent,
+                    .k = std::max<std::uint64_t>(agreement.most_entries, 1),
+                    .element_bytes = is_dense_ ? sizeof(T) : sizeof(V),
+                    .value_bytes = sizeof(V),
+                    .selects = false,
+                    .dense_data = is_dense_,
+                    .inner = may_reduce_inside(channel, config_.reduction),
+                    .options = options_};
+  workload.union_nnz = std::max(
+      workload.k, expected_union(config_.extent, std::max<std::uint64_t>(average, 1), ranks));
+  workload.options.frame.allow_dense &= config_.reduction == Reduction::sum;
+  return workload;
 }
 
 template <class T>
@@ -137,6 +189,8 @@ void AllreduceOperation<T>::reduce_sparse(Channel& channel, Agreement const& agr
 
 template <class T>
 void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const& entry) {
+  std::string const reason = problem(entry, channel.transport());
+  require<Mismatch>(reason.empty(), reason);
   auto const line = static_cast<std::size_t>(&entry - algorithms().data());
   std::uint64_t const entries = entry.dense->largest_message(config_.extent, channel.size());
   check_message(header_bytes + entries * sizeof(V), entries);

@@ -22,11 +22,20 @@ namespace sparsecomm {
 // for example, as "name=value;name=value".
 struct CollectiveConfig {
   std::string vector;
-  std::uint64_t extent = 0;                   // at most 2^32 - 2
-  AlgorithmEntry const* algorithm = nullptr;  // null: choose() decides for each call
+  std::uint64_t extent = 0;  // at most 2^32 - 2
+  AlgorithmEntry const* algorithm =
+      nullptr;  // null: "auto", the one predicted to be the quickest for each call
   Reduction reduction = Reduction::sum;
   bool average = false;  // of a sum: divided by the number of ranks
 };
+
+// Whether the entry gives the exact reduction, but for the rounding of sums: what "auto" chooses
+// from.
+bool can_reduce(AlgorithmEntry const& entry);
+
+// The entry of that name, null for "auto". Throws InvalidArgument that lists those that can where
+// this one is unknown, or cuts or rounds its result.
+AlgorithmEntry const* find_reducing(std::string_view name);
 
 // The reduction of one vector per rank, exact but for the rounding of sums in accumulate_t<T>, with
 // the same bits on every rank. T is any element type; a vector that is given as sparse has
@@ -36,12 +45,14 @@ class AllreduceOperation final : public Operation {
  public:
   using V = accumulate_t<T>;
 
-  explicit AllreduceOperation(AlgorithmOptions const& options = {});
+  // "auto" predicts with the communicator's figures, which its first use measures.
+  explicit AllreduceOperation(Communicator& communicator, AlgorithmOptions const& options = {});
 
   // Throws InvalidArgument where the extent exceeds 2^32 - 2, or the algorithm cannot reduce so.
   void configure(CollectiveConfig config);
 
-  // A sparse contribution, whose memory stays until the operation has ended.
+  // A sparse contribution, whose memory stays until the operation has ended. All ranks contribute
+  // in the same form: what is cheapest depends on it.
   void bind(SparseView<V> contribution);
   // After the operation, until the next one: the reduction, not divided yet where the average is
   // wanted. Entries that are the neutral element may be missing.
@@ -60,9 +71,12 @@ class AllreduceOperation final : public Operation {
   SparseView<V> compress();
   void expand(int ranks);
 
+  Workload workload(Channel const& channel, Agreement const& agreement) const;
+
+  Communicator& communicator_;
   AlgorithmOptions options_;
   CollectiveConfig config_;
-  std::string text_;
+  std::string dense_text_, sparse_text_;
   bool is_dense_ = false;
   SparseView<V> contribution_;
   std::span<T> data_;

@@ -79,8 +79,9 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
 bool settled(std::span<const std::optional<FailureReport>> reports) {
   std::set<int> gone;
   for (auto const& report : reports) {
-    if (report && report->cause == FailureReport::Cause::lost) {
-      gone.insert(report->suspects.begin(), report->suspects.end());
+    // Of several, one is gone; the others may have given up, and be about to report.
+    if (report && report->cause == FailureReport::Cause::lost && report->suspects.size() == 1) {
+      gone.insert(report->suspects.front());
     }
   }
   for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {

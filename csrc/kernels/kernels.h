@@ -6,6 +6,7 @@
 // of residuals and packed values.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "base/dtype.h"
+#include "base/executor.h"
 
 namespace sparsecomm {
 
@@ -26,7 +28,7 @@ struct Threshold {
 
 // Part of a gradient with the residual of the same entries. A gradient is a list of segments, in
 // index order; segment s starts at the sum of the sizes before it. Both spans have the same size
-// and do not overlap.
+// and do not overlap. For thresholds, which only read, the residual may be empty: zeros.
 template <class T>
 struct Segment {
   std::span<T> gradient;
@@ -40,6 +42,24 @@ struct PackedSpan {
   std::span<V> values;
 };
 
+// What fused error feedback works on. Without momentum the entries are
+//   a = residual + scale * gradient
+// and with momentum correction
+//   u = factor * u + scale * gradient,   a = v + u
+// where `momentum` holds u and `residual` holds v. What is taken leaves a zero in v and, where
+// mask_momentum says so (factor masking), in u. Source: Lin et al. 2018 (Deep Gradient
+// Compression), sections 3.1 and 3.2.
+template <class T>
+struct FusedArguments {
+  using V = accumulate_t<T>;
+  std::span<T> gradient;
+  std::span<V> residual;  // of the same size
+  V scale = 1;
+  std::span<V> momentum = {};  // of the same size; empty: no momentum correction
+  V factor = 0;
+  bool mask_momentum = true;
+};
+
 // The SIMD kernels store whole vectors, so a PackedSpan needs this many entries beyond the most it
 // may return.
 inline constexpr std::size_t packed_slack = 64;
@@ -51,6 +71,16 @@ struct SelectionStats {
   bool finite = true;     // false when any a was NaN or Inf
   bool complete = true;   // false when `limit` was reached and passing entries stayed behind
 };
+
+// The most entries of a bucket of which the k largest are found.
+inline constexpr std::size_t max_bucket = 4096;
+
+// How many entries that packs for `size` entries in buckets: min(k, bucket) of each, of which the
+// last may be smaller.
+constexpr std::uint64_t bucket_top_k_count(std::uint64_t size, std::uint64_t bucket,
+                                           std::uint64_t k) {
+  return size / bucket * std::min(k, bucket) + std::min(k, size % bucket);
+}
 
 // The most bins of one magnitude_histogram.
 inline constexpr std::size_t histogram_bins = 2048;
@@ -75,20 +105,32 @@ struct KernelTable {
   // True when no entry is NaN or Inf. Reads N.
   bool (*all_finite)(std::span<const T> x);
 
-  // Fused error feedback, one pass: a = residual + gradient; entries that pass the threshold are
+  // Fused error feedback, one pass: entries a, as FusedArguments says, that pass the threshold are
   // packed as (first_index + position, a) in index order and their residual becomes +0; every other
   // residual becomes a; the gradient becomes +0. At most `limit` entries are packed (out holds
   // limit + packed_slack): what no longer fits stays in the residual. threshold.ties is decremented
-  // by the ties taken, so that segments chain. Reads 2N, writes 2N. Source: Ok-Topk Algorithm 2
-  // lines 4-6.
-  SelectionStats<V> (*fused_error_feedback)(std::span<T> gradient, std::span<V> residual,
+  // by the ties taken, so that segments chain. Reads 2N, writes 2N; 3N with momentum. Source:
+  // Ok-Topk Algorithm 2 lines 4-6.
+  SelectionStats<V> (*fused_error_feedback)(FusedArguments<T> const& arguments,
                                             Threshold<V>& threshold, std::uint32_t first_index,
                                             std::size_t limit, PackedSpan<V> out);
 
-  // The same selection of x itself, which stays as it is. Reads N.
+  // The same with every entry packed, zeros too: for ranges that are always sent. `out` holds all
+  // of them and packed_slack more.
+  SelectionStats<V> (*send_all)(FusedArguments<T> const& arguments, std::uint32_t first_index,
+                                PackedSpan<V> out);
+
+  // The selection of fused_error_feedback of x itself, which stays as it is. Reads N.
   SelectionStats<V> (*select)(std::span<const T> x, Threshold<V>& threshold,
                               std::uint32_t first_index, std::size_t limit, PackedSpan<V> out);
 
+  // Packs the k largest entries of each bucket of x, as top_k.h says which they are. `out` has room
+  // for bucket_top_k_count(x.size(), bucket, k) and no more. Reads N.
+  void (*top_k_of_buckets)(std::span<const T> x, std::size_t bucket, std::size_t k,
+                           std::uint32_t first_index, PackedSpan<V> out);
+
+  // Of these three, the residual may be empty: then they read the gradient alone.
+  //
   // Adds to counts[b] the number of entries of |gradient + residual| whose bit pattern (of float or
   // double, sign cleared), shifted right by `shift` and less `base`, is b < counts.size(); others
   // go uncounted. At most histogram_bins counts. The radix passes of exact_threshold.
@@ -110,15 +152,23 @@ KernelTable<T> const& kernels();
 template <class T>
 std::span<KernelTable<T> const> kernel_tables();
 
+// What exact_threshold and sampled_threshold keep between calls, so that they need not allocate.
+template <class V>
+struct ThresholdScratch {
+  std::vector<V> magnitudes;
+  std::vector<std::vector<V>> of_workers;
+};
+
 // The threshold that selects exactly min(k, non-zeros) entries of gradient + residual: the k-th
 // largest magnitude, with as many ties as make up k. Entries that are not finite count, and are
 // selected even where they are more than k. Throws InvalidArgument unless 1 <= k. Reads 2N once, as
 // a rule: a sample brackets the threshold and one pass collects what lies in the bracket; where
-// ties or the sample defeat that, up to 3 passes more (6 for double). `scratch` is reused between
-// calls.
+// ties or the sample defeat that, up to 3 passes more (6 for double).
 template <class T>
 Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
-                                           std::vector<accumulate_t<T>>& scratch);
+                                           ThresholdScratch<accumulate_t<T>>& scratch,
+                                           Executor const& executor = inline_executor(),
+                                           KernelTable<T> const& kernel = kernels<T>());
 
 // The smallest sample that sampled_threshold takes.
 inline constexpr std::size_t minimum_sample = 4096;
@@ -136,7 +186,9 @@ std::size_t sampled_stride(std::size_t size, std::uint64_t k, std::size_t stride
 template <class T>
 Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                              std::size_t stride, std::size_t phase,
-                                             std::vector<accumulate_t<T>>& scratch);
+                                             ThresholdScratch<accumulate_t<T>>& scratch,
+                                             Executor const& executor = inline_executor(),
+                                             KernelTable<T> const& kernel = kernels<T>());
 
 // The threshold that k of the entries of gradient + residual would exceed in magnitude if they were
 // normally distributed with the mean and the deviation they have, lowered (by 1/64 of an octave at

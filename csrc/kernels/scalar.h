@@ -1,11 +1,14 @@
 // The scalar kernels: the oracle of the SIMD ones, and what runs where there is no SIMD.
 #pragma once
 
+#include "kernels/block_scan.h"
 #include "kernels/kernels.h"
 
 namespace sparsecomm {
 
 template <class T>
 KernelTable<T> scalar_kernels();
+
+BlockKernelTable scalar_block_kernels();
 
 }  // namespace sparsecomm

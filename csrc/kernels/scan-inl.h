@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "kernels/scan.h"
-#include "kernels/vector-inl.h"
+#include "kernels/sources-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sparsecomm {
@@ -57,12 +57,10 @@ bool all_finite(std::span<const T> x) {
   return hn::AllTrue(d, hn::Lt(most, infinity)) && all_finite_range(x.subspan(i));
 }
 
-template <class T>
-void magnitude_histogram(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
-                         unsigned shift, std::uint64_t base, std::span<std::uint64_t> counts) {
-  using V = accumulate_t<T>;
-  require_same_size(gradient.size(), residual.size());
-  require_bins(counts.size());
+template <class Source>
+void histogram_of(Source const& source, std::size_t size, unsigned shift, std::uint64_t base,
+                  std::span<std::uint64_t> counts) {
+  using V = typename Source::V;
   if (base > std::uint64_t{magnitude_mask<V>} >> shift) return;
   hn::ScalableTag<V> const d;
   hn::RebindToUnsigned<decltype(d)> const du;
@@ -76,13 +74,13 @@ void magnitude_histogram(std::span<const T> gradient, std::span<const accumulate
   std::array<std::array<std::uint32_t, histogram_bins + 1>, ways> tables;
   HWY_ALIGN std::array<Bits, hn::MaxLanes(d)> bins;
   std::size_t i = 0;
-  while (gradient.size() - i >= lanes) {
+  while (size - i >= lanes) {
     // In blocks that 32 bits can count.
-    std::size_t const left = std::min<std::size_t>(gradient.size() - i, std::size_t{1} << 31);
+    std::size_t const left = std::min<std::size_t>(size - i, std::size_t{1} << 31);
     std::size_t const end = i + left - left % lanes;
     for (auto& table : tables) std::fill_n(table.begin(), counts.size() + 1, 0);
     for (; i < end; i += lanes) {
-      auto const bits = magnitudes(d, load_sum(d, residual.data() + i, gradient.data() + i));
+      auto const bits = magnitudes(d, load_values(d, source, i));
       auto const bin =
           hn::Sub(hn::ShiftRightSame(hn::BitCast(du, bits), static_cast<int>(shift)), lowest);
       hn::Store(hn::Min(bin, outside), du, bins.data());
@@ -92,7 +90,16 @@ void magnitude_histogram(std::span<const T> gradient, std::span<const accumulate
       for (auto const& table : tables) counts[bin] += table[bin];
     }
   }
-  count_range(gradient, residual, i, shift, base, counts);
+  count_range(source, i, size, shift, base, counts);
+}
+
+template <class T>
+void magnitude_histogram(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                         unsigned shift, std::uint64_t base, std::span<std::uint64_t> counts) {
+  require_bins(counts.size());
+  visit_sum(gradient, residual, [&](auto const& source) {
+    histogram_of(source, gradient.size(), shift, base, counts);
+  });
 }
 
 // The largest signed bit pattern less than `bound`, as far as magnitudes go.
@@ -117,12 +124,9 @@ HWY_INLINE std::size_t collect_vector(D d, hn::Vec<Signed<D>> bits, hn::Vec<Sign
   return hn::CountTrue(di, within);
 }
 
-template <class T>
-std::uint64_t collect_magnitudes(std::span<const T> gradient,
-                                 std::span<const accumulate_t<T>> residual, std::uint64_t low,
-                                 std::uint64_t high, std::vector<accumulate_t<T>>& out) {
-  using V = accumulate_t<T>;
-  require_same_size(gradient.size(), residual.size());
+template <class Source, class V>
+std::uint64_t collect_from(Source const& source, std::size_t size, std::uint64_t low,
+                           std::uint64_t high, std::vector<V>& out) {
   hn::ScalableTag<V> const d;
   Signed<decltype(d)> const di;
   std::size_t const lanes = hn::Lanes(d);
@@ -131,23 +135,20 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
   std::uint64_t count_above = 0;
   std::size_t used = out.size();
   std::size_t i = 0;
-  while (gradient.size() - i >= 4 * lanes) {
+  while (size - i >= 4 * lanes) {
     // In blocks: there is room for all of a block before it starts.
-    std::size_t const left = std::min<std::size_t>(gradient.size() - i, 16384);
+    std::size_t const left = std::min<std::size_t>(size - i, 16384);
     std::size_t const end = i + left - left % (4 * lanes);
     if (out.size() < used + left + packed_slack) {
       out.resize(std::max(2 * out.size(), used + left + packed_slack));
     }
     auto above = hn::Zero(di);
     for (; i < end; i += 4 * lanes) {
-      V const* r = residual.data() + i;
-      T const* g = gradient.data() + i;
-      prefetch_group(r);
-      prefetch_group(g);
-      auto const b0 = magnitudes(d, load_sum(d, r, g));
-      auto const b1 = magnitudes(d, load_sum(d, r + lanes, g + lanes));
-      auto const b2 = magnitudes(d, load_sum(d, r + 2 * lanes, g + 2 * lanes));
-      auto const b3 = magnitudes(d, load_sum(d, r + 3 * lanes, g + 3 * lanes));
+      prefetch(source, i);
+      auto const b0 = magnitudes(d, load_values(d, source, i));
+      auto const b1 = magnitudes(d, load_values(d, source, i + lanes));
+      auto const b2 = magnitudes(d, load_values(d, source, i + 2 * lanes));
+      auto const b3 = magnitudes(d, load_values(d, source, i + 3 * lanes));
       if (hn::AllFalse(di, hn::Gt(max4(di, b0, b1, b2, b3), below))) continue;
       used += collect_vector(d, b0, below, last, above, out.data() + used);
       used += collect_vector(d, b1, below, last, above, out.data() + used);
@@ -158,32 +159,40 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
         static_cast<std::uint64_t>(-std::int64_t{hn::GetLane(hn::SumOfLanes(di, above))});
   }
   out.resize(used);
-  return count_above + collect_range(gradient, residual, i, low, high, out);
-}
-
-// gradient + residual of the next Lanes(d) entries, as double.
-template <class D, class T>
-HWY_INLINE hn::Vec<D> load_wide_sum(D d, accumulate_t<T> const* residual, T const* gradient) {
-  if constexpr (std::is_same_v<T, double>) {
-    return load_sum(d, residual, gradient);
-  } else {
-    return hn::PromoteTo(d, load_sum(hn::Rebind<float, D>(), residual, gradient));
-  }
+  return count_above + collect_range(source, i, size, low, high, out);
 }
 
 template <class T>
-Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> residual) {
-  require_same_size(gradient.size(), residual.size());
+std::uint64_t collect_magnitudes(std::span<const T> gradient,
+                                 std::span<const accumulate_t<T>> residual, std::uint64_t low,
+                                 std::uint64_t high, std::vector<accumulate_t<T>>& out) {
+  return visit_sum(gradient, residual, [&](auto const& source) {
+    return collect_from(source, gradient.size(), low, high, out);
+  });
+}
+
+// The next Lanes(d) entries, as double.
+template <class D, class Source>
+HWY_INLINE hn::Vec<D> load_wide(D d, Source const& source, std::size_t i) {
+  if constexpr (std::is_same_v<typename Source::V, double>) {
+    return load_values(d, source, i);
+  } else {
+    return hn::PromoteTo(d, load_values(hn::Rebind<float, D>(), source, i));
+  }
+}
+
+template <class Source>
+Moments moments_of(Source const& source, std::size_t size) {
   hn::CappedTag<double, moment_lanes / 4> const d;
   std::size_t const lanes = hn::Lanes(d);
   MomentLanes all;
-  std::size_t const blocks = gradient.size() - gradient.size() % moment_lanes;
+  std::size_t const blocks = size - size % moment_lanes;
   // Four vectors of lanes at a time: one pass but for the narrowest vectors.
   for (std::size_t lane = 0; lane < moment_lanes; lane += 4 * lanes) {
     auto sum0 = hn::Zero(d), sum1 = sum0, sum2 = sum0, sum3 = sum0;
     auto squares0 = sum0, squares1 = sum0, squares2 = sum0, squares3 = sum0;
     auto const add = [&](std::size_t i, auto& sum, auto& squares) HWY_ATTR {
-      auto const value = load_wide_sum(d, residual.data() + i, gradient.data() + i);
+      auto const value = load_wide(d, source, i);
       sum = hn::Add(sum, value);
       squares = hn::Add(squares, hn::Mul(value, value));
     };
@@ -202,8 +211,14 @@ Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> re
     store(lane + 2 * lanes, sum2, squares2);
     store(lane + 3 * lanes, sum3, squares3);
   }
-  all.add_range<T>(gradient, residual, blocks);
+  all.add_range(source, blocks, size);
   return all.total();
+}
+
+template <class T>
+Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> residual) {
+  return visit_sum(gradient, residual,
+                   [&](auto const& source) { return moments_of(source, gradient.size()); });
 }
 
 }  // namespace HWY_NAMESPACE

@@ -10,13 +10,9 @@
 #include "base/error.h"
 #include "kernels/kernels.h"
 #include "kernels/magnitude.h"
+#include "kernels/sources.h"
 
 namespace sparsecomm {
-
-inline void require_same_size(std::size_t gradient, std::size_t residual) {
-  require(gradient == residual, "a gradient of ", gradient,
-          " entries needs a residual of as many, not of ", residual);
-}
 
 inline void require_bins(std::size_t bins) {
   require(bins <= histogram_bins, "a histogram has at most ", histogram_bins, " bins, not ", bins);
@@ -30,25 +26,21 @@ bool all_finite_range(std::span<const T> x) {
   return true;
 }
 
-template <class T>
-void count_range(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
-                 std::size_t begin, unsigned shift, std::uint64_t base,
-                 std::span<std::uint64_t> counts) {
-  for (std::size_t i = begin; i < gradient.size(); ++i) {
-    std::uint64_t const bin =
-        std::uint64_t{magnitude_bits(residual[i] + widen(gradient[i]))} >> shift;
+template <class Source>
+void count_range(Source const& source, std::size_t begin, std::size_t end, unsigned shift,
+                 std::uint64_t base, std::span<std::uint64_t> counts) {
+  for (std::size_t i = begin; i < end; ++i) {
+    std::uint64_t const bin = std::uint64_t{magnitude_bits(source.value(i))} >> shift;
     if (bin >= base && bin - base < counts.size()) ++counts[bin - base];
   }
 }
 
-template <class T>
-std::uint64_t collect_range(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
-                            std::size_t begin, std::uint64_t low, std::uint64_t high,
-                            std::vector<accumulate_t<T>>& out) {
-  using V = accumulate_t<T>;
+template <class Source, class V>
+std::uint64_t collect_range(Source const& source, std::size_t begin, std::size_t end,
+                            std::uint64_t low, std::uint64_t high, std::vector<V>& out) {
   std::uint64_t above = 0;
-  for (std::size_t i = begin; i < gradient.size(); ++i) {
-    magnitude_bits_t<V> const bits = magnitude_bits(residual[i] + widen(gradient[i]));
+  for (std::size_t i = begin; i < end; ++i) {
+    magnitude_bits_t<V> const bits = magnitude_bits(source.value(i));
     if (bits >= high) {
       ++above;
     } else if (bits >= low) {
@@ -65,11 +57,10 @@ class MomentLanes {
  public:
   std::array<double, moment_lanes> sum{}, squares{};
 
-  template <class T>
-  void add_range(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
-                 std::size_t begin) {
-    for (std::size_t i = begin; i < gradient.size(); ++i) {
-      auto const value = static_cast<double>(residual[i] + widen(gradient[i]));
+  template <class Source>
+  void add_range(Source const& source, std::size_t begin, std::size_t end) {
+    for (std::size_t i = begin; i < end; ++i) {
+      auto const value = static_cast<double>(source.value(i));
       sum[i % moment_lanes] += value;
       squares[i % moment_lanes] += value * value;
     }

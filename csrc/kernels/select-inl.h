@@ -11,38 +11,11 @@
 #include <cstdint>
 
 #include "kernels/selection.h"
-#include "kernels/vector-inl.h"
+#include "kernels/sources-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sparsecomm {
 namespace HWY_NAMESPACE {
-
-template <class D, class T>
-HWY_INLINE hn::Vec<D> load_values(D d, FusedSource<T> const& source, std::size_t i) {
-  return load_sum(d, source.residual + i, source.gradient + i);
-}
-template <class D, class T>
-HWY_INLINE hn::Vec<D> load_values(D d, ReadOnly<T> const& source, std::size_t i) {
-  return load(d, source.x + i);
-}
-
-template <class D, class T>
-HWY_INLINE void settle_vector(D d, FusedSource<T> const& source, std::size_t i, hn::Vec<D> value) {
-  hn::StoreU(value, d, source.residual + i);
-  store_zeros(d, source.gradient + i);
-}
-template <class D, class T>
-HWY_INLINE void settle_vector(D, ReadOnly<T> const&, std::size_t, hn::Vec<D>) {}
-
-template <class T>
-HWY_INLINE void prefetch(FusedSource<T> const& source, std::size_t i) {
-  prefetch_group(source.residual + i);
-  prefetch_group(source.gradient + i);
-}
-template <class T>
-HWY_INLINE void prefetch(ReadOnly<T> const& source, std::size_t i) {
-  prefetch_group(source.x + i);
-}
 
 // Per block two phases, neither with a branch that depends on the data at usual densities. Vectors
 // find the entries that pass and pack their indices; then those entries, few and in the cache, are
@@ -143,6 +116,10 @@ class VectorSelection {
     } else {
       selection_.ties -= ties;
     }
+    if (source_.masks()) {
+      for (std::size_t i = begin; i < selection_.count; ++i)
+        source_.mask(indices_[i] - first_index_);
+    }
   }
 
   // Keeps, of the ties packed from `begin` on, the first that are wanted.
@@ -151,7 +128,7 @@ class VectorSelection {
     for (std::size_t i = begin; i < selection_.count; ++i) {
       if (magnitude_bits(values_[i]) == selection_.magnitude) {
         if (selection_.ties == 0) {
-          source_.settle(indices_[i] - first_index_, values_[i], false);
+          source_.give_back(indices_[i] - first_index_, values_[i]);
           continue;
         }
         --selection_.ties;
@@ -193,6 +170,33 @@ struct VectorLoop {
   static void run(Source const& source, std::size_t size, Selection<V>& selection,
                   std::uint32_t first_index) {
     VectorSelection<Source>(source, selection, first_index).run(size);
+  }
+
+  template <class Source, class V>
+  static void send(Source const& source, std::size_t size, std::uint32_t first_index,
+                   PackedSpan<V> out, SelectionStats<V>& stats) {
+    hn::ScalableTag<V> const d;
+    Signed<decltype(d)> const di;
+    hn::Rebind<std::uint32_t, decltype(d)> const d32;
+    using Bits = hn::TFromD<decltype(di)>;
+    std::size_t const lanes = hn::Lanes(d);
+    auto const finite = hn::Set(di, static_cast<Bits>(largest_finite_bits<V>));
+    auto largest = hn::Zero(di), most = largest;
+    std::size_t i = 0;
+    for (; size - i >= lanes; i += lanes) {
+      auto const value = load_values(d, source, i);
+      auto const bits = magnitudes(d, value);
+      most = hn::Max(most, bits);
+      largest = hn::Max(largest, hn::IfThenZeroElse(hn::Gt(bits, finite), bits));
+      settle_taken(d, source, i);
+      hn::StoreU(value, d, out.values.data() + i);
+      hn::StoreU(hn::Iota(d32, first_index + static_cast<std::uint32_t>(i)), d32,
+                 out.indices.data() + i);
+    }
+    stats.finite = hn::AllFalse(di, hn::Gt(most, finite));
+    stats.max_magnitude = from_magnitude_bits<V>(
+        static_cast<magnitude_bits_t<V>>(hn::GetLane(hn::MaxOfLanes(di, largest))));
+    send_range(source, i, size, first_index, out, stats);
   }
 };
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -12,9 +13,22 @@
 #include "base/error.h"
 #include "kernels/kernels.h"
 #include "kernels/magnitude.h"
-#include "kernels/scan.h"
+#include "kernels/sources.h"
 
 namespace sparsecomm {
+
+template <class V>
+void require_packed_room(std::size_t size, std::uint32_t first_index, std::size_t limit,
+                         PackedSpan<V> const& out) {
+  std::size_t const most = std::min(limit, size);
+  require(out.indices.size() == out.values.size() && out.indices.size() >= packed_slack &&
+              out.indices.size() - packed_slack >= most,
+          "a selection of up to ", most, " entries needs room for ", packed_slack,
+          " more, but there is room for ", out.indices.size(), " indices and ", out.values.size(),
+          " values");
+  require(size <= (std::uint64_t{1} << 32) - first_index, "entries ", first_index, " to ",
+          first_index + std::uint64_t{size}, " do not all have 32-bit indices");
+}
 
 template <class V>
 class Selection {
@@ -24,14 +38,7 @@ class Selection {
   Selection(Threshold<V> const& threshold, std::size_t size, std::uint32_t first_index,
             std::size_t limit, PackedSpan<V> out)
       : indices(out.indices.data()), values(out.values.data()), limit(limit) {
-    std::size_t const most = std::min(limit, size);
-    require(out.indices.size() == out.values.size() && out.indices.size() >= packed_slack &&
-                out.indices.size() - packed_slack >= most,
-            "a selection of up to ", most, " entries needs room for ", packed_slack,
-            " more, but there is room for ", out.indices.size(), " indices and ", out.values.size(),
-            " values");
-    require(size <= (std::uint64_t{1} << 32) - first_index, "entries ", first_index, " to ",
-            first_index + std::uint64_t{size}, " do not all have 32-bit indices");
+    require_packed_room(size, first_index, limit, out);
     if (threshold.magnitude > 0) {
       magnitude = std::min(magnitude_bits(threshold.magnitude), largest_finite_bits<V>);
       ties = threshold.magnitude <= std::numeric_limits<V>::max() ? threshold.ties : 0;
@@ -90,38 +97,6 @@ class Selection {
   bool complete = true;
 };
 
-// The two sources of a selection: value(i) is what is offered, settle(i, ...) what happens to it
-// then. After settle(i, value, false), settled(i) is the value and take(i) makes it taken.
-template <class T>
-struct FusedSource {
-  using Element = T;
-  using V = accumulate_t<T>;
-
-  T* gradient;
-  V* residual;
-
-  V value(std::size_t i) const { return residual[i] + widen(gradient[i]); }
-  void settle(std::size_t i, V value, bool taken) const {
-    residual[i] = taken ? V{0} : value;
-    gradient[i] = T{};
-  }
-  V settled(std::size_t i) const { return residual[i]; }
-  void take(std::size_t i) const { residual[i] = 0; }
-};
-
-template <class T>
-struct ReadOnly {
-  using Element = T;
-  using V = accumulate_t<T>;
-
-  T const* x;
-
-  V value(std::size_t i) const { return widen(x[i]); }
-  void settle(std::size_t, V, bool) const {}
-  V settled(std::size_t i) const { return value(i); }
-  void take(std::size_t) const {}
-};
-
 template <class Source, class V>
 void offer_range(Source const& source, Selection<V>& selection, std::size_t begin, std::size_t end,
                  std::uint32_t first_index) {
@@ -131,19 +106,49 @@ void offer_range(Source const& source, Selection<V>& selection, std::size_t begi
   }
 }
 
-// A kernel's two entry points from its loop: Loop::run(source, size, selection, first_index).
+// Packs the entries from `begin` on, all of them.
+template <class Source, class V>
+void send_range(Source const& source, std::size_t begin, std::size_t end, std::uint32_t first_index,
+                PackedSpan<V> out, SelectionStats<V>& stats) {
+  for (std::size_t i = begin; i < end; ++i) {
+    V const value = source.value(i);
+    source.settle(i, value, true);
+    out.indices[i] = first_index + static_cast<std::uint32_t>(i);
+    out.values[i] = value;
+    if (magnitude_bits(value) > largest_finite_bits<V>) {
+      stats.finite = false;
+    } else {
+      stats.max_magnitude = std::max(stats.max_magnitude, std::abs(value));
+    }
+  }
+}
+
+// A kernel's entry points from its loop: Loop::run(source, size, selection, first_index) and
+// Loop::send(source, size, first_index, out, stats).
 template <class T, class Loop>
-SelectionStats<accumulate_t<T>> fused_error_feedback_by(std::span<T> gradient,
-                                                        std::span<accumulate_t<T>> residual,
+SelectionStats<accumulate_t<T>> fused_error_feedback_by(FusedArguments<T> const& arguments,
                                                         Threshold<accumulate_t<T>>& threshold,
                                                         std::uint32_t first_index,
                                                         std::size_t limit,
                                                         PackedSpan<accumulate_t<T>> out) {
-  require_same_size(gradient.size(), residual.size());
-  Selection<accumulate_t<T>> selection(threshold, gradient.size(), first_index, limit, out);
-  FusedSource<T> const source{gradient.data(), residual.data()};
-  Loop::run(source, gradient.size(), selection, first_index);
+  Selection<accumulate_t<T>> selection(threshold, arguments.gradient.size(), first_index, limit,
+                                       out);
+  visit_source(arguments, [&](auto const& source) {
+    Loop::run(source, arguments.gradient.size(), selection, first_index);
+  });
   return selection.finish(threshold);
+}
+
+template <class T, class Loop>
+SelectionStats<accumulate_t<T>> send_all_by(FusedArguments<T> const& arguments,
+                                            std::uint32_t first_index,
+                                            PackedSpan<accumulate_t<T>> out) {
+  std::size_t const size = arguments.gradient.size();
+  require_packed_room(size, first_index, size, out);
+  SelectionStats<accumulate_t<T>> stats{.count = size};
+  visit_source(arguments,
+               [&](auto const& source) { Loop::send(source, size, first_index, out, stats); });
+  return stats;
 }
 
 template <class T, class Loop>

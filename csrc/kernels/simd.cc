@@ -10,6 +10,8 @@
 #include "hwy/highway.h"
 
 #if HWY_TARGET != HWY_SCALAR
+#include "kernels/blocks-inl.h"
+#include "kernels/buckets-inl.h"
 #include "kernels/scan-inl.h"
 #include "kernels/select-inl.h"
 #endif
@@ -25,8 +27,9 @@ void append_kernels(SimdKernels&) {}
 template <class T>
 void append(std::vector<KernelTable<T>>& tables) {
   tables.push_back({hwy::TargetName(HWY_TARGET), all_finite<T>,
-                    fused_error_feedback_by<T, VectorLoop>, select_by<T, VectorLoop>,
-                    magnitude_histogram<T>, collect_magnitudes<T>, moments<T>});
+                    fused_error_feedback_by<T, VectorLoop>, send_all_by<T, VectorLoop>,
+                    select_by<T, VectorLoop>, top_k_of_buckets<T>, magnitude_histogram<T>,
+                    collect_magnitudes<T>, moments<T>});
 }
 
 void append_kernels(SimdKernels& all) {
@@ -34,6 +37,7 @@ void append_kernels(SimdKernels& all) {
   append(all.f64);
   append(all.f16);
   append(all.bf16);
+  all.blocks.push_back({hwy::TargetName(HWY_TARGET), nonzero_blocks});
 }
 #endif
 

@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "kernels/block_scan.h"
 #include "kernels/kernels.h"
 
 namespace sparsecomm {
@@ -12,6 +13,7 @@ struct SimdKernels {
   std::vector<KernelTable<double>> f64;
   std::vector<KernelTable<Half>> f16;
   std::vector<KernelTable<BFloat16>> bf16;
+  std::vector<BlockKernelTable> blocks;
 };
 
 // Fastest first; empty where Highway knows only its own scalar emulation.

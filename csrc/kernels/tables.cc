@@ -30,7 +30,21 @@ std::vector<KernelTable<T>> make_tables() {
   return tables;
 }
 
+std::vector<BlockKernelTable> make_block_tables() {
+  std::vector<BlockKernelTable> tables{scalar_block_kernels()};
+  std::vector<BlockKernelTable> const simd = simd_kernels().blocks;
+  tables.insert(tables.end(), simd.rbegin(), simd.rend());
+  return tables;
+}
+
 }  // namespace
+
+std::span<BlockKernelTable const> block_kernel_tables() {
+  static std::vector<BlockKernelTable> const tables = make_block_tables();
+  return tables;
+}
+
+BlockKernelTable const& block_kernels() { return block_kernel_tables().back(); }
 
 template <class T>
 std::span<KernelTable<T> const> kernel_tables() {

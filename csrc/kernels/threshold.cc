@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <cstddef>
@@ -8,8 +9,10 @@
 #include <vector>
 
 #include "base/error.h"
+#include "kernels/bracket.h"
 #include "kernels/kernels.h"
 #include "kernels/magnitude.h"
+#include "kernels/sources.h"
 
 namespace sparsecomm {
 namespace {
@@ -24,29 +27,35 @@ template <class T>
 std::size_t total_size(std::span<const Segment<T>> segments) {
   std::size_t total = 0;
   for (Segment<T> const& segment : segments) {
-    require(segment.gradient.size() == segment.residual.size(), "a gradient of ",
-            segment.gradient.size(), " entries needs a residual of as many, not of ",
-            segment.residual.size());
+    if (!segment.residual.empty()) {
+      require_same_size(segment.gradient.size(), segment.residual.size());
+    }
     total += segment.gradient.size();
   }
   return total;
 }
 
+constexpr std::size_t sample_part = 4096;
+constexpr std::size_t collect_part = std::size_t{1} << 18;
+
 // Fills `out` with the magnitudes at position(0), position(1), ... position(count - 1), which
 // increase.
 template <class T, class Position>
 void sample_magnitudes(std::span<const Segment<T>> segments, std::size_t count, Position&& position,
-                       std::vector<accumulate_t<T>>& out) {
+                       std::vector<accumulate_t<T>>& out, Executor const& executor) {
   out.resize(count);
-  auto segment = segments.begin();
-  std::size_t first = 0;
-  for (std::size_t i = 0; i < count; ++i) {
-    std::size_t const at = position(i);
-    while (at - first >= segment->gradient.size()) first += (segment++)->gradient.size();
-    accumulate_t<T> const sum =
-        segment->residual[at - first] + widen(segment->gradient[at - first]);
-    out[i] = from_magnitude_bits<accumulate_t<T>>(magnitude_bits(sum));
-  }
+  for_each_part(executor, part_count(count, sample_part), [&](std::size_t part, std::size_t) {
+    auto segment = segments.begin();
+    std::size_t first = 0;
+    std::size_t const end = std::min(count, (part + 1) * sample_part);
+    for (std::size_t i = part * sample_part; i < end; ++i) {
+      std::size_t const at = position(i);
+      while (at - first >= segment->gradient.size()) first += (segment++)->gradient.size();
+      accumulate_t<T> sum = widen(segment->gradient[at - first]);
+      if (!segment->residual.empty()) sum += segment->residual[at - first];
+      out[i] = from_magnitude_bits<accumulate_t<T>>(magnitude_bits(sum));
+    }
+  });
 }
 
 // The bit pattern of rank `rank` >= 1, largest first, and what ranks before it moved to the front.
@@ -112,11 +121,18 @@ class ExactSearch {
 
  public:
   ExactSearch(std::span<const Segment<T>> segments, std::size_t size, std::uint64_t k,
-              std::vector<V>& scratch)
-      : segments_(segments), size_(size), k_(k), scratch_(scratch) {}
+              ThresholdScratch<V>& scratch, Executor const& executor, KernelTable<T> const& kernel)
+      : segments_(segments),
+        size_(size),
+        k_(k),
+        scratch_(scratch.magnitudes),
+        of_workers_(scratch.of_workers),
+        executor_(executor),
+        kernel_(kernel) {}
 
   Threshold<V> run() {
-    if (Bracket const bracket = sampled_bracket(); bracket.narrow) {
+    if (Bracket const bracket = sampled_bracket(segments_, size_, k_, scratch_, executor_);
+        bracket.narrow) {
       std::uint64_t const above = collect(bracket.low, bracket.high);
       std::uint64_t const found = scratch_.size();
       if (above < k_ && k_ <= above + found) {
@@ -128,55 +144,35 @@ class ExactSearch {
   }
 
  private:
-  struct Bracket {
-    std::uint64_t low, high;
-    bool narrow;
-  };
-
-  // A range of bit patterns that almost surely holds the k-th and holds little else. Not narrow:
-  // the values at rank k have too many equals for that.
-  Bracket sampled_bracket() {
-    constexpr std::uint64_t end = std::uint64_t{magnitude_mask<V>} + 1;
-    if (size_ < 4096) return {1, end, true};
-    std::size_t const stride = std::max<std::size_t>(16, size_ / 32768);
-    std::size_t const count = size_ / stride;
-    // One entry at a place of its own of each stride: a pattern that repeats in the gradient cannot
-    // mislead.
-    sample_magnitudes(
-        segments_, count,
-        [stride](std::size_t i) {
-          std::uint64_t const mixed = (i + 1) * 0x9e3779b97f4a7c15u;
-          return i * stride + ((mixed >> 32) * stride >> 32);
-        },
-        scratch_);
-    double const fraction = static_cast<double>(k_) / static_cast<double>(size_);
-    double const rank = fraction * static_cast<double>(count);
-    double const margin = 4 * std::sqrt(rank * (1 - fraction)) + 2;
-    std::span<V> rest = scratch_;
-    std::size_t before = 0;
-    Bracket bracket{1, end, true};
-    if (rank - margin >= 1) {
-      before = static_cast<std::size_t>(rank - margin);
-      bracket.high = std::uint64_t{at_rank(rest, before)} + 1;
-      rest = rest.subspan(before);
-    }
-    if (double const last = std::ceil(rank + margin); last < static_cast<double>(count)) {
-      bracket.low =
-          std::max<std::uint64_t>(1, at_rank(rest, static_cast<std::size_t>(last) - before));
-    }
-    std::size_t const inside = std::count_if(scratch_.begin(), scratch_.end(), [&](V value) {
-      return magnitude_bits(value) >= bracket.low && magnitude_bits(value) < bracket.high;
-    });
-    bracket.narrow = static_cast<double>(inside) <= 4 * margin + static_cast<double>(count) / 16;
-    return bracket;
-  }
-
+  // In no particular order: a rank does not depend on it.
   std::uint64_t collect(std::uint64_t low, std::uint64_t high) {
-    std::uint64_t above = 0;
     scratch_.clear();
+    std::uint64_t above = 0;
     for (Segment<T> const& segment : segments_) {
-      above +=
-          kernels<T>().collect_magnitudes(segment.gradient, segment.residual, low, high, scratch_);
+      auto const collect_part_of = [&](std::size_t begin, std::size_t size, std::vector<V>& out) {
+        return kernel_.collect_magnitudes(
+            segment.gradient.subspan(begin, size),
+            segment.residual.empty() ? segment.residual : segment.residual.subspan(begin, size),
+            low, high, out);
+      };
+      std::size_t const size = segment.gradient.size();
+      if (executor_.threads() == 1 || size <= collect_part) {
+        above += collect_part_of(0, size, scratch_);
+        continue;
+      }
+      if (of_workers_.size() < executor_.threads()) of_workers_.resize(executor_.threads());
+      for (std::vector<V>& magnitudes : of_workers_) magnitudes.clear();
+      std::atomic<std::uint64_t> above_parts = 0;
+      for_each_part(
+          executor_, part_count(size, collect_part), [&](std::size_t part, std::size_t worker) {
+            std::size_t const begin = part * collect_part;
+            above_parts +=
+                collect_part_of(begin, std::min(collect_part, size - begin), of_workers_[worker]);
+          });
+      above += above_parts;
+      for (std::vector<V> const& magnitudes : of_workers_) {
+        scratch_.insert(scratch_.end(), magnitudes.begin(), magnitudes.end());
+      }
     }
     return above;
   }
@@ -195,8 +191,7 @@ class ExactSearch {
           std::span(counts).first(std::size_t{1} << (unsettled - shift));
       std::fill(bins.begin(), bins.end(), 0);
       for (Segment<T> const& segment : segments_) {
-        kernels<T>().magnitude_histogram(segment.gradient, segment.residual, shift, low >> shift,
-                                         bins);
+        kernel_.magnitude_histogram(segment.gradient, segment.residual, shift, low >> shift, bins);
       }
       std::size_t bin = bins.size() - 1;
       while (above + bins[bin] < k_) above += bins[bin--];
@@ -214,17 +209,62 @@ class ExactSearch {
   std::size_t size_;
   std::uint64_t k_;
   std::vector<V>& scratch_;
+  std::vector<std::vector<V>>& of_workers_;
+  Executor const& executor_;
+  KernelTable<T> const& kernel_;
 };
 
 }  // namespace
 
 template <class T>
+Bracket sampled_bracket(std::span<const Segment<T>> segments, std::size_t size, std::uint64_t k,
+                        std::vector<accumulate_t<T>>& scratch, Executor const& executor) {
+  using V = accumulate_t<T>;
+  constexpr std::uint64_t end = std::uint64_t{magnitude_mask<V>} + 1;
+  if (size < 4096) return {1, end, true, size};
+  std::size_t const stride = std::max<std::size_t>(16, size / 32768);
+  std::size_t const count = size / stride;
+  // One entry at a place of its own of each stride: a pattern that repeats in the gradient cannot
+  // mislead.
+  sample_magnitudes(
+      segments, count,
+      [stride](std::size_t i) {
+        std::uint64_t const mixed = (i + 1) * 0x9e3779b97f4a7c15u;
+        return i * stride + ((mixed >> 32) * stride >> 32);
+      },
+      scratch, executor);
+  double const fraction = static_cast<double>(k) / static_cast<double>(size);
+  double const rank = fraction * static_cast<double>(count);
+  double const margin = 4 * std::sqrt(rank * (1 - fraction)) + 2;
+  std::span<V> rest = scratch;
+  std::size_t before = 0;
+  Bracket bracket{1, end, true, size};
+  if (rank - margin >= 1) {
+    before = static_cast<std::size_t>(rank - margin);
+    bracket.high = std::uint64_t{at_rank(rest, before)} + 1;
+    rest = rest.subspan(before);
+  }
+  if (double const last = std::ceil(rank + margin); last < static_cast<double>(count)) {
+    bracket.low =
+        std::max<std::uint64_t>(1, at_rank(rest, static_cast<std::size_t>(last) - before));
+    double const most = (last + 4 * std::sqrt(last) + 4) * static_cast<double>(stride);
+    bracket.most = std::min<std::uint64_t>(size, std::llround(most));
+  }
+  std::size_t const inside = std::count_if(scratch.begin(), scratch.end(), [&](V value) {
+    return magnitude_bits(value) >= bracket.low && magnitude_bits(value) < bracket.high;
+  });
+  bracket.narrow = static_cast<double>(inside) <= 4 * margin + static_cast<double>(count) / 16;
+  return bracket;
+}
+
+template <class T>
 Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
-                                           std::vector<accumulate_t<T>>& scratch) {
+                                           ThresholdScratch<accumulate_t<T>>& scratch,
+                                           Executor const& executor, KernelTable<T> const& kernel) {
   require(k >= 1, "a selection of k = ", k, " entries: k must be at least 1");
   std::size_t const size = total_size(segments);
   if (k >= size) return {};
-  return ExactSearch<T>(segments, size, k, scratch).run();
+  return ExactSearch<T>(segments, size, k, scratch, executor, kernel).run();
 }
 
 std::size_t sampled_stride(std::size_t size, std::uint64_t k, std::size_t stride) {
@@ -238,7 +278,9 @@ std::size_t sampled_stride(std::size_t size, std::uint64_t k, std::size_t stride
 template <class T>
 Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                              std::size_t stride, std::size_t phase,
-                                             std::vector<accumulate_t<T>>& scratch) {
+                                             ThresholdScratch<accumulate_t<T>>& scratch,
+                                             Executor const& executor,
+                                             KernelTable<T> const& kernel) {
   using V = accumulate_t<T>;
   require(k >= 1, "a selection of k = ", k, " entries: k must be at least 1");
   require(stride >= 1, "a sample of every stride = ", stride,
@@ -246,25 +288,30 @@ Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segment
   std::size_t const size = total_size(segments);
   if (k >= size) return {};
   stride = sampled_stride(size, k, stride);
-  if (stride == 0) return exact_threshold(segments, k, scratch);
+  if (stride == 0) return exact_threshold(segments, k, scratch, executor, kernel);
   phase %= stride;
   std::size_t const count = size / stride;
 
-  sample_magnitudes(segments, count, [=](std::size_t i) { return phase + i * stride; }, scratch);
+  std::vector<V>& sample = scratch.magnitudes;
+  sample_magnitudes(
+      segments, count, [=](std::size_t i) { return phase + i * stride; }, sample, executor);
   double const each = static_cast<double>(size) / static_cast<double>(count);
   auto const rank = static_cast<std::size_t>(std::llround(static_cast<double>(k) / each));
   std::size_t const place = std::clamp<std::size_t>(rank, 1, count);
-  Rank<V> const found = find_rank<V>(scratch, place);
+  Rank<V> const found = find_rank<V>(sample, place);
   double const ties = static_cast<double>(k) - each * static_cast<double>(found.above);
   return make_threshold<V>(found.bits, static_cast<std::uint64_t>(std::max(0.0, ties)));
 }
 
 #define SPARSECOMM_INSTANTIATE(T)                                                                 \
+  template Bracket sampled_bracket(std::span<const Segment<T>>, std::size_t, std::uint64_t,       \
+                                   std::vector<accumulate_t<T>>&, Executor const&);               \
   template Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>>, std::uint64_t, \
-                                                      std::vector<accumulate_t<T>>&);             \
-  template Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>>,              \
-                                                        std::uint64_t, std::size_t, std::size_t,  \
-                                                        std::vector<accumulate_t<T>>&)
+                                                      ThresholdScratch<accumulate_t<T>>&,         \
+                                                      Executor const&, KernelTable<T> const&);    \
+  template Threshold<accumulate_t<T>> sampled_threshold(                                          \
+      std::span<const Segment<T>>, std::uint64_t, std::size_t, std::size_t,                       \
+      ThresholdScratch<accumulate_t<T>>&, Executor const&, KernelTable<T> const&)
 SPARSECOMM_INSTANTIATE(float);
 SPARSECOMM_INSTANTIATE(double);
 SPARSECOMM_INSTANTIATE(Half);

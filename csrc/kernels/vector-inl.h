@@ -138,17 +138,21 @@ HWY_INLINE hn::Vec<D> compress(D d, hn::Vec<D> v, hn::Mask<D> mask) {
   }
 }
 
-// Asks for what the loops over groups of four vectors reach some 8 KiB later: the processor's own
-// prefetching falls behind when the loop has work besides loading.
-template <class T>
-HWY_INLINE void prefetch_group(T const* p) {
+// Asks for what a loop over `bytes` at a time reaches 16 KiB later: the processor's own prefetching
+// falls behind when the loop has work besides loading.
+HWY_INLINE void prefetch_bytes(void const* p, std::size_t bytes) {
   constexpr std::uintptr_t ahead = 16384;
   constexpr std::uintptr_t line = 64;
-  std::size_t const bytes = 4 * hn::Lanes(hn::ScalableTag<accumulate_t<T>>()) * sizeof(T);
   std::uintptr_t const begin = reinterpret_cast<std::uintptr_t>(p) + ahead;
   for (std::uintptr_t at = begin; at < begin + bytes; at += line) {
     hwy::Prefetch(reinterpret_cast<char const*>(at));
   }
+}
+
+// The same for loops over groups of four vectors.
+template <class T>
+HWY_INLINE void prefetch_group(T const* p) {
+  prefetch_bytes(p, 4 * hn::Lanes(hn::ScalableTag<accumulate_t<T>>()) * sizeof(T));
 }
 
 template <class D>

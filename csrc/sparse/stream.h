@@ -94,16 +94,9 @@ class SparseStream {
   std::vector<V> dense_values_;
 };
 
-// Calls missing(i) for every position i of `of` whose index is not in `in`. Both sorted. O(nnz of
-// both).
-template <class F>
-void for_each_missing(std::span<const std::uint32_t> of, std::span<const std::uint32_t> in,
-                      F&& missing) {
-  std::size_t j = 0;
-  for (std::size_t i = 0; i < of.size(); ++i) {
-    while (j < in.size() && in[j] < of[i]) ++j;
-    if (j == in.size() || in[j] != of[i]) missing(i);
-  }
-}
+// Appends the entries of `view` whose index is not among the sorted `present`. O(nnz of both).
+template <class V>
+void append_missing(SparseView<V> view, std::span<const std::uint32_t> present,
+                    std::vector<std::uint32_t>& indices, std::vector<V>& values);
 
 }  // namespace sparsecomm

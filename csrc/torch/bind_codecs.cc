@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "bindings.h"
+#include "tensor_span.h"
 #include "wire/codecs.h"
 #include "wire/frame.h"
 #include "wire/sorted.h"
@@ -14,14 +15,6 @@ namespace py = pybind11;
 
 namespace sparsecomm {
 namespace {
-
-template <class T>
-std::span<T> span_of(at::Tensor const& tensor, at::ScalarType dtype, char const* name) {
-  require(tensor.is_contiguous() && tensor.device().is_cpu() && tensor.scalar_type() == dtype, name,
-          " must be a contiguous CPU tensor of ", at::toString(dtype), ", not of ",
-          at::toString(tensor.scalar_type()), " on ", tensor.device().str());
-  return {static_cast<T*>(tensor.data_ptr()), static_cast<std::size_t>(tensor.numel())};
-}
 
 std::span<std::uint32_t> indices_of(at::Tensor const& tensor) {
   return span_of<std::uint32_t>(tensor, at::kUInt32, "indices");

@@ -7,11 +7,12 @@
 
 #include "bindings.h"
 #include "distributed_error.h"
-#include "engine/choose.h"
 #include "engine/selection_exchange.h"
+#include "engine/sparse_collectives.h"
 #include "interpreter.h"
 #include "parameter_group.h"
 #include "planner_dict.h"
+#include "torch_executor.h"
 #include "transport_holder.h"
 
 namespace py = pybind11;
@@ -149,6 +150,7 @@ py::list describe_algorithms() {
     row["top_k_result"] = entry.top_k_result;
     row["exact"] = can_reduce(entry);
     row["rounds"] = entry.rounds;
+    row["inner"] = entry.inner;
     rows.append(row);
   }
   return rows;
@@ -178,7 +180,6 @@ py::dict build_info() {
   info["index_codecs"] = codecs;
   info["value_codecs"] = value_codec_names;
   info["algorithms"] = names;
-  info["cuda"] = false;
   return info;
 }
 
@@ -193,15 +194,19 @@ void bind_engine(py::module_& module) {
            py::arg("overlap_chunk") = AlgorithmOptions{}.overlap_chunk);
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
-      .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout) {
+      .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout,
+                       std::int64_t threads) {
              CommunicatorOptions options;
              options.timeout = std::chrono::duration_cast<Duration>(timeout);
+             options.executor = make_executor(threads);
              return make_communicator(transport.take(), options);
            }),
-           py::arg("transport"), py::arg("timeout"))
+           py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)
+      .def_property_readonly("reduces",
+                             [](Communicator const& self) { return self.transport().reduces(); })
       .def("figures", &figures_of, py::call_guard<py::gil_scoped_release>())
       .def("counters", [](Communicator const& self) { return counters_of(self.counters()); });
 

@@ -8,6 +8,7 @@
 #include "bindings.h"
 #include "hook_state.h"
 #include "planner_dict.h"
+#include "torch_executor.h"
 #include "transport_holder.h"
 
 namespace py = pybind11;
@@ -32,7 +33,8 @@ class DdpHook final : public c10d::CommHookInterface {
 // A Python object as the value of a future: what DDP's Python hooks must yield.
 class PythonValue final : public c10::ivalue::PyObjectHolder {
  public:
-  explicit PythonValue(py::object object) : object_(std::move(object)) {}
+  explicit PythonValue(at::Tensor tensor)
+      : tensor_(std::move(tensor)), object_(py::cast(tensor_)) {}
   ~PythonValue() override {
     py::gil_scoped_acquire const acquire;
     object_ = py::object();
@@ -41,10 +43,11 @@ class PythonValue final : public c10::ivalue::PyObjectHolder {
   c10::InferredType tryToInferType() override { return c10::InferredType("a hook's result"); }
   c10::IValue toIValue(c10::TypePtr const&, std::optional<int32_t>) override { unsupported(); }
   std::string toStr() override { return "a hook's result"; }
-  std::vector<at::Tensor> extractTensors() override { unsupported(); }
+  std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
 
  private:
   [[noreturn]] static void unsupported() { throw Error("a hook's result is for DDP alone"); }
+  at::Tensor tensor_;
   py::object object_;
 };
 
@@ -120,12 +123,15 @@ py::dict stats_dict(HookState const& state) {
 
 void bind_hooks(py::module_& module) {
   py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
-      .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout) {
+      .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout,
+                       std::int64_t threads, std::string cuda_library) {
              CommunicatorOptions communicator;
              communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
-             return std::make_shared<HookState>(std::move(options), communicator);
+             communicator.executor = make_executor(threads);
+             return std::make_shared<HookState>(std::move(options), communicator,
+                                                std::move(cuda_library));
            }),
-           py::arg("options"), py::arg("timeout"))
+           py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"))
       .def("connect",
            [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
       .def_property_readonly("connected", &HookState::connected)
@@ -134,7 +140,7 @@ void bind_hooks(py::module_& module) {
            [](HookState& self, c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
              // Wrapped here, the progress thread needs no GIL for it.
              c10::IValue tensor(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
-                 c10::make_intrusive<PythonValue>(py::cast(bucket.getBuffer()))));
+                 c10::make_intrusive<PythonValue>(bucket.getBuffer())));
              py::gil_scoped_release const release;
              return c10::make_intrusive<FutureWork>(
                  self.run(bucket, std::move(tensor), c10::PyObjectType::get()));

@@ -31,7 +31,7 @@ std::map<std::string, double> to_map(Figures const& figures) {
 
 Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int64_t union_nnz,
                        std::size_t element_bytes, std::size_t value_bytes, bool selects,
-                       ExchangeOptions const& options) {
+                       ExchangeOptions const& options, bool inner) {
   require(ranks >= 1, "ranks = ", ranks, " is below 1");
   require(extent >= 1 && extent < UINT32_MAX, "numel = ", extent, " is not from 1 to 2^32 - 2");
   require(k >= 1 && k <= extent, "k = ", k, " is not from 1 to numel = ", extent);
@@ -46,6 +46,7 @@ Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int6
   workload.element_bytes = element_bytes;
   workload.value_bytes = value_bytes;
   workload.selects = selects;
+  workload.inner = inner;
   workload.options = options.collective;
   workload.options.schedule = options.schedule;
   return workload;
@@ -53,11 +54,13 @@ Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int6
 
 py::list predictions(std::map<std::string, double> const& figures, Workload const& workload) {
   py::list rows;
-  auto const all = [](AlgorithmEntry const&) { return true; };
+  auto const all = [](AlgorithmEntry const&, Workload const&) { return true; };
   for (Prediction const& prediction : rank_algorithms(workload, figures_from(figures), all)) {
     py::dict row;
     row["algorithm"] = prediction.algorithm->name;
-    row["candidate"] = delivers_exact_entries(*prediction.algorithm);
+    row["candidate"] = is_candidate(*prediction.algorithm, workload);
+    row["index_codec"] = prediction.index_codec == nullptr ? "dense" : prediction.index_codec->name;
+    row["value_codec"] = prediction.value_codec->name;
     row["seconds"] = prediction.total();
     row["select"] = prediction.select;
     row["latency"] = prediction.latency;
@@ -152,7 +155,7 @@ void bind_planner(py::module_& module) {
   py::class_<Workload>(module, "Workload")
       .def(py::init(&make_workload), py::kw_only(), py::arg("ranks"), py::arg("numel"),
            py::arg("k"), py::arg("union_nnz"), py::arg("element_bytes"), py::arg("value_bytes"),
-           py::arg("selects"), py::arg("options"));
+           py::arg("selects"), py::arg("options"), py::arg("inner") = false);
   py::class_<SimulatedPlan>(module, "SimulatedPlan")
       .def(py::init<std::map<std::string, double> const&, Workload const&>(), py::arg("figures"),
            py::arg("workload"))

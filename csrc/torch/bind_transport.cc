@@ -136,6 +136,9 @@ void bind_transport(py::module_& module) {
       },
       py::arg("library"), py::arg("version"), py::arg("communicator"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("mpi_ping_pong", &mpi_ping_pong, py::arg("library"), py::arg("version"),
+             py::arg("communicator"), py::arg("bytes"), py::arg("rounds"),
+             py::call_guard<py::gil_scoped_release>());
   module.def(
       "ucx_ping_pong",
       [](int rank, c10::intrusive_ptr<c10d::Store> store, ConnectOptions const& options,

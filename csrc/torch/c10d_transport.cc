@@ -1,6 +1,8 @@
 #include "c10d_transport.h"
 
+#include <algorithm>
 #include <atomic>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -12,6 +14,44 @@
 
 namespace sparsecomm {
 namespace {
+
+at::ScalarType torch_type(DType dtype) {
+  switch (dtype) {
+    case DType::f32:
+      return at::kFloat;
+    case DType::f64:
+      return at::kDouble;
+    case DType::f16:
+      return at::kHalf;
+    case DType::bf16:
+      return at::kBFloat16;
+    case DType::i32:
+      return at::kInt;
+    case DType::i64:
+      return at::kLong;
+  }
+  throw InvalidArgument(concat("dtype ", name(dtype), " cannot be reduced"));
+}
+
+c10d::ReduceOp torch_reduction(Reduction reduction) {
+  switch (reduction) {
+    case Reduction::sum:
+      return c10d::ReduceOp::SUM;
+    case Reduction::product:
+      return c10d::ReduceOp::PRODUCT;
+    case Reduction::min:
+      return c10d::ReduceOp::MIN;
+    case Reduction::max:
+      return c10d::ReduceOp::MAX;
+  }
+  throw InvalidArgument(concat("reduction ", int(reduction), " is unknown"));
+}
+
+// At least one, since zero would mean "no timeout" to some engines.
+std::chrono::milliseconds time_left(Deadline const& deadline) {
+  return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining()),
+                  std::chrono::milliseconds(1));
+}
 
 class C10dTransport final : public Transport {
  public:
@@ -28,13 +68,11 @@ class C10dTransport final : public Transport {
   std::size_t wait(Request& request, Deadline const& deadline) override {
     Slot slot = std::exchange(slots_.at(request.slot), Slot{});
     free_.push_back(std::exchange(request, Request{}).slot);
-    auto const left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
     bool complete = false;
     std::string reason = "this rank's transport was aborted";
     try {
       if (start_waiting(slot.work)) {
-        // Zero would mean "no timeout" to some engines.
-        complete = slot.work->wait(std::max(left, std::chrono::milliseconds(1)));
+        complete = slot.work->wait(time_left(deadline));
       }
     } catch (std::exception const& error) {
       reason = error.what();
@@ -49,16 +87,59 @@ class C10dTransport final : public Transport {
     throw PeerLost(concat("the connection to rank ", slot.peer, " broke: ", reason), {slot.peer});
   }
 
+  bool reduces() const override { return true; }
+
+  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
+                 Deadline const& deadline) override {
+    user_ = std::this_thread::get_id();
+    auto const elements = static_cast<std::int64_t>(bytes.size() / size_of(dtype));
+    std::vector<at::Tensor> tensors{at::from_blob(bytes.data(), {elements}, torch_type(dtype))};
+    c10d::AllreduceOptions options;
+    options.reduceOp = torch_reduction(reduction);
+    options.timeout = time_left(deadline);
+    c10::intrusive_ptr<c10d::Work> work;
+    std::string reason = "this rank's transport was aborted";
+    bool complete = false;
+    if (start_reducing()) {
+      try {
+        work = group_->allreduce(tensors, options);
+        complete = work->wait(options.timeout);
+      } catch (std::exception const& error) {
+        reason = error.what();
+      }
+    }
+    bool const aborted = stop_waiting();
+    if (complete && !aborted) return;
+    bool const late = !aborted && deadline.passed();
+    std::vector<int> const suspects = late || aborted ? peers() : broken_peers();
+    if (work && !work->isCompleted()) {  // it still uses the caller's memory
+      close_connections(*group_);
+      try {
+        work->wait();
+      } catch (std::exception const&) {  // that it was broken off is known
+      }
+    }
+    if (late) {
+      throw Timeout(concat("an allreduce of ", elements, " elements did not end within ",
+                           deadline.allowance_seconds(), " s"),
+                    suspects);
+    }
+    throw PeerLost(concat("an allreduce of ", elements, " elements broke: ", reason), suspects);
+  }
+
   // From another thread: breaks off what the user of the transport waits for, who then aborts too.
   // From the user's own: closes the connections, which takes dropping every work that keeps them.
   void abort() noexcept override {
     c10::intrusive_ptr<c10d::Work> waiting;
+    c10::intrusive_ptr<c10d::Backend> reducing;
     {
       std::lock_guard const lock(mutex_);
       aborted_ = true;
       waiting = waiting_;
+      reducing = reducing_;
     }
     if (waiting) waiting->abort();
+    if (reducing) close_connections(*reducing);
     if (user_ == std::thread::id() || user_ == std::this_thread::get_id()) {
       slots_.clear();
       free_.clear();
@@ -115,6 +196,46 @@ class C10dTransport final : public Transport {
     return request;
   }
 
+  std::vector<int> peers() const {
+    std::vector<int> peers;
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) peers.push_back(peer);
+    }
+    return peers;
+  }
+
+  // Those whose connections are closed; all where none is. Gloo does not say which one broke an
+  // allreduce, but refuses a receive from it.
+  std::vector<int> broken_peers() const {
+    std::vector<int> broken;
+    for (int const peer : peers()) {
+      try {
+        probe(*group_, peer);
+      } catch (std::exception const&) {
+        broken.push_back(peer);
+      }
+    }
+    return broken.empty() ? peers() : broken;
+  }
+
+  // An allreduce cannot be aborted, but a receive that times out closes all of its group's
+  // connections.
+  void close_connections(c10d::Backend& group) const noexcept {
+    for (int const peer : peers()) {
+      try {
+        auto const work = probe(group, peer);
+        work->wait(std::chrono::milliseconds(1));
+      } catch (std::exception const&) {  // as meant to
+      }
+    }
+  }
+
+  // A receive that nothing is sent to.
+  static c10::intrusive_ptr<c10d::Work> probe(c10d::Backend& group, int peer) {
+    std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
+    return group.recv(nothing, peer, std::numeric_limits<int>::max());
+  }
+
   bool is_aborted() {
     std::lock_guard const lock(mutex_);
     return aborted_;
@@ -125,9 +246,15 @@ class C10dTransport final : public Transport {
     waiting_ = std::move(work);
     return !aborted_;
   }
+  bool start_reducing() {
+    std::lock_guard const lock(mutex_);
+    if (!aborted_) reducing_ = group_;
+    return !aborted_;
+  }
   bool stop_waiting() {
     std::lock_guard const lock(mutex_);
     waiting_.reset();
+    reducing_.reset();
     return aborted_;
   }
 
@@ -140,6 +267,7 @@ class C10dTransport final : public Transport {
   std::mutex mutex_;  // guards what follows
   bool aborted_ = false;
   c10::intrusive_ptr<c10d::Work> waiting_;
+  c10::intrusive_ptr<c10d::Backend> reducing_;  // while it does
 };
 
 }  // namespace

@@ -32,7 +32,8 @@ void CollectiveWork::end(std::exception_ptr const& failure, std::vector<at::Tens
   }
 }
 
-std::shared_ptr<TensorCollective> Collectives::Idle::take(at::ScalarType dtype) {
+std::shared_ptr<TensorCollective> Collectives::Idle::take(at::ScalarType dtype,
+                                                          Communicator& communicator) {
   std::lock_guard const lock(mutex);
   for (auto operation = operations.rbegin(); operation != operations.rend(); ++operation) {
     if ((*operation)->dtype() != dtype) continue;
@@ -40,7 +41,7 @@ std::shared_ptr<TensorCollective> Collectives::Idle::take(at::ScalarType dtype) 
     operations.erase(std::next(operation).base());
     return found;
   }
-  return TensorCollective::make(dtype);
+  return TensorCollective::make(dtype, communicator);
 }
 
 void Collectives::Idle::give(std::shared_ptr<TensorCollective> operation) {
@@ -55,10 +56,10 @@ std::shared_ptr<Communicator> Collectives::communicator() const {
   return communicator;
 }
 
-std::shared_ptr<TensorCollective> Collectives::bind(Communicator const& communicator,
+std::shared_ptr<TensorCollective> Collectives::bind(Communicator& communicator,
                                                     CollectiveRequest request) const {
-  auto operation = idle_->take(request.tensor.scalar_type());
-  operation->bind(std::move(request), communicator.rank(), communicator.size());
+  auto operation = idle_->take(request.tensor.scalar_type(), communicator);
+  operation->bind(std::move(request));
   return operation;
 }
 

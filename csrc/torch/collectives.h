@@ -50,12 +50,12 @@ class Collectives {
     std::mutex mutex;
     std::vector<std::shared_ptr<TensorCollective>> operations;
 
-    std::shared_ptr<TensorCollective> take(at::ScalarType dtype);
+    std::shared_ptr<TensorCollective> take(at::ScalarType dtype, Communicator& communicator);
     void give(std::shared_ptr<TensorCollective> operation);
   };
 
   std::shared_ptr<Communicator> communicator() const;
-  std::shared_ptr<TensorCollective> bind(Communicator const& communicator,
+  std::shared_ptr<TensorCollective> bind(Communicator& communicator,
                                          CollectiveRequest request) const;
 
   std::weak_ptr<Communicator> communicator_;

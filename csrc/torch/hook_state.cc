@@ -8,6 +8,7 @@
 
 #include "distributed_error.h"
 #include "interpreter.h"
+#include "kernels/cuda_library.h"
 
 namespace sparsecomm {
 
@@ -15,6 +16,7 @@ namespace sparsecomm {
 struct HookState::PendingBucket {
   c10::IValue value;
   c10::intrusive_ptr<c10::ivalue::Future> future;
+  SideStream const* side = nullptr;
   std::mutex mutex;
   std::size_t open_groups = 0;
   std::exception_ptr error;
@@ -28,8 +30,19 @@ struct HookState::PendingBucket {
     if (error) {
       future->setError(as_distributed_error(error));
     } else {
-      future->markCompleted(value);
+      complete();
     }
+  }
+
+  // On a device the result has been enqueued: whoever waits for the future waits for the stream
+  // that is current now.
+  void complete() {
+    if (!side) {
+      future->markCompleted(value);
+      return;
+    }
+    auto const current = side->make_current();
+    future->markCompleted(value);
   }
 };
 
@@ -69,10 +82,13 @@ struct HookState::Step {
   }
 };
 
-HookState::HookState(ExchangeOptions options, CommunicatorOptions communicator_options)
-    : options_(std::move(options)), communicator_options_(communicator_options) {
-  validate(options_);
-}
+HookState::HookState(ExchangeOptions options, CommunicatorOptions communicator_options,
+                     std::string cuda_library)
+    : options_((validate(options), std::move(options))),
+      by_bucket_(options_.algorithm != auto_algorithm &&
+                 !find_algorithm(options_.algorithm).sparse),
+      communicator_options_(communicator_options),
+      cuda_library_(std::move(cuda_library)) {}
 
 HookState::~HookState() {
   InterpreterRelease const release;
@@ -100,9 +116,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   require(buffer.layout() == at::kStrided, "bucket ", bucket.getIndex(),
           " holds a sparse gradient; this hook compresses dense gradients: use "
           "torch.nn.Embedding(sparse=False), or no hook and the backend \"sparsecomm\"");
-  require(buffer.device().is_cpu(), "bucket ", bucket.getIndex(), " is on ", buffer.device().str(),
-          "; this build exchanges CPU gradients only: move the model to the CPU, or train without "
-          "the hook");
+  settle_device(bucket);
 
   if (bucket.getIndex() == 0) {
     // The former step may have been broken off, by an exception in the backward pass say.
@@ -118,6 +132,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   std::vector<at::Tensor> const parameters = bucket.getParameters();
   std::vector<at::Tensor> const gradients = bucket.getGradients();
   form_group(parameters, buffer.scalar_type());
+  last_buckets_ += bucket.isLast();
   if (bucket.isLast() && !sealed_) {
     if (loaded_) check_all_loaded();
     loaded_.reset();
@@ -126,7 +141,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
 
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
-  pending->future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
+  pending->future = c10::make_intrusive<c10::ivalue::Future>(
+      std::move(type), side_ ? std::vector{*device_} : std::vector<at::Device>{});
+  pending->side = side_.get();
+  if (side_) side_->wait_for_current();  // which makes this bucket
   std::set<ParameterGroup*> touched;
   std::vector<ParameterGroup*> complete;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -141,7 +159,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   }
   pending->open_groups = touched.size();
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
-  if (touched.empty()) pending->future->markCompleted(pending->value);
+  if (touched.empty()) pending->complete();
   step_->begin(complete.size(), bucket.isLast());
   for (ParameterGroup* const group : complete) {
     group->submit([group, step = step_,
@@ -154,15 +172,48 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   return pending->future;
 }
 
-// Parameters that no bucket has brought before form a new group, in the order of the bucket.
+// Opens what the gradients' device needs; throws InvalidArgument where they cannot be exchanged.
+void HookState::settle_device(c10d::GradBucket& bucket) {
+  at::Device const device = bucket.getBufferRef().device();
+  if (!device_) {
+    require(device.is_cpu() || device.is_cuda(), "bucket ", bucket.getIndex(), " is on ",
+            device.str(),
+            "; gradients are exchanged on CPUs and on CUDA devices: move the model to "
+            "one of these, or train without the hook");
+    if (device.is_cuda()) {
+      side_ = std::make_unique<SideStream>(device, open_cuda_library(cuda_library_));
+    }
+    device_ = device;
+  }
+  require(device == *device_, "bucket ", bucket.getIndex(), " is on ", device.str(),
+          ", but others were on ", device_->str(),
+          "; a state belongs to one device: put the model on one per process");
+}
+
+// Whether the parameters, in this order, are a group's.
+bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
+  ParameterGroup const* group = nullptr;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto const place = places_.find(parameters[i].unsafeGetTensorImpl());
+    if (place == places_.end() || place->second.member != i) return false;
+    if (group == nullptr) group = place->second.group;
+    if (place->second.group != group) return false;
+  }
+  return group == nullptr || group->members().size() == parameters.size();
+}
+
+// Parameters that no bucket has brought before form a new group, in the order of the bucket. By
+// bucket, all of a bucket that is new do; what was their group is left, idle.
 void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
   std::vector<ParameterGroup::Member> members;
   std::vector<at::Tensor> fresh;
   std::size_t offset = 0;
+  bool const regroups = by_bucket_ && !is_group(parameters);
   for (at::Tensor const& parameter : parameters) {
-    if (places_.contains(parameter.unsafeGetTensorImpl())) continue;
+    bool const known = places_.contains(parameter.unsafeGetTensorImpl());
+    if (known && !regroups) continue;
     require(
-        !sealed_, "a parameter of shape ", parameter.sizes(),
+        known || !sealed_, "a parameter of shape ", parameter.sizes(),
         " was not in this state's first step: a state belongs to one model; make one per model");
     require(
         !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
@@ -175,18 +226,21 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
   if (members.empty()) return;
   std::string const name = concat(groups_.size(), " from ", members.front().key);
   groups_.push_back(
-      ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_));
+      ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_, side_.get()));
+  if (side_) side_->wait_for_current();  // which clears the residual
   for (std::size_t i = 0; i < fresh.size(); ++i) {
     places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
     parameters_.push_back(fresh[i]);
   }
-  if (loaded_) {
+  if (loaded_ && !by_bucket_) {
     check_loaded(*groups_.back());
     restore(*groups_.back());
   }
 }
 
 std::string HookState::key_of(at::Tensor const& parameter) {
+  auto const place = places_.find(parameter.unsafeGetTensorImpl());
+  if (place != places_.end()) return place->second.group->members()[place->second.member].key;
   auto const name = names_.find(parameter.unsafeGetTensorImpl());
   if (name != names_.end()) return name->second;
   require(names_.empty(), "a parameter of shape ", parameter.sizes(),
@@ -212,6 +266,7 @@ void HookState::check_loaded(ParameterGroup const& group) const {
 }
 
 void HookState::restore(ParameterGroup& group) {
+  if (side_) side_->let_current_wait();
   std::vector<std::string> keys;
   for (ParameterGroup::Member const& member : group.members()) {
     keys.push_back(member.key);
@@ -257,6 +312,7 @@ HookStats HookState::stats() const {
     total.exchange.exchange += stats.exchange;
     total.exchange.apply += stats.apply;
   }
+  if (by_bucket_) total.exchange.steps = last_buckets_;
   return total;
 }
 
@@ -269,7 +325,9 @@ std::vector<std::string> HookState::algorithms() const {
 
 HookCheckpoint HookState::checkpoint() const {
   require_idle("save the state");
+  if (side_) side_->let_current_wait();
   HookCheckpoint checkpoint;
+  if (by_bucket_) return checkpoint;
   for (auto const& group : groups_) {
     HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
     saved.state = group->state();
@@ -291,6 +349,12 @@ HookCheckpoint HookState::checkpoint() const {
 
 void HookState::load(HookCheckpoint checkpoint) {
   require_idle("load a state");
+  if (by_bucket_) {
+    require(checkpoint.residuals.empty() && checkpoint.groups.empty(),
+            "the state_dict to load has ", checkpoint.residuals.size(),
+            " residuals, and a dense exchange has none; it belongs to ", "another kind of state");
+    return;
+  }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
   try {
     for (auto const& group : groups_) check_loaded(*group);

@@ -35,7 +35,9 @@ struct HookStats {
 // backward pass.
 class HookState {
  public:
-  HookState(ExchangeOptions options, CommunicatorOptions communicator_options);
+  // `cuda_library`: the file that a gradient on a CUDA device needs.
+  HookState(ExchangeOptions options, CommunicatorOptions communicator_options,
+            std::string cuda_library);
   ~HookState();
 
   // Before the first run(). The names become the keys of the checkpoint; without them keys count up
@@ -70,6 +72,8 @@ class HookState {
   struct Step;
 
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
+  bool is_group(std::vector<at::Tensor> const& parameters) const;
+  void settle_device(c10d::GradBucket& bucket);
   std::string key_of(at::Tensor const& parameter);
   void check_loaded(ParameterGroup const& group) const;
   void check_all_loaded() const;
@@ -77,12 +81,18 @@ class HookState {
   void require_idle(char const* what) const;
 
   ExchangeOptions options_;
+  // A dense exchange keeps nothing from step to step, so each bucket is a group, at any time.
+  bool by_bucket_;
   CommunicatorOptions communicator_options_;
+  std::string cuda_library_;
+  std::optional<at::Device> device_;                    // of all gradients; the first bucket's
+  std::unique_ptr<SideStream> side_;                    // of a device that is not the processor
   std::unordered_map<void const*, std::string> names_;  // by TensorImpl
   std::unordered_map<void const*, Place> places_;
   std::vector<at::Tensor> parameters_;  // keeps the TensorImpls above alive
   std::size_t unnamed_ = 0;
-  bool sealed_ = false;  // the first step is over: the model is known
+  std::uint64_t last_buckets_ = 0;  // that have come: steps
+  bool sealed_ = false;             // the first step is over: the model is known
   std::optional<HookCheckpoint> loaded_;
   std::unordered_map<ParameterGroup*, std::vector<std::shared_ptr<PendingBucket>>> waiting_;
   std::shared_ptr<Step> step_;

@@ -32,8 +32,10 @@ PYBIND11_MODULE(_C, module) {
           PyExc_RuntimeError, nullptr));
   sparsecomm::bind_engine(module);
   sparsecomm::bind_codecs(module);
+  sparsecomm::bind_kernels(module);
   sparsecomm::bind_collectives(module);
   sparsecomm::bind_planner(module);
+  sparsecomm::bind_cuda(module);
   sparsecomm::bind_hooks(module);
   sparsecomm::bind_process_group(module);
 }

@@ -12,9 +12,11 @@ class TypedGroup final : public ParameterGroup {
   using V = accumulate_t<T>;
 
   TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
-             ExchangeOptions const& options, Communicator& communicator)
-      : ParameterGroup(dtype, std::move(members), communicator),
-        exchange_(std::make_shared<GradientExchange<T>>(name, numel_, options, communicator)) {}
+             ExchangeOptions const& options, Communicator& communicator, SideStream const* side)
+      : ParameterGroup(dtype, std::move(members), communicator, side),
+        exchange_(std::make_shared<GradientExchange<T>>(
+            name, numel_, options, communicator,
+            side ? make_device_gradient<T>(options.schedule, numel_, side->queue()) : nullptr)) {}
 
   bool delivered() const override { return exchange_->delivered(); }
   void withdraw() override { exchange_->withdraw(); }
@@ -46,9 +48,11 @@ class TypedGroup final : public ParameterGroup {
 std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at::ScalarType dtype,
                                                      std::vector<Member> members,
                                                      ExchangeOptions const& options,
-                                                     Communicator& communicator) {
+                                                     Communicator& communicator,
+                                                     SideStream const* side) {
   auto const typed = [&]<class T>() -> std::unique_ptr<ParameterGroup> {
-    return std::make_unique<TypedGroup<T>>(name, dtype, std::move(members), options, communicator);
+    return std::make_unique<TypedGroup<T>>(name, dtype, std::move(members), options, communicator,
+                                           side);
   };
   switch (dtype) {
     case at::kFloat:
@@ -68,11 +72,13 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
 }
 
 ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members,
-                               Communicator& communicator)
+                               Communicator& communicator, SideStream const* side)
     : dtype_(dtype), members_(std::move(members)), communicator_(communicator) {
   for (Member const& member : members_) numel_ += member.numel;
   residual_ = at::zeros({static_cast<std::int64_t>(numel_)},
-                        dtype == at::kDouble ? at::kDouble : at::kFloat);
+                        at::TensorOptions()
+                            .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
+                            .device(side ? side->device() : at::Device(at::kCPU)));
 }
 
 at::Tensor ParameterGroup::residual_of(Member const& member) const {

@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "engine/gradient_exchange.h"
+#include "side_stream.h"
 
 namespace sparsecomm {
 
@@ -26,11 +27,13 @@ class ParameterGroup {
     std::size_t numel = 0;
   };
 
-  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16.
+  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `side`: of the device
+  // that holds gradients and residuals, null for the processor's memory; it outlives the group.
   static std::unique_ptr<ParameterGroup> make(std::string const& name, at::ScalarType dtype,
                                               std::vector<Member> members,
                                               ExchangeOptions const& options,
-                                              Communicator& communicator);
+                                              Communicator& communicator,
+                                              SideStream const* side = nullptr);
   virtual ~ParameterGroup() = default;
 
   std::vector<Member> const& members() const { return members_; }
@@ -67,7 +70,8 @@ class ParameterGroup {
     std::size_t numel;
   };
 
-  ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator);
+  ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator,
+                 SideStream const* side);
   // Arrivals in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
   virtual std::shared_ptr<Operation> bind() = 0;

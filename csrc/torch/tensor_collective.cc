@@ -7,7 +7,6 @@
 #include <optional>
 
 #include "coo_entries.h"
-#include "engine/choose.h"
 #include "engine/sparse_collectives.h"
 
 namespace sparsecomm {
@@ -16,11 +15,11 @@ namespace {
 struct Element {
   at::ScalarType torch;
   DType ours;
-  std::shared_ptr<TensorCollective> (*make)();
+  std::shared_ptr<TensorCollective> (*make)(Communicator& communicator);
 };
 
 template <class T>
-std::shared_ptr<TensorCollective> make_collective();
+std::shared_ptr<TensorCollective> make_collective(Communicator& communicator);
 
 constexpr Element elements[] = {
     {at::kFloat, DType::f32, make_collective<float>},
@@ -108,18 +107,20 @@ class TypedCollective final : public TensorCollective {
  public:
   using V = accumulate_t<T>;
 
-  TypedCollective() : TensorCollective(torch_type(dtype_of<T>())) {}
+  explicit TypedCollective(Communicator& communicator)
+      : TensorCollective(torch_type(dtype_of<T>())),
+        rank_(communicator.rank()),
+        ranks_(communicator.size()),
+        allreduce_(communicator) {}
 
-  void bind(CollectiveRequest request, int rank, int ranks) override {
-    check_tensor(request, ranks);
+  void bind(CollectiveRequest request) override {
+    check_tensor(request, ranks_);
     Key key{request.kind,
             request.algorithm,
             request.reduction,
             request.average,
             request.tensor.layout() == at::kStrided,
             shape_of(request.tensor)};
-    rank_ = rank;
-    ranks_ = ranks;
     if (key_ != key) {
       key_.reset();
       configure(key);
@@ -238,7 +239,7 @@ class TypedCollective final : public TensorCollective {
 
   std::optional<Key> key_;
   CollectiveRequest request_;
-  int rank_ = 0, ranks_ = 1;
+  int rank_, ranks_;
   bool inference_ = false;
   at::Tensor flat_;  // a dense tensor's entries in order
   CooEntries<V> entries_;
@@ -249,8 +250,8 @@ class TypedCollective final : public TensorCollective {
 };
 
 template <class T>
-std::shared_ptr<TensorCollective> make_collective() {
-  return std::make_shared<TypedCollective<T>>();
+std::shared_ptr<TensorCollective> make_collective(Communicator& communicator) {
+  return std::make_shared<TypedCollective<T>>(communicator);
 }
 
 }  // namespace
@@ -264,8 +265,9 @@ CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor
   return {kind, std::move(tensor), find_reducing(algorithm), found.reduction, found.average};
 }
 
-std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype) {
-  return find_element(dtype).make();
+std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype,
+                                                         Communicator& communicator) {
+  return find_element(dtype).make(communicator);
 }
 
 }  // namespace sparsecomm

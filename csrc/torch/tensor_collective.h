@@ -30,12 +30,13 @@ struct CollectiveRequest {
 // Serves tensors of one dtype, one after another, and keeps its scratch between them.
 class TensorCollective : public Operation {
  public:
-  static std::shared_ptr<TensorCollective> make(at::ScalarType dtype);
+  // For operations of that communicator, which outlives it.
+  static std::shared_ptr<TensorCollective> make(at::ScalarType dtype, Communicator& communicator);
 
   at::ScalarType dtype() const { return dtype_; }
-  // Throws InvalidArgument where the tensor's device, layout or shape cannot be served by `ranks`
-  // ranks. The entries are read later, in prepare().
-  virtual void bind(CollectiveRequest request, int rank, int ranks) = 0;
+  // Throws InvalidArgument where the tensor's device, layout or shape cannot be served. The
+  // entries are read later, in prepare().
+  virtual void bind(CollectiveRequest request) = 0;
   // Of the operation that has ended: the dense tensor that was reduced in place, or new coalesced
   // COO tensors. Lets go of the tensor.
   virtual std::vector<at::Tensor> release() = 0;

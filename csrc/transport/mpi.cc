@@ -42,6 +42,11 @@ std::unique_ptr<Transport> open_mpi_transport(std::string const& file, std::stri
   return open_library(file, version).make(communicator);
 }
 
+std::vector<double> mpi_ping_pong(std::string const& file, std::string const& version,
+                                  int communicator, std::size_t bytes, int rounds) {
+  return open_library(file, version).ping_pong(communicator, bytes, rounds);
+}
+
 std::string mpi_problem(std::string const& file) {
   if (std::filesystem::exists(file)) return {};
   return concat("it was built without MPI; ", rebuild);

@@ -4,6 +4,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "transport/transport.h"
 
@@ -15,6 +16,11 @@ namespace sparsecomm {
 // make_mpi_transport (transport/mpi/mpi_transport.h) does.
 std::unique_ptr<Transport> open_mpi_transport(std::string const& file, std::string const& version,
                                               int communicator);
+
+// What benchmarks compare the transport with: one-way seconds of `rounds` messages there and back
+// between the two ranks of the communicator, by MPI's own blocking calls.
+std::vector<double> mpi_ping_pong(std::string const& file, std::string const& version,
+                                  int communicator, std::size_t bytes, int rounds);
 
 // Why there is no such object, and what to do; empty where it is there.
 std::string mpi_problem(std::string const& file);

@@ -11,7 +11,9 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/dtype.h"
 #include "base/error.h"
+#include "sparse/reduction.h"
 
 namespace sparsecomm {
 
@@ -85,6 +87,16 @@ class Transport {
   // transport has been aborted, Timeout when the deadline passes; either way the request is
   // released.
   virtual std::size_t wait(Request& request, Deadline const& deadline) = 0;
+
+  // Whether the engine has an allreduce of its own; the same on all ranks.
+  virtual bool reduces() const { return false; }
+  // That allreduce: replaces `bytes`, elements of `dtype`, by their reduction over all ranks, the
+  // same bits on each. What travels is not counted. Throws as wait() does, against all ranks that
+  // it may have waited for; the elements are then of no use. InvalidArgument where there is none.
+  virtual void allreduce(std::span<std::byte> /*bytes*/, DType /*dtype*/, Reduction /*reduction*/,
+                         Deadline const& /*deadline*/) {
+    throw InvalidArgument(concat("transport ", name(), " has no allreduce of its own"));
+  }
 
   // Breaks the transport for good: every pending and later operation of this rank throws, and peers
   // that wait for this rank learn of it as soon as the engine can tell them. Never throws.

@@ -23,6 +23,8 @@ constexpr Duration brief_farewell = std::chrono::milliseconds(100);
 constexpr Duration farewell = std::chrono::seconds(1);
 // Before each further poll gives the core away for a moment: ranks that share one answer no sooner.
 constexpr Duration solitary_spin = std::chrono::microseconds(2);
+// Where ranks outnumber the cores, what one polls away the others lack.
+constexpr Duration crowded_spin = std::chrono::microseconds(10);
 constexpr char const* aborted_here = "this rank's transport was aborted";
 
 // UCX matches the whole of it: who sent the message, and which one it is.
@@ -37,11 +39,10 @@ class UcxTransport final : public Transport {
       : Transport(rank, size),
         rendezvous_(std::move(rendezvous)),
         wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        spin_(spin),
         owner_(::getpid()),
         link_(std::move(link)),
-        // Where there are fewer cores than ranks, polling keeps the peer from running.
-        yields_(link_.local_ranks() > static_cast<int>(std::thread::hardware_concurrency())) {
+        crowded_(link_.local_ranks() > static_cast<int>(std::thread::hardware_concurrency())),
+        spin_(crowded_ ? std::min(spin, crowded_spin) : spin) {
     require<Error>(wake_.open(), "no file descriptor could be opened for a transport");
   }
 
@@ -239,7 +240,7 @@ class UcxTransport final : public Transport {
       }
       if (now - idle_since < spin_) {
         // The peer may need this core to answer.
-        if (yields_ || now - idle_since >= solitary_spin) ::sched_yield();
+        if (crowded_ || now - idle_since >= solitary_spin) ::sched_yield();
         continue;
       }
       if (greetings_pending_) rendezvous_->check();
@@ -265,7 +266,6 @@ class UcxTransport final : public Transport {
 
   std::shared_ptr<Rendezvous> rendezvous_;
   FileDescriptor wake_;  // readable once aborted
-  Duration spin_;
   pid_t owner_;
   std::atomic<std::thread::id> user_;  // the thread that sent or received last
   std::atomic<bool> aborted_ = false;
@@ -275,7 +275,8 @@ class UcxTransport final : public Transport {
   std::vector<std::uint32_t> free_;
   std::uint32_t last_taken_ = 0;
   UcxLink link_;  // after what its callbacks use
-  bool yields_;
+  bool crowded_;
+  Duration spin_;
 };
 
 }  // namespace

@@ -240,6 +240,10 @@ void UcxLink::close(Duration limit) noexcept {
     if (!std::exchange(peer.failed, true)) peer.reason = "this rank's transport was aborted";
   }
   for (void* const request : requests) await(request, deadline.remaining());
+  // Closing leaves work to the worker, such as giving up the memory of a large message. Destroyed
+  // with it, the worker corrupts the heap.
+  while (progress() && !deadline.passed()) {
+  }
 }
 
 }  // namespace sparsecomm

@@ -10,6 +10,7 @@
 namespace sparsecomm::bitmap {
 
 constexpr std::size_t bytes(std::size_t, std::size_t extent) { return (extent + 7) / 8; }
+constexpr double expected_bits(double density) { return 1 / density; }
 
 std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
                    std::uint32_t extent, std::span<std::byte> out);

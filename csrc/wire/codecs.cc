@@ -41,13 +41,15 @@ void raw32_decode(std::span<const std::byte> in, std::uint32_t first_index, std:
                           ", must be below first_index + extent = ", end);
 }
 
+double raw32_expected_bits(double) { return 32; }
+
 constexpr std::array<IndexCodecEntry, 3> table{{
     {IndexCodec::raw32, "raw32", "4 bytes per index", raw32_encode, raw32_decode, raw32_bytes,
-     raw32_bytes},
+     raw32_bytes, raw32_expected_bits},
     {IndexCodec::delta, "delta", "gaps, Golomb-Rice coded in blocks of 128", delta::encode,
-     delta::decode, delta::min_bytes, delta::max_bytes},
+     delta::decode, delta::min_bytes, delta::max_bytes, delta::expected_bits},
     {IndexCodec::bitmap, "bitmap", "1 bit per position", bitmap::encode, bitmap::decode,
-     bitmap::bytes, bitmap::bytes},
+     bitmap::bytes, bitmap::bytes, bitmap::expected_bits},
 }};
 
 // Streams the names of a table, for messages.

@@ -48,6 +48,9 @@ struct IndexCodecEntry {
   // does not depend on the positions.
   std::size_t (*min_bytes)(std::size_t count, std::size_t extent);
   std::size_t (*max_bytes)(std::size_t count, std::size_t extent);
+  // Bits that an index is expected to take where a share `density` in (0, 1] of all positions, at
+  // random, is taken; for many indices.
+  double (*expected_bits)(double density);
 };
 
 // The most bytes that a frame spends on `count` indices, whatever the choice: where a bitmap would

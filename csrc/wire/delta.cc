@@ -3,7 +3,9 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "base/error.h"
 #include "wire/codecs.h"
@@ -340,5 +342,18 @@ void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint3
 std::size_t min_bytes(std::size_t count, std::size_t) { return blocks_of(count) + bytes_of(count); }
 
 std::size_t max_bytes(std::size_t count, std::size_t) { return max_index_bytes(count); }
+
+// Gaps are geometric: P(gap >= n) = (1 - density)^n, so that with q = (1 - density)^(2^b) a high
+// part is q / (1 - q) on average. Exceptions are too rare to count.
+double expected_bits(double density) {
+  double const absent = std::log1p(-std::min(density, 1.0));
+  double least = std::numeric_limits<double>::infinity();
+  for (std::uint32_t parameter = 0; parameter <= max_parameter; ++parameter) {
+    double const high = 1 / std::expm1(-std::ldexp(absent, static_cast<int>(parameter)));
+    least = std::min(least, parameter + 1 + high);
+  }
+  // The byte of a block's parameter, and half a byte that fills up its high parts.
+  return least + 12.0 / block_size;
+}
 
 }  // namespace sparsecomm::delta

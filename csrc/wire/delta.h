@@ -30,5 +30,6 @@ void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint3
             std::span<std::uint32_t> indices);
 std::size_t min_bytes(std::size_t count, std::size_t extent);
 std::size_t max_bytes(std::size_t count, std::size_t extent);
+double expected_bits(double density);
 
 }  // namespace sparsecomm::delta

@@ -256,6 +256,26 @@ std::size_t max_dense_frame_bytes(std::size_t extent) {
   return header_bytes + max_value_bytes<T>(extent);
 }
 
+ExpectedFrame expected_frame(double nnz, double extent, double value_bytes,
+                             FrameOptions const& options) {
+  IndexCodecEntry const& raw = *find_index_codec(IndexCodec::raw32);
+  double const density = nnz > 0 && extent > 0 ? std::min(nnz / extent, 1.0) : 0;
+  ExpectedFrame best{&raw, raw.expected_bits(density) / 8 + value_bytes};
+  if (density == 0) return best;
+  // Raw is also what a codec by name gives way to.
+  for (IndexCodecEntry const& entry : index_codecs()) {
+    double const pair = entry.expected_bits(density) / 8 + value_bytes;
+    if (allows(options.index_codec, entry.id) && pair < best.pair_bytes) best = {&entry, pair};
+  }
+  ValueCodecEntry const* const value_codec = find_value_codec(options.value_codec);
+  bool const allow_dense =
+      options.allow_dense && (value_codec == nullptr || !value_codec->bucketed);
+  if (allow_dense && value_bytes / density < best.pair_bytes) {
+    best = {nullptr, value_bytes / density};
+  }
+  return best;
+}
+
 template <class V>
 std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, std::uint32_t extent,
                           std::span<const std::uint32_t> indices, std::span<const V> values,

@@ -74,6 +74,16 @@ std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
 std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> payload,
                          std::span<std::byte> out);
 
+// What encode_sparse() is expected to pick for many random positions.
+struct ExpectedFrame {
+  IndexCodecEntry const* index_codec = nullptr;  // null: sent dense
+  double pair_bytes = 0;                         // of an entry, header excluded
+};
+
+// `value_bytes`: of one value on the wire. O(lines of the table).
+ExpectedFrame expected_frame(double nnz, double extent, double value_bytes,
+                             FrameOptions const& options);
+
 // A validated frame inside a receive buffer.
 struct FrameView {
   FrameHeader header;

@@ -157,8 +157,9 @@ def add_allreduce(parsers: argparse._SubParsersAction[Any]) -> None:
 TRANSPORT_DESCRIPTION = """\
 Measures messages there and back between two ranks through every transport that can be used here,
 each beside the bare engine below it: torch.distributed's send and recv, libucp and ucx_perftest.
-They run block by block in turn, so that what disturbs one disturbs all. Then an allreduce of 16
-non-zeros through each.
+They run block by block in turn, so that what disturbs one disturbs all. MPI and the transport over
+it follow, in two ranks that mpiexec starts, where there is one. Then an allreduce of 16 non-zeros
+through each transport of torch's ranks.
 """
 
 
@@ -377,8 +378,9 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         f"# {rows[0].iters} iterations after {settings.warmup} of warm-up, interleaved; results "
         "are the same bits on every rank",
     ]
-    if GLOO_DENSE in settings.algorithms:
-        lines.append("# gloo_dense: bytes are computed as 2(P-1)/P * size, all others are counted")
+    computed = ", ".join(named(row) for row in rows if row.messages is None)
+    if computed:
+        lines.append(f"# {computed}: bytes are computed as 2(P-1)/P * size, all others are counted")
     cells = [[name, unit, *values] for name, unit, values in columns]
     widths = [max(map(len, column)) for column in cells]
     for index, line in enumerate(zip(*cells, strict=True)):

@@ -20,7 +20,10 @@ from sparsecomm.transports import connect
 
 GLOO_DENSE = "gloo_dense"
 PLANNED = "auto"
-SETTLING = 60  # exchanges in which a plan may try algorithms before the first iteration
+# Before the first iteration a plan tries algorithms, until it has stayed with one for STAYING
+# exchanges after that one's trial, but for no more than SETTLING exchanges.
+SETTLING = 60
+STAYING = 5
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
 PARTS = ("select", "exchange", "apply")
 COUNTED = ("sent_bytes", "received_bytes", "messages", "selected", "result_nnz")
@@ -103,6 +106,7 @@ class Row:
     selected: list[float] | None
     result_nnz: float
     chosen: str | None  # what auto used in the end
+    predicted_us: float | None  # by the planner, with figures measured in this run
     model_bytes: float
     model_messages: float | None
 
@@ -139,6 +143,10 @@ def may_round(algorithm: str) -> bool:
     return any(entry["name"] == algorithm and entry["rounds"] for entry in _C.algorithms())
 
 
+def is_inner(algorithm: str) -> bool:
+    return any(entry["name"] == algorithm and entry["inner"] for entry in _C.algorithms())
+
+
 class Case(Protocol):
     """An algorithm that is ready to run."""
 
@@ -154,22 +162,27 @@ class GlooDense:
         return Sample(time.perf_counter() - start)
 
 
+def exchange_options(algorithm: str, settings: Settings) -> _C.ExchangeOptions:
+    schedule = ThresholdSchedule()
+    return _C.ExchangeOptions(
+        algorithm=algorithm,
+        density=settings.density,
+        between=schedule.between,
+        threshold_period=schedule.period,
+        partition_period=64,
+        balance_factor=4.0,
+        index_codec=settings.index_codec,
+        value_codec=settings.value_codec if may_round(algorithm) else "raw",
+        average=True,
+    )
+
+
 class Sparsecomm:
     """One of our algorithms: selection with a residual, exchange, and writing the result."""
 
     def __init__(self, algorithm: str, communicator: _C.Communicator, settings: Settings) -> None:
-        schedule = ThresholdSchedule()
-        options = _C.ExchangeOptions(
-            algorithm=algorithm,
-            density=settings.density,
-            between=schedule.between,
-            threshold_period=schedule.period,
-            partition_period=64,
-            balance_factor=4.0,
-            index_codec=settings.index_codec,
-            value_codec=settings.value_codec if may_round(algorithm) else "raw",
-            average=True,
-        )
+        options = exchange_options(algorithm, settings)
+        self._name = algorithm
         self._communicator = communicator
         self._exchange = _C.Exchange(communicator, settings.numel, DTYPES[settings.dtype], options)
         self._alone: _C.SelectionExchange | None = None
@@ -182,9 +195,14 @@ class Sparsecomm:
 
     def settle(self, gradient: torch.Tensor, given: torch.Tensor, seconds: float | None) -> None:
         """Lets a plan try algorithms, as it does in the first steps of a training."""
+        if self._name != PLANNED:
+            return
         start = time.perf_counter()
+        former, stayed = "", 0
         for _ in range(SETTLING):
-            if self._exchange.settled or is_late(seconds, start):
+            stays = self._exchange.settled and self.algorithm == former
+            former, stayed = self.algorithm, stayed + 1 if stays else 0
+            if stayed == STAYING or is_late(seconds, start):
                 return
             gradient.copy_(given)
             self._exchange.run(gradient)
@@ -263,6 +281,7 @@ def measure(settings: Settings) -> list[Row]:
             # Too slow for a warm-up: the next iteration is the first and last that counts.
             settings = replace(settings, warmup=iteration + 1, iters=1)
 
+    predicted = {} if communicator is None else predictions(communicator, settings)
     own = torch.tensor(
         [[list(vars(sample).values()) for sample in samples[name]] for name in cases],
         dtype=torch.float64,
@@ -275,10 +294,28 @@ def measure(settings: Settings) -> list[Row]:
             transport_of(algorithm, communicator),
             algorithm,
             case.algorithm if isinstance(case, Sparsecomm) else None,
+            predicted,
             [part[index] for part in every],
         )
         for index, (algorithm, case) in enumerate(cases.items())
     ]
+
+
+def predictions(communicator: _C.Communicator, settings: Settings) -> dict[str, float]:
+    """Seconds that the planner expects of each algorithm, for positions spread evenly."""
+    workload = _C.Workload(
+        ranks=communicator.size,
+        numel=settings.numel,
+        k=settings.k,
+        union_nnz=0,
+        element_bytes=settings.itemsize,
+        value_bytes=max(4, settings.itemsize),
+        selects=True,
+        options=exchange_options("oktopk", settings),
+    )
+    return {
+        row["algorithm"]: row["seconds"] for row in _C.predictions(communicator.figures(), workload)
+    }
 
 
 def is_late(seconds: float | None, start: float) -> bool:
@@ -314,6 +351,7 @@ def make_row(
     transport: str,
     algorithm: str,
     used: str | None,
+    predicted: dict[str, float],
     samples: list[torch.Tensor],
 ) -> Row:
     """The figures of one algorithm from every rank's samples: one row each, in Sample's order."""
@@ -331,12 +369,13 @@ def make_row(
         return round(statistics.median(values), 1)
 
     alone_us: list[float] = (columns["exchange_alone_seconds"].amax(0) * 1e6).tolist()
-    counted = used is not None
+    ours = used is not None
+    counted = used is not None and not is_inner(used)
     if used is not None:
         # Selections of half-precision gradients travel as the f32 that they are summed in.
         value_bytes = max(4, settings.itemsize) if is_sparse(used) else settings.itemsize
         model_messages, model_bytes = _C.cost(used, ranks, settings.numel, settings.k, value_bytes)
-    else:
+    if not counted:
         model_bytes = 2 * (ranks - 1) / ranks * settings.numel * settings.itemsize
     return Row(
         algorithm=algorithm,
@@ -347,29 +386,26 @@ def make_row(
         density=settings.density,
         dtype=settings.dtype,
         pattern=settings.pattern.name,
-        index_codec=settings.index_codec if counted else None,
-        value_codec=None
-        if not counted
-        else settings.value_codec
-        if may_round(algorithm)
-        else "raw",
+        index_codec=settings.index_codec if ours else None,
+        value_codec=None if not ours else settings.value_codec if may_round(algorithm) else "raw",
         iters=len(iterations_us),
         warmup=settings.warmup,
         seed=settings.seed,
         batch=settings.batch,
         time_us=Spread.of(iterations_us),
         iterations_us=iterations_us,
-        select_us=part_us("select_seconds") if counted else None,
-        exchange_us=part_us("exchange_seconds") if counted else part_us("seconds"),
-        apply_us=part_us("apply_seconds") if counted else None,
+        select_us=part_us("select_seconds") if ours else None,
+        exchange_us=part_us("exchange_seconds") if ours else part_us("seconds"),
+        apply_us=part_us("apply_seconds") if ours else None,
         exchange_alone_us=None if math.isnan(alone_us[0]) else Spread.of(alone_us),
         sent_bytes=per_rank("sent_bytes") if counted else [model_bytes] * ranks,
         received_bytes=per_rank("received_bytes") if counted else [model_bytes] * ranks,
         bytes_source="counted" if counted else "computed: 2 (P-1)/P * numel * itemsize",
         messages=per_rank("messages") if counted else None,
-        selected=per_rank("selected") if counted else None,
-        result_nnz=per_rank("result_nnz")[0] if counted else settings.numel,
+        selected=per_rank("selected") if ours else None,
+        result_nnz=per_rank("result_nnz")[0] if ours else settings.numel,
         chosen=used if algorithm == PLANNED else None,
+        predicted_us=round(predicted[used] * 1e6, 1) if used is not None else None,
         model_bytes=model_bytes,
         model_messages=model_messages if counted else None,
     )

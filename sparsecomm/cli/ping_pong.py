@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -9,6 +10,8 @@ import shutil
 import socket
 import statistics
 import subprocess
+import sys
+import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -86,16 +89,23 @@ def measure(rounds: int, blocks: int) -> dict[str, Any]:
                 seconds = engine.run(size, count)
                 kept = seconds[int(len(seconds) * WARM_UP) :]
                 times.setdefault((engine.name, size), []).append(statistics.median(kept) * 1e6)
+    measured = [(engine.name, engine.transport) for engine in engines]
+    if dist.get_rank() == 0 and (mpiexec := find_mpiexec()):
+        of_mpi = run_mpi(mpiexec, rounds, blocks)
+        measured += [(name, "mpi") for name in of_mpi]
+        for name, medians in of_mpi.items():
+            times.update(((name, int(size)), values) for size, values in medians.items())
+    dist.barrier()
     rows = [
         PingPongRow(
-            engine.name,
-            engine.transport,
+            name,
+            transport,
             size,
-            statistics.median(times[engine.name, size]),
-            size / statistics.median(times[engine.name, size]) / 1e3,
-            [round(value, 3) for value in times[engine.name, size]],
+            statistics.median(times[name, size]),
+            size / statistics.median(times[name, size]) / 1e3,
+            [round(value, 3) for value in times[name, size]],
         )
-        for engine in engines
+        for name, transport in measured
         for size in SIZES
     ]
     for row in rows:
@@ -188,6 +198,29 @@ def run_perftest(program: Path, size: int, rounds: int) -> list[float]:
     if math.isnan(figure.item()):
         raise RuntimeError(f"{shlex.join(command)}: {done.stdout}{done.stderr}")
     return [figure.item() * 1e-6]
+
+
+def find_mpiexec() -> str | None:
+    """MPI's launcher, the environment's before the system's, where the transport can be used."""
+    problem = next(row["problem"] for row in table() if row["name"] == "mpi")
+    if problem or find_spec("mpi4py") is None:
+        return None
+    path = os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")])
+    return shutil.which("mpiexec", path=path)
+
+
+def run_mpi(mpiexec: str, rounds: int, blocks: int) -> dict[str, dict[str, list[float]]]:
+    """Medians in us per engine, size and block, of two ranks that MPI starts on this machine."""
+    program = ["-m", "sparsecomm.cli.mpi_ping_pong", str(rounds), str(blocks)]
+    # They are no ranks of this group.
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    environment = {name: value for name, value in os.environ.items() if name not in launcher}
+    command = [mpiexec, "-n", "2", sys.executable, *program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    if done.returncode != 0:
+        raise RuntimeError(f"{shlex.join(command)}: {done.stdout}{done.stderr}")
+    medians: dict[str, dict[str, list[float]]] = json.loads(done.stdout)
+    return medians
 
 
 # What each transport stands on.

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from sparsecomm.build import build_info
 from sparsecomm.cli.bench import MAX_NUMEL, UsageError, at_least_1, share
 from sparsecomm.cli.measure import DTYPES
 from sparsecomm.planning import Link, explain
@@ -27,6 +28,7 @@ columns:
   select .. apply   what the step consists of: the check for NaN, threshold and selection; waiting
                for messages; bytes; encoding, decoding and summing; writing the result
   received, messages   of one rank
+  codecs       of the indices and values that a rank sends, the smallest; dense: all values are sent
 
 example:
   sparsecomm plan --numel 14.7M --density 0.01 --ranks 64 --bandwidth 25gbit --latency 20us
@@ -74,6 +76,14 @@ def add_plan(parsers: argparse._SubParsersAction[Any]) -> None:
         help="entries of the union of all selections over those of one, from 1 to P (as of random "
         "positions)",
     )
+    codecs = build_info()
+    add("--index-codec", choices=("smallest", *codecs["index_codecs"]), default="smallest")
+    add(
+        "--value-codec",
+        choices=codecs["value_codecs"],
+        default="raw",
+        help="of the algorithms that round (raw)",
+    )
     add("--dtype", choices=DTYPES, default="f32", help="of the gradient (f32)")
     add("--json", action="store_true", help="print JSON instead of a table")
 
@@ -106,6 +116,8 @@ def run_plan(options: argparse.Namespace) -> int:
             ranks=options.ranks,
             union=options.union,
             dtype=DTYPES[options.dtype],
+            index_codec=options.index_codec,
+            value_codec=options.value_codec,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

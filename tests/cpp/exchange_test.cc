@@ -153,7 +153,9 @@ void check_contracts(Case c) {
 
 std::vector<std::string> algorithm_names() {
   std::vector<std::string> names;
-  for (auto const& entry : algorithms()) names.emplace_back(entry.name);
+  for (auto const& entry : algorithms()) {
+    if (!entry.inner) names.emplace_back(entry.name);
+  }
   return names;
 }
 
@@ -287,6 +289,30 @@ TEST_P(ExchangeTest, AveragesExactlyWhereTheAverageIsRepresentable) {
     };
     expect_no_errors(run_ranks(ranks, body, with_figures()));
   }
+}
+
+TEST(InnerTest, WhereTheTransportHasNoneItIsRefusedAndALoadedPlanBeginsAnew) {
+  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "dense_inner";
+    try {
+      GradientExchange<float> const exchange("test", 100, options, communicator);
+      ADD_FAILURE() << "it was accepted";
+    } catch (InvalidArgument const& error) {
+      EXPECT_NE(std::string_view(error.what()).find(R"(use transport "c10d")"), std::string::npos)
+          << error.what();
+    }
+    options.algorithm = auto_algorithm;
+    GradientExchange<float> planned("test", 100, options, communicator);
+    ExchangeState state;
+    state.plan.figures = with_figures().figures;
+    state.plan.algorithm = &find_algorithm("dense_inner");
+    planned.load_state(state);
+    EXPECT_EQ(planned.algorithm(), auto_algorithm);
+    state.plan.algorithm = &find_algorithm("dense");
+    planned.load_state(state);
+    EXPECT_EQ(planned.algorithm(), "dense");
+  }));
 }
 
 class CostTest : public ::testing::TestWithParam<std::string> {};

@@ -255,9 +255,7 @@ void for_each_call(Support const& support, int ranks, std::uint64_t steps, F&& c
               << support.name << ", P=" << ranks << ", step " << step << ", rank " << rank;
           EXPECT_TRUE(
               std::ranges::equal(call->result.reduced.sparse.values, expected[step].values));
-          for_each_missing(selection.indices, expected[step].indices, [&](std::size_t i) {
-            missing.push(selection.indices[i], selection.values[i]);
-          });
+          append_missing(selection.view(), expected[step].indices, missing.indices, missing.values);
           EXPECT_TRUE(std::ranges::equal(call->result.rejected.indices, missing.indices));
           EXPECT_TRUE(std::ranges::equal(call->result.rejected.values, missing.values));
         }

@@ -24,8 +24,38 @@ struct RankFault {
 
 using WrapTransport = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
 
-// errors[r] is what rank r's function threw, null when it returned. `wrap` may put something
-// between every rank and its transport.
+// errors[r] is what body(r) threw on its thread, null when it returned.
+inline std::vector<std::exception_ptr> on_threads(int size,
+                                                  std::function<void(int rank)> const& body) {
+  std::vector<std::exception_ptr> errors(size);
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < size; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(rank);
+      } catch (...) {
+        errors[rank] = std::current_exception();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  return errors;
+}
+
+inline std::vector<std::exception_ptr> run_ranks(std::vector<std::unique_ptr<Transport>> transports,
+                                                 std::function<void(Communicator&)> const& body,
+                                                 CommunicatorOptions const& options = {},
+                                                 std::optional<RankFault> fault = std::nullopt) {
+  if (fault) {
+    transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
+  }
+  return on_threads(static_cast<int>(transports.size()), [&](int rank) {
+    Communicator communicator(std::move(transports[rank]), options);
+    body(communicator);
+  });
+}
+
+// Over inproc; `wrap` may put something between every rank and its transport.
 inline std::vector<std::exception_ptr> run_ranks(int size,
                                                  std::function<void(Communicator&)> const& body,
                                                  CommunicatorOptions const& options = {},
@@ -35,23 +65,7 @@ inline std::vector<std::exception_ptr> run_ranks(int size,
   if (wrap) {
     for (auto& transport : transports) transport = wrap(std::move(transport));
   }
-  if (fault) {
-    transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
-  }
-  std::vector<std::exception_ptr> errors(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        Communicator communicator(std::move(transports[rank]), options);
-        body(communicator);
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+  return run_ranks(std::move(transports), body, options, fault);
 }
 
 inline std::string message_of(std::exception_ptr const& error) {

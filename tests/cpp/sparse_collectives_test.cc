@@ -3,12 +3,12 @@
 #include "engine/sparse_collectives.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <map>
 #include <random>
 
 #include "collectives/patterns.h"
-#include "engine/choose.h"
 #include "ranks.h"
 
 namespace sparsecomm::test {
@@ -95,7 +95,7 @@ std::vector<V> expanded(StreamView<V> view, std::uint32_t extent, Reduction redu
 std::vector<AlgorithmEntry const*> able() {
   std::vector<AlgorithmEntry const*> entries{nullptr};
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (can_reduce(entry)) entries.push_back(&entry);
+    if (can_reduce(entry) && !entry.inner) entries.push_back(&entry);
   }
   return entries;
 }
@@ -105,7 +105,7 @@ void check_allreduce(int ranks) {
   using V = accumulate_t<T>;
   expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
     int const rank = communicator.rank();
-    auto const operation = std::make_shared<AllreduceOperation<T>>();
+    auto const operation = std::make_shared<AllreduceOperation<T>>(communicator);
     for (auto const& [reduction, reduction_name] : reductions()) {
       for (AlgorithmEntry const* entry : able()) {
         for (Entries const& kind : kinds) {
@@ -293,17 +293,71 @@ TEST(SparseCostTest, CountedMessagesAndBytesAreThoseOfTheFormula) {
   }
 }
 
-TEST(ChooseTest, TakesSparseForFewEntriesAndDenseForAll) {
-  for (int const ranks : {2, 4, 16}) {
-    ReductionShape shape{ranks, 1u << 20, DType::f32, 100, 100u * ranks};
-    EXPECT_TRUE(choose(shape).sparse) << "P=" << ranks;
-    shape.most_entries = shape.extent;
-    shape.total_entries = shape.extent * ranks;
-    EXPECT_FALSE(choose(shape).sparse) << "P=" << ranks;
+// By their bytes: of a result that is received from everybody, and of all entries.
+TEST(AutoTest, PredictsWithTheFiguresOfTheCommunicator) {
+  int const ranks = 4;
+  std::uint32_t const extent = 1 << 16;
+  Figures const link_bound{{1e-6, 0, 1e-6}, {0, 0, 0, 1e-10, 0, 1e-9, 1e-9, 1e-10}};
+  Figures const merge_bound{{1e-6, 0, 1e-12}, {0, 0, 0, 1e-10, 0, 1e-3, 1e-9, 1e-10}};
+  double const dense_bytes = 2.0 * extent * 4 * (ranks - 1) / ranks;
+  auto const received = [&](Figures const& figures, std::uint32_t nnz, bool dense_data) {
+    double most = 0;
+    CommunicatorOptions options;
+    options.figures = figures;
+    std::mutex mutex;
+    expect_no_errors(run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          Pairs<float> pairs;
+          for (std::uint32_t i = 0; i < nnz; ++i) {
+            pairs.indices.push_back(i * (extent / nnz));
+            pairs.values.push_back(1);
+          }
+          std::vector<float> data =
+              expanded<float>({.sparse = pairs.view()}, extent, Reduction::sum);
+          auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
+          operation->configure({"", extent});
+          if (dense_data) {
+            operation->bind(std::span(data));
+          } else {
+            operation->bind(pairs.view());
+          }
+          communicator.run(operation);
+          std::lock_guard const lock(mutex);
+          most = std::max(
+              most, static_cast<double>(Counters::total(communicator.counters().received_bytes)));
+        },
+        options));
+    return most;
+  };
+  for (bool const dense_data : {false, true}) {
+    EXPECT_LT(received(link_bound, extent / 100, dense_data), 0.2 * dense_bytes);
+    EXPECT_GT(received(merge_bound, extent / 100, dense_data), 0.99 * dense_bytes);
+    EXPECT_GT(received(link_bound, extent, dense_data), 0.99 * dense_bytes);
   }
 }
 
-TEST(ChooseTest, RefusesWhatIsNotExactAndListsWhatIs) {
+TEST(AutoTest, MeasuresTheFiguresOnce) {
+  int const ranks = 3;
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
+    auto const sent = [&] {
+      std::vector<float> data(100, 1.0f);
+      operation->configure({"", data.size()});
+      operation->bind(std::span(data));
+      std::uint64_t const before = Counters::total(communicator.counters().sent_messages);
+      communicator.run(operation);
+      EXPECT_EQ(data, std::vector<float>(100, 3.0f));
+      return Counters::total(communicator.counters().sent_messages) - before;
+    };
+    std::uint64_t const first = sent();
+    std::uint64_t const second = sent();
+    EXPECT_GT(first, second + 10);
+    EXPECT_EQ(sent(), second);
+  }));
+}
+
+TEST(AutoTest, RefusesWhatIsNotExactAndListsWhatIs) {
   for (auto const& [name, reason] : {std::pair{"oktopk", "algorithm 'oktopk' is not exact"},
                                      {"nothing", "algorithm 'nothing' is unknown"}}) {
     try {
@@ -327,7 +381,9 @@ struct Victim {
   std::vector<float> data;
 };
 
-Victim make_victim(std::string const& kind, int rank, int ranks) {
+Victim make_victim(std::string const& kind, Communicator& communicator) {
+  int const rank = communicator.rank();
+  int const ranks = communicator.size();
   Victim victim;
   victim.pairs = entries_of<float>(kinds[0], rank, ranks, failing_extent);
   if (kind == "allgather") {
@@ -341,7 +397,7 @@ Victim make_victim(std::string const& kind, int rank, int ranks) {
     operation->bind(victim.pairs.view());
     victim.operation = operation;
   } else {
-    auto const operation = std::make_shared<AllreduceOperation<float>>();
+    auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
     operation->configure({"", failing_extent, find_reducing(kind)});
     victim.data = expanded<float>({.sparse = victim.pairs.view()}, failing_extent, Reduction::sum);
     operation->bind(std::span(victim.data));
@@ -354,7 +410,7 @@ class SparseFailureTest : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
                            std::vector<std::string> names{"allgather", "reduce-scatter"};
                            for (AlgorithmEntry const& entry : algorithms()) {
-                             if (can_reduce(entry)) names.emplace_back(entry.name);
+                             if (can_reduce(entry) && !entry.inner) names.emplace_back(entry.name);
                            }
                            return names;
                          }()),
@@ -372,7 +428,7 @@ TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
   for (int const ranks : {2, 3, 4}) {
     std::uint64_t messages = 0;
     expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
-      auto const victim = make_victim(GetParam(), communicator.rank(), ranks);
+      auto const victim = make_victim(GetParam(), communicator);
       communicator.run(victim.operation);
       if (communicator.rank() == culprit)
         messages = Counters::total(communicator.counters().sent_messages);
@@ -381,38 +437,42 @@ TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
     for (auto const kind :
          {FaultKind::die, FaultKind::corrupt, FaultKind::truncate, FaultKind::delay}) {
       if (kind == FaultKind::delay && ranks > 3) continue;  // each takes a whole deadline
-      for (std::uint64_t message = 0; message < messages; ++message) {
-        SCOPED_TRACE(concat("P=", ranks, ", fault ", int(kind), " at message ", message));
-        std::vector<std::vector<int>> culprits(ranks);
-        auto const start = std::chrono::steady_clock::now();
-        expect_no_errors(run_ranks(
-            ranks,
-            [&](Communicator& communicator) {
-              int const rank = communicator.rank();
-              for (int step = 0; step < 3; ++step) {
-                auto victim = make_victim(GetParam(), rank, ranks);
-                auto const before = victim.data;
-                try {
-                  communicator.submit(victim.operation).wait();
-                } catch (PeerError const& error) {
-                  culprits[rank] = error.ranks();
-                  EXPECT_EQ(victim.data, before) << "rank " << rank;
-                  EXPECT_THROW(communicator.run(victim.operation), Aborted);
-                  return;
-                } catch (Error const& error) {
-                  EXPECT_EQ(rank, culprit) << error.what();
-                  return;
+      // Several at once, since most of the time goes by in waiting for deadlines.
+      std::atomic<std::uint64_t> next = 0;
+      expect_no_errors(on_threads(4, [&](int) {
+        for (std::uint64_t message = next++; message < messages; message = next++) {
+          SCOPED_TRACE(concat("P=", ranks, ", fault ", int(kind), " at message ", message));
+          std::vector<std::vector<int>> culprits(ranks);
+          auto const start = std::chrono::steady_clock::now();
+          expect_no_errors(run_ranks(
+              ranks,
+              [&](Communicator& communicator) {
+                int const rank = communicator.rank();
+                for (int step = 0; step < 3; ++step) {
+                  auto victim = make_victim(GetParam(), communicator);
+                  auto const before = victim.data;
+                  try {
+                    communicator.submit(victim.operation).wait();
+                  } catch (PeerError const& error) {
+                    culprits[rank] = error.ranks();
+                    EXPECT_EQ(victim.data, before) << "rank " << rank;
+                    EXPECT_THROW(communicator.run(victim.operation), Aborted);
+                    return;
+                  } catch (Error const& error) {
+                    EXPECT_EQ(rank, culprit) << error.what();
+                    return;
+                  }
                 }
-              }
-            },
-            quick, RankFault{culprit, {kind, message}}));
-        EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
-        for (int rank = 0; rank < ranks; ++rank) {
-          if (rank != culprit) {
-            EXPECT_EQ(culprits[rank], std::vector{culprit}) << "rank " << rank;
+              },
+              quick, RankFault{culprit, {kind, message}}));
+          EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
+          for (int rank = 0; rank < ranks; ++rank) {
+            if (rank != culprit) {
+              EXPECT_EQ(culprits[rank], std::vector{culprit}) << "rank " << rank;
+            }
           }
         }
-      }
+      }));
     }
   }
 }
@@ -422,7 +482,7 @@ TEST(SparseCollectivesMismatchTest, SaysWhatDiffersEverywhereAndGoesOn) {
   std::vector<std::string> messages(ranks);
   expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
     int const rank = communicator.rank();
-    auto const operation = std::make_shared<AllreduceOperation<float>>();
+    auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
     auto const attempt = [&](Reduction reduction) {
       auto const pairs = entries_of<float>(kinds[0], rank, ranks, 50);
       operation->configure({"shape=[50]", 50, nullptr, reduction});
@@ -442,6 +502,22 @@ TEST(SparseCollectivesMismatchTest, SaysWhatDiffersEverywhereAndGoesOn) {
   }
 }
 
+TEST(SparseCollectivesMismatchTest, TakesOneFormFromAllRanks) {
+  int const ranks = 2;
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
+    auto const pairs = entries_of<float>(kinds[0], communicator.rank(), ranks, 50);
+    std::vector<float> dense(50);
+    operation->configure({"", 50});
+    if (communicator.rank() == 0) {
+      operation->bind(pairs.view());
+    } else {
+      operation->bind(std::span(dense));
+    }
+    EXPECT_THROW(communicator.run(operation), Mismatch);
+  }));
+}
+
 TEST(SparseCollectivesOrderTest, SeveralAreInFlightAndCompleteInOrder) {
   int const ranks = 3;
   expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
@@ -452,7 +528,7 @@ TEST(SparseCollectivesOrderTest, SeveralAreInFlightAndCompleteInOrder) {
     std::vector<int> ended;
     for (int i = 0; i < 20; ++i) {
       inputs.push_back(entries_of<double>(kinds[i % 6], rank, ranks, 100));
-      operations.push_back(std::make_shared<AllreduceOperation<double>>());
+      operations.push_back(std::make_shared<AllreduceOperation<double>>(communicator));
       operations.back()->configure({"", 100});
     }
     for (int i = 0; i < 20; ++i) {

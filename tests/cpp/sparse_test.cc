@@ -1,7 +1,10 @@
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <new>
@@ -9,6 +12,7 @@
 #include <vector>
 
 #include "sparse/stream.h"
+#include "sparse/sum.h"
 
 namespace {
 std::size_t allocations = 0;
@@ -213,12 +217,69 @@ TEST(SparseView, RangeHoldsWhatLiesBetween) {
   EXPECT_EQ(SparseView<float>{}.range(0, 10).nnz(), 0u);
 }
 
-TEST(ForEachMissing, VisitsPositionsOfMissingIndices) {
-  std::vector<std::uint32_t> const of{1, 3, 5, 7, 9};
-  std::vector<std::uint32_t> const in{0, 3, 4, 7, 8};
-  std::vector<std::size_t> missing;
-  for_each_missing(of, in, [&](std::size_t i) { missing.push_back(i); });
-  EXPECT_EQ(missing, (std::vector<std::size_t>{0, 2, 4}));
+TEST(AppendMissing, EqualsASetDifference) {
+  std::mt19937_64 generator(3);
+  for (int round = 0; round < 200; ++round) {
+    auto const all = random_pairs<float>(generator, 0, 300, 1 + generator() % 8);
+    auto const present = random_pairs<float>(generator, 0, 300, 1 + generator() % 8).indices;
+    std::vector<std::uint32_t> indices{7};
+    std::vector<float> values{7};
+    append_missing(all.view(), present, indices, values);
+    std::vector<std::uint32_t> expected{7};
+    std::ranges::set_difference(all.indices, present, std::back_inserter(expected));
+    ASSERT_EQ(indices, expected);
+    ASSERT_EQ(values.size(), expected.size());
+    for (std::size_t i = 1; i < indices.size(); ++i) {
+      auto const at = std::ranges::lower_bound(all.indices, indices[i]) - all.indices.begin();
+      ASSERT_EQ(values[i], all.values[static_cast<std::size_t>(at)]);
+    }
+  }
+}
+
+// Bit for bit the sum by merging one stream after the other.
+template <class V>
+void check_sums() {
+  std::mt19937_64 generator(11);
+  SparseSum<V> sum;
+  for (int round = 0; round < 300; ++round) {
+    auto const extent = static_cast<std::uint32_t>(1 + generator() % 5000);
+    auto const first =
+        static_cast<std::uint32_t>(generator() % 1000) + (round % 2 ? 0xffff0000u : 0u);
+    sum.reset(first, extent);
+    SparseStream<V> expected;
+    expected.reset(first, extent, never);
+    for (std::uint64_t stream = generator() % 9; stream > 0; --stream) {
+      auto pairs = random_pairs<V>(generator, first, extent, 1 + generator() % 400);
+      for (V& value : pairs.values) value = value == 0 ? static_cast<V>(-0.0) : value / V{3};
+      sum.add(pairs.view());
+      expected.add(pairs.view());
+    }
+    auto const one = sum.sum();
+    auto const other = expected.sparse();
+    ASSERT_TRUE(std::ranges::equal(one.indices, other.indices));
+    ASSERT_EQ(std::memcmp(one.values.data(), other.values.data(), one.values.size_bytes()), 0);
+  }
+}
+
+TEST(SparseSum, EqualsMergingOneByOne) {
+  check_sums<float>();
+  check_sums<double>();
+  check_sums<std::int32_t>();
+  check_sums<std::int64_t>();
+}
+
+TEST(SparseSum, RefusesWhatLiesOutside) {
+  SparseSum<float> sum;
+  sum.reset(10, 5);
+  Pairs<float> const below{{9}, {1}};
+  Pairs<float> const above{{12, 15}, {1, 1}};
+  Pairs<float> const within{{12}, {1}};
+  EXPECT_THROW(sum.add(below.view()), InvalidArgument);
+  EXPECT_THROW(sum.add(above.view()), InvalidArgument);
+  EXPECT_THROW(sum.add({within.indices, {}}), InvalidArgument);
+  sum.add(within.view());
+  EXPECT_EQ(sum.sum().nnz(), 1u);
+  EXPECT_THROW(sum.reset(1, std::uint64_t{1} << 32), InvalidArgument);
 }
 
 // Against the reduction of whole vectors, at every delta, with sparse and dense operands.

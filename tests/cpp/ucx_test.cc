@@ -4,12 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <condition_variable>
-#include <mutex>
 #include <numeric>
-#include <thread>
 
-#include "ranks.h"
+#include "ucx_ranks.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -17,83 +14,21 @@ namespace {
 using std::chrono::milliseconds;
 using std::chrono::seconds;
 
-// What the threads share.
-struct Meeting {
-  explicit Meeting(int size) : round(size), board(size), size(size) {}
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::vector<std::vector<std::string>> rounds;
-  std::vector<std::size_t> round;  // how many each rank has entered
-  std::vector<std::optional<FailureReport>> board;
-  int size;
-};
-
-class ThreadRendezvous final : public Rendezvous {
- public:
-  ThreadRendezvous(int rank, std::shared_ptr<Meeting> meeting)
-      : rank_(rank), meeting_(std::move(meeting)) {}
-
-  std::vector<std::string> allgather(std::string const& own) override {
-    std::unique_lock lock(meeting_->mutex);
-    std::size_t const round = meeting_->round[rank_]++;
-    if (meeting_->rounds.size() <= round) meeting_->rounds.resize(round + 1);
-    meeting_->rounds[round].resize(meeting_->size);
-    meeting_->rounds[round][rank_] = own;
-    meeting_->changed.notify_all();
-    bool const met = meeting_->changed.wait_for(lock, seconds(30), [&] {
-      return std::ranges::all_of(meeting_->round, [&](std::size_t n) { return n > round; });
-    });
-    require<Error>(met, "not all ranks came");
-    return meeting_->rounds[round];
-  }
-  void check() const override {}
-  void post_failure(FailureReport const& report) noexcept override {
-    std::lock_guard const lock(meeting_->mutex);
-    meeting_->board[rank_] = report;
-  }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    std::lock_guard const lock(meeting_->mutex);
-    return meeting_->board;
-  }
-
- private:
-  int rank_;
-  std::shared_ptr<Meeting> meeting_;
-};
-
-UcxOptions options_here() {
-  UcxOptions options;
-#ifdef SPARSECOMM_UCX_WHEEL
-  options.alternatives = {SPARSECOMM_UCX_WHEEL};
-#endif
-  return options;
-}
-
 // body() gets its rank's transport, which it may destroy.
 std::vector<std::exception_ptr> on_ranks(
     int size, std::function<void(std::unique_ptr<Transport>)> const& body,
-    std::function<UcxOptions(int rank)> const& options = [](int) { return options_here(); }) {
+    std::function<UcxOptions(int rank)> const& options = [](int) { return ucx_options_here(); }) {
   auto const meeting = std::make_shared<Meeting>(size);
-  std::vector<std::exception_ptr> errors(size);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < size; ++rank) {
-    threads.emplace_back([&, rank] {
-      try {
-        body(make_ucx_transport(rank, size, std::make_shared<ThreadRendezvous>(rank, meeting),
-                                options(rank)));
-      } catch (...) {
-        errors[rank] = std::current_exception();
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  return errors;
+  return on_threads(size, [&](int rank) {
+    body(make_ucx_transport(rank, size, std::make_shared<ThreadRendezvous>(rank, meeting),
+                            options(rank)));
+  });
 }
 
 class UcxTest : public ::testing::Test {
  protected:
   void SetUp() override {
-    if (std::string const problem = ucx_problem(options_here()); !problem.empty()) {
+    if (std::string const problem = ucx_problem(ucx_options_here()); !problem.empty()) {
       GTEST_SKIP() << problem;
     }
   }
@@ -291,7 +226,7 @@ TEST(UcxUnavailableTest, EveryRankSaysTheSame) {
   auto const errors = on_ranks(
       3, [](std::unique_ptr<Transport> const&) {},
       [](int rank) {
-        UcxOptions options = options_here();
+        UcxOptions options = ucx_options_here();
         if (rank == 1) options.library = "/nowhere/libucp.so.0";
         return options;
       });
@@ -303,7 +238,7 @@ TEST(UcxUnavailableTest, EveryRankSaysTheSame) {
 }
 
 TEST_F(UcxTest, AFileThatIsNoUcxIsNamed) {
-  UcxOptions options = options_here();
+  UcxOptions options = ucx_options_here();
   options.library = "libm.so.6";
   EXPECT_NE(ucx_problem(options).find("libm.so.6 has no function uc"), std::string::npos)
       << ucx_problem(options);
@@ -316,7 +251,7 @@ TEST_F(UcxTest, ASettingThatUcxDoesNotHaveIsNamed) {
   auto const errors = on_ranks(
       1, [](std::unique_ptr<Transport> const&) {},
       [](int) {
-        UcxOptions options = options_here();
+        UcxOptions options = ucx_options_here();
         options.settings = {{"RNDV_THRESH", "many"}};
         return options;
       });
@@ -331,7 +266,7 @@ TEST_F(UcxTest, TheBarePingPongIsTimed) {
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
       ThreadRendezvous rendezvous(rank, meeting);
-      times[rank] = ucx_ping_pong(rank, rendezvous, options_here(), 1000, 50);
+      times[rank] = ucx_ping_pong(rank, rendezvous, ucx_options_here(), 1000, 50);
     });
   }
   for (std::thread& thread : threads) thread.join();

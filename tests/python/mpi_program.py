@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -85,30 +86,35 @@ def mismatch() -> str:
     raise AssertionError("nobody noticed")
 
 
-def lost_rank(how: str, algorithm: str) -> None:
+def lost_rank(how: str, seed: str) -> None:
     """The last rank is killed or stopped amid operations; each survivor prints what it says.
 
     The survivors then go on with a communicator of those that are left.
     """
-    victim, timeout = WORLD.size - 1, 3.0
+    from ranks import end_soon
+    from test_exchange import EVERYWHERE, exchange_ones
+
+    victim, timeout, operations = WORLD.size - 1, 3.0, 50
+    generator = random.Random(seed)
+    last = generator.randrange(operations)
     communicator = sparsecomm.Communicator.from_mpi(WORLD, timeout=timedelta(seconds=timeout))
-    exchange = _exchange(communicator, 100_000, algorithm)
     start = time.monotonic()
     error = ""
-    for step in range(50):
-        if WORLD.rank == victim and step == 7:
+    for step in range(operations + 1):  # the signal may come amid the one after
+        if WORLD.rank == victim and step == last:
             print(f"victim {os.getpid()}", flush=True)
-            os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+            end_soon(signal.SIGKILL if how == "kill" else signal.SIGSTOP, generator)
         start = time.monotonic()
         try:
-            exchange.run(torch.ones(100_000))
+            exchange_ones(communicator.engine, EVERYWHERE[step % len(EVERYWHERE)], 10_000)
         except RuntimeError as failure:
             error = str(failure)
             break
+        if WORLD.rank == victim:
+            time.sleep(0.005)
     waited = time.monotonic() - start
     with pytest.raises(RuntimeError, match="make a new one"):
-        exchange.run(torch.ones(100_000))
-    del exchange
+        _sum(communicator)
     communicator.close()
     left = WORLD.Create_group(WORLD.group.Excl([victim]))
     total = _sum(sparsecomm.Communicator.from_mpi(left, timeout=PATIENCE))

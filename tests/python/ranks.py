@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
+import random
+import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -24,10 +28,13 @@ def _main(
     size: int,
     port: int,
     backend: str,
+    timeout: float,
     pipe: Connection,
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # Where it hangs, before it is killed.
+    faulthandler.dump_traceback_later(0.9 * timeout)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     try:
@@ -38,6 +45,14 @@ def _main(
             dist.destroy_process_group()
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
+
+
+def end_soon(number: signal.Signals, generator: random.Random) -> None:
+    """Sends this process a signal that it cannot catch, at once or amid what it does next."""
+    if generator.random() < 0.3:
+        os.kill(os.getpid(), number)
+    delay = generator.random() * 2e-3
+    threading.Timer(delay, os.kill, (os.getpid(), number)).start()
 
 
 def run_ranks(
@@ -65,9 +80,8 @@ def run_ranks(
     processes, pipes = [], []
     for rank in range(size):
         here, there = context.Pipe()
-        process = context.Process(
-            target=_main, args=(rank, size, store.port, backend, there, function, args), daemon=True
-        )
+        arguments = (rank, size, store.port, backend, timeout, there, function, args)
+        process = context.Process(target=_main, args=arguments, daemon=True)
         process.start()
         there.close()
         processes.append(process)

@@ -18,6 +18,8 @@ from sparsecomm.schedule import SOURCES
 from sparsecomm.transports import AUTO, connect, connect_options, names, warn
 
 ALGORITHMS = [row["name"] for row in _C.algorithms()]
+INNER = [row["name"] for row in _C.algorithms() if row["inner"]]
+EVERYWHERE = [name for name in ALGORITHMS if name not in INNER]  # on any transport
 TRANSPORTS = [name for name in names() if name != AUTO]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 PATTERNS = ["uniform", "clustered", "shared", "zero", "zero on odd ranks", "equal"]
@@ -53,6 +55,11 @@ def make_options(algorithm: str, density: float, between: str = "sampled") -> _C
     )
 
 
+def exchange_ones(communicator: _C.Communicator, algorithm: str, numel: int) -> None:
+    exchange = _C.Exchange(communicator, numel, torch.float32, make_options(algorithm, 0.1))
+    exchange.run(torch.ones(numel))
+
+
 def check_matrix(
     communicator: _C.Communicator,
     sum_over_ranks: Callable[[torch.Tensor], torch.Tensor],
@@ -66,6 +73,10 @@ def check_matrix(
     """
     rank, size = communicator.rank, communicator.size
     for algorithm in ALGORITHMS:
+        if algorithm in INNER and size > 1 and not communicator.reduces:
+            with pytest.raises(ValueError, match='has none; use transport "c10d"'):
+                _C.Exchange(communicator, 10, torch.float32, make_options(algorithm, 1.0))
+            continue
         for dtype in dtypes:
             for pattern in PATTERNS if dtype == torch.float32 else PATTERNS[:2]:
                 for numel in (0, 1, 2049):
@@ -142,6 +153,35 @@ def _check_against_torch() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_against_torch(size: int) -> None:
     run_ranks(size, _check_against_torch)
+
+
+def _check_threads() -> None:
+    """The same bits whatever the number of torch's threads that select."""
+    rank, numel = dist.get_rank(), 300_000
+    patience = timedelta(seconds=30)
+    torch.set_num_threads(3)
+    outcomes = []
+    for threads in (1, 2, 3):
+        communicator = _C.Communicator(connect(None, patience), patience, threads)
+        tensors = []
+        for dtype in (torch.float32, torch.bfloat16):
+            random = torch.Generator().manual_seed(rank)
+            exchange = _C.Exchange(communicator, numel, dtype, make_options("oktopk", 0.01))
+            for _ in range(4):
+                # Few different values, so that ties are cut off somewhere.
+                gradient = torch.randint(-40, 40, (numel,), generator=random).to(dtype)
+                exchange.run(gradient)
+                tensors += [gradient, exchange.residual.clone()]
+        outcomes.append(tensors)
+    for other in outcomes[1:]:
+        for expected, actual in zip(outcomes[0], other, strict=True):
+            assert torch.equal(actual, expected)
+    with pytest.raises(ValueError, match="threads = 0 is below 1"):
+        _C.Communicator(connect(None, patience), patience, 0)
+
+
+def test_threads_do_not_change_a_bit() -> None:
+    run_ranks(2, _check_threads)
 
 
 @pytest.fixture(scope="module")

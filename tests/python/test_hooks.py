@@ -317,6 +317,7 @@ def test_density_outside_its_range(density: float) -> None:
         ({"balance_factor": 0.5}, ValueError, "balance_factor"),
         ({"index_codec": "zip"}, ValueError, "index codec 'zip'"),
         ({"schedule": 32}, TypeError, "ThresholdSchedule"),
+        ({"threads": 0}, ValueError, "threads=0 is not a number of threads"),
         ({"timeout": timedelta(0)}, ValueError, "timeout"),
     ],
 )
@@ -428,12 +429,78 @@ def test_ranks_that_disagree_raise_the_same_text() -> None:
     assert "numel: 1640 on rank 0 but 1681 on ranks 1, 2" in first[1]
 
 
+# ---- every entry, by bucket
+
+
+def check_dense_overlap_is_plain_ddp() -> None:
+    """Bit for bit where P is a power of two and divides exactly; else sums differ in the last."""
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for native in (False, True):
+            plain = make_ddp(make_model(dtype=dtype))
+            hooked = make_ddp(make_model(dtype=dtype), several_groups=native)
+            state = sparsecomm.DenseOverlapState()
+            if native:
+                sparsecomm.register_comm_hook(hooked, state)
+            else:
+                hooked.register_comm_hook(state, sparsecomm.dense_overlap_hook)
+            for ddp in (plain, hooked):
+                train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9), range(5))
+            expected, result = flat(plain.parameters()), flat(hooked.parameters())
+            assert all(torch.equal(other, result) for other in gathered(result))
+            if dist.get_world_size() <= 2:
+                assert torch.equal(result, expected), (native, dtype)
+            else:
+                # Plain DDP rounds before the sum and at each hop, we once.
+                tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-5
+                torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
+            stats = state.stats()
+            assert (stats["steps"], stats["realised_density"]) == (5, 1)
+            saved = state.state_dict()
+            assert not saved["residuals"]
+            other = sparsecomm.DenseOverlapState()
+            other.load_state_dict(saved)
+            with pytest.raises(ValueError, match="sends every entry; its density is 1"):
+                other.density = 0.5
+
+
+def check_buckets_do_not_wait_for_one_another() -> None:
+    ddp = make_ddp(make_model())
+    state = sparsecomm.DenseOverlapState()
+    counts: list[int] = []
+
+    # DDP inspects annotations, and postponed ones are text.
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        counts[-1] += 1
+        future = sparsecomm.dense_overlap_hook(state, bucket)
+        future.wait()  # before the backward pass goes on
+        return future
+
+    ddp.register_comm_hook(state, hook)
+    for step in range(3):
+        counts.append(0)
+        ddp(batch(step)).square().mean().backward()
+    assert counts[0] == 1
+    assert counts[1] == counts[2] > 1, counts  # DDP has rebuilt its buckets
+
+
+def check_dense_overlap() -> None:
+    check_dense_overlap_is_plain_ddp()
+    check_buckets_do_not_wait_for_one_another()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_dense_overlap(size: int) -> None:
+    run_ranks(size, check_dense_overlap)
+
+
 # ---- failures
 
 
 def _lose_a_rank(how: str) -> tuple[str, float]:
     ddp = make_ddp(make_model(width=200))
-    sparsecomm.register_comm_hook(ddp, OkTopkState(timeout=timedelta(seconds=4)))
+    # One that is gone is noticed long before the deadline.
+    timeout = timedelta(seconds=5 if how == "stop" else 30)
+    sparsecomm.register_comm_hook(ddp, OkTopkState(timeout=timeout))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     train(ddp, optimizer, range(3))
     dist.barrier()
@@ -464,19 +531,22 @@ def _fail(_: torch.Tensor) -> None:
     raise RuntimeError("on purpose")
 
 
+@pytest.mark.timeout(330)
 @pytest.mark.parametrize(("how", "size"), [("kill", 2), ("raise", 3), ("kill", 6)])
 def test_survivors_name_a_rank_that_died(how: str, size: int) -> None:
-    results = run_ranks(size, _lose_a_rank, how, may_die=(1,), timeout=40)
+    results = run_ranks(size, _lose_a_rank, how, may_die=(1,), timeout=300)
     for rank in range(size):
         if rank != 1:
             message, seconds = results[rank]
             assert "rank 1 left" in message, message
-            assert seconds < 4, "the failing path is as quick as the good one"
+            assert seconds < 15, "the failing path is as quick as the good one"
 
 
+@pytest.mark.timeout(330)
 def test_survivors_name_a_rank_that_hangs() -> None:
-    results = run_ranks(3, _lose_a_rank, "stop", may_die=(1,), timeout=40)
+    results = run_ranks(3, _lose_a_rank, "stop", may_die=(1,), timeout=300)
     for rank in (0, 2):
         message, seconds = results[rank]
-        assert "rank 1 did not take part before the deadline (4 s)" in message, message
-        assert seconds < 8, seconds
+        assert "rank 1 did not take part before the deadline (5 s)" in message, message
+        # Two steps, the deadline, a second for the others' reports, and what a loaded machine adds.
+        assert seconds < 20, seconds

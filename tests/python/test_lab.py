@@ -100,7 +100,7 @@ def test_the_grid_is_every_combination() -> None:
         (goal.hosts, goal.rate) for goal in lab.GOALS
     ]
     some = lab.set_ups(lab.parse_options(["--rate", "none", "--numel", "10", "--hosts", "3"]))
-    assert some == [lab.SetUp(3, None, 10)]
+    assert some == [lab.SetUp(3, None, 10, lab.DENSITIES)]
 
 
 @pytest.mark.lab
@@ -206,3 +206,59 @@ def test_bad_arguments(
         lab.main(arguments)
     assert status.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_the_full_grid_goes_on_with_what_its_file_lacks() -> None:
+    options = lab.parse_options([])
+    set_ups = lab.set_ups(options)
+    assert sum(len(set_up.densities) for set_up in set_ups) == 108
+    algorithms = lab.algorithms_of(options)
+    assert "auto" in algorithms
+
+    def rows(set_up: lab.SetUp, densities: tuple[float, ...], names: tuple[str, ...]) -> lab.Row:
+        return {
+            "hosts": set_up.hosts,
+            "rate": set_up.rate,
+            "rows": [
+                {"numel": set_up.numel, "density": d, "algorithm": name, "pattern": "uniform"}
+                for d in densities
+                for name in names
+            ],
+        }
+
+    assert lab.remaining(set_ups, [], algorithms, "uniform") == set_ups
+    whole = rows(set_ups[0], set_ups[0].densities, algorithms)
+    in_part = rows(set_ups[1], set_ups[1].densities[:3], algorithms)
+    broken_off = rows(set_ups[1], set_ups[1].densities[3:], algorithms[:2])
+    first, *rest = lab.remaining(set_ups, [whole, in_part, broken_off], algorithms, "uniform")
+    assert first == lab.replace(set_ups[1], densities=set_ups[1].densities[3:])
+    assert rest == set_ups[2:]
+    assert lab.remaining(set_ups, [whole], algorithms, "clustered") == set_ups
+
+
+def test_a_second_call_measures_nothing_twice_and_none_begins_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [0.0]
+    measured = []
+
+    def measure(set_up: lab.SetUp, options: object) -> list[dict[str, object]]:
+        clock[0] += 50.0
+        measured.append((set_up.hosts, set_up.rate))
+        return [
+            row_of(name, 100.0, numel=set_up.numel, density=density, pattern="uniform")
+            for name in ("gloo_dense", "topk_a")
+            for density in set_up.densities
+        ]
+
+    monkeypatch.setattr(lab, "measure", measure)
+    monkeypatch.setattr(lab.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(lab, "ratios_text", lambda rows: "")
+    arguments = ["--rate", "1gbit", "none", "--hosts", "2", "4", "--numel", "1000"]
+    arguments += ["--algorithm", "topk_a", "--minutes", "1", "--json", str(tmp_path / "grid.json")]
+    for left in ("2 set-ups are left", "wrote", "lacks 0 of the set-ups"):
+        lab.measure_allreduces(lab.parse_options(arguments))
+        assert left in capsys.readouterr().out
+    assert measured == [(2, "1gbit"), (4, "1gbit"), (2, None), (4, None)]
+    results = json.loads((tmp_path / "grid.json").read_text())["results"]
+    assert [(result["hosts"], result["rate"]) for result in results] == measured

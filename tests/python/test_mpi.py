@@ -83,12 +83,11 @@ def test_thread_levels(level: str) -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize(
-    ("how", "algorithm"), [("kill", "oktopk"), ("stop", "oktopk"), ("kill", "topk_a")]
-)
-def test_survivors_name_the_rank_that_is_lost(how: str, algorithm: str) -> None:
+@pytest.mark.parametrize("seed", ["a", "b"])
+@pytest.mark.parametrize("how", ["kill", "stop"])
+def test_survivors_name_the_rank_that_is_lost(how: str, seed: str) -> None:
     # A shell outlives the rank, or mpiexec would end the others.
-    process = start(3, "lost_rank", how, algorithm, wrapper=("sh", "-c", '"$@"; sleep 60', "sh"))
+    process = start(3, "lost_rank", how, seed, wrapper=("sh", "-c", '"$@"; sleep 60', "sh"))
     assert process.stdout is not None
     victim = None
     said = []

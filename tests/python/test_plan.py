@@ -86,6 +86,26 @@ def test_explain_ranks_every_algorithm_by_the_sum_of_its_parts() -> None:
     assert json.loads(json.dumps(plan.to_dict()))["ranks"] == 8
 
 
+def test_the_ranking_shows_the_smallest_codec_and_the_value_codec_asked_for() -> None:
+    link = sparsecomm.Link.parse("1gbit")
+
+    def row(name: str, density: float, **options: Any) -> Any:
+        plan = sparsecomm.explain(1 << 20, density, link=link, ranks=4, **options)
+        found = next(row for row in plan.ranking if row.algorithm == name)
+        assert f"{found.index_codec}, {found.value_codec}" in str(plan)
+        return found
+
+    codecs = [row("topk_a", density).index_codec for density in (0.01, 0.6, 0.98)]
+    assert codecs == ["delta", "bitmap", "dense"]
+    assert row("dense", 0.01).index_codec == "dense"
+    assert row("topk_a", 0.01, index_codec="raw32").index_codec == "raw32"
+    exact, rounded = row("topk_a", 0.01), row("topk_a", 0.01, value_codec="f16")
+    assert (exact.value_codec, rounded.value_codec) == ("raw", "f16")
+    k = round(0.01 * (1 << 20))
+    assert exact.received_bytes - rounded.received_bytes == pytest.approx(3 * 2 * k, rel=0.01)
+    assert row("gtopk", 0.01, value_codec="f16").value_codec == "raw"
+
+
 def test_a_smaller_union_makes_what_gathers_unions_quicker() -> None:
     link = sparsecomm.Link.parse("100mbit")
 
@@ -269,3 +289,22 @@ def test_measured_regret_compares_within_a_batch() -> None:
     assert case.best == "oktopk"
     assert case.against_best == pytest.approx(1.1)
     assert case.against_dense == pytest.approx(0.22 / 0.8)
+    assert case.choice_against_best == 1
+    assert regret.summarise([case])["of_the_grid"] == 0
+
+
+def test_regret_says_how_much_of_the_grid_it_has() -> None:
+    case = regret.Case(
+        source="measured",
+        set_up={"ranks": 4, "numel": 1 << 20, "density": 0.01, "link": "1gbit"},
+        best="oktopk",
+        chosen="topk_a",
+        against_best=1.1,
+        against_dense=0.5,
+        choice_against_best=1.02,
+    )
+    summary = regret.summarise([case])
+    assert "1 set-ups, 1 of the 108 of the lab's grid" in regret.sentence(summary)
+    table = regret.as_markdown("make it", [case], {"measured": summary})
+    assert "auto/dense | choice/best |" in table
+    assert "| 1.100 | 0.500 | 1.020 |" in table

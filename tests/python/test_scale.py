@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "sca
 
 import scale
 
-ALGORITHMS = [row["name"] for row in _C.algorithms()]
+ALGORITHMS = [row["name"] for row in _C.algorithms() if not row["inner"]]
 
 needs_simgrid = pytest.mark.skipif(shutil.which("smpicxx") is None, reason="no SimGrid")
 
@@ -27,6 +27,7 @@ def rows() -> dict[tuple[str, int], scale.Row]:
         row
         for ranks in (16, 64)
         for row in scale.simulate(program, ranks, 10, 1 << 17, 0.04, steps=1)
+        if isinstance(row, scale.Row)
     ]
     return {(row.algorithm, row.ranks): row for row in found}
 
@@ -39,6 +40,11 @@ def test_64_ranks_run_every_algorithm_within_its_formula(
     assert sorted(rows) == sorted((name, ranks) for name in ALGORITHMS for ranks in (16, 64))
     for row in rows.values():
         assert 0 < row.words_mean <= row.words_max <= row.formula_words, row
+        assert row.words_mean == pytest.approx(
+            row.entry_words + row.header_words + row.figure_words, rel=1e-6
+        )
+        # A frame and its 10 words of header in each message, or several.
+        assert row.header_words >= 10 * row.messages_mean, row
         assert 0 < row.messages_mean <= row.messages_max <= row.formula_messages, row
         # Not faster than the link: 4 bytes at 10 Gbit/s take 3.2 ns.
         assert row.seconds > 3.2e-9 * row.words_max, row
@@ -48,17 +54,34 @@ def test_64_ranks_run_every_algorithm_within_its_formula(
 def test_words_of_oktopk_do_not_grow_with_the_ranks_and_those_of_topk_a_do(
     rows: dict[tuple[str, int], scale.Row],
 ) -> None:
-    def growth(algorithm: str) -> float:
-        return rows[algorithm, 64].words_mean / rows[algorithm, 16].words_mean
+    def growth(algorithm: str, words: str) -> float:
+        few, many = (getattr(rows[algorithm, ranks], words) for ranks in (16, 64))
+        return float(many / few)
 
-    # (P-1)/P grows by 1.05, and the headers of four times as many messages come on top.
-    assert growth("oktopk") < 1.4
-    assert growth("topk_a") > 4
+    # (P-1)/P grows by 1.05.
+    assert growth("oktopk", "entry_words") < 1.06
+    assert growth("topk_a", "entry_words") > 4
+    # A histogram per rank instead of its sum would be 4.2 times as many; counts are two words each.
+    assert growth("oktopk", "figure_words") < 2
+    # With the headers of four times as many messages.
+    assert growth("oktopk", "words_mean") < 1.2
+
+
+@needs_simgrid
+def test_what_does_not_fit_into_memory_has_its_formulas_alone() -> None:
+    left_out = scale.simulate(scale.build(), 4, 10, 1 << 17, 0.04, steps=1, memory=1e3)
+    assert [setup.algorithm for setup in left_out] == ALGORITHMS
+    for setup in left_out:
+        assert not isinstance(setup, scale.Row)
+        assert setup.memory_bytes > 1e3
+        assert setup.formula_words > 0
+        assert setup.formula_messages > 0
 
 
 @needs_simgrid
 def test_a_faster_network_takes_less_time(rows: dict[tuple[str, int], scale.Row]) -> None:
     for row in scale.simulate(scale.build(), 16, 100, 1 << 17, 0.04, steps=1):
+        assert isinstance(row, scale.Row)
         slow = rows[row.algorithm, 16]
         assert row.seconds < slow.seconds
         assert row.words_mean == slow.words_mean
@@ -72,23 +95,35 @@ def test_the_network_has_room_for_the_ranks() -> None:
 
 def test_the_results_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def simulate(
-        program: Path, ranks: int, gbit: float, numel: int, density: float, steps: int
-    ) -> list[scale.Row]:
-        k = int(density * numel)
-        seconds = 1 / gbit
-        return [scale.Row("oktopk", ranks, gbit, numel, k, seconds, 6, 5, 4, 3, 9, 8)]
+        program: Path,
+        ranks: int,
+        gbit: float,
+        numel: int,
+        density: float,
+        steps: int,
+        memory: float,
+        jobs: int,
+    ) -> list[scale.Setup]:
+        assert (steps, memory, jobs) == (1, 7e9, 3)
+        setup = ("oktopk", ranks, gbit, numel, int(density * numel), 5e9, 12, 11)
+        if ranks == 64:
+            return [scale.Setup(*setup)]
+        return [scale.Row(*setup, 1 / gbit, 10, 9, 6, 2, 1, 4, 3)]
 
     monkeypatch.setattr(scale, "build", lambda: Path("scale_ranks"))
     monkeypatch.setattr(scale, "simulate", simulate)
     file = tmp_path / "new" / "scale.json"
-    assert scale.main(["--json", str(file), "--numel", "1000"]) == 0
+    assert (
+        scale.main(["--json", str(file), "--numel", "1000", "--memory", "7e9", "--jobs", "3"]) == 0
+    )
     rows = json.loads(file.read_text())
     assert [(row["gbit"], row["ranks"]) for row in rows] == [
         (gbit, ranks) for gbit in (10, 100) for ranks in (4, 16, 64, 256)
     ]
-    assert (
-        "| `oktopk` | 256 | 100.000 | 5 | 6 | 9 | 4.0 | 8 |" in file.with_suffix(".md").read_text()
-    )
+    text = file.with_suffix(".md").read_text()
+    assert "| `oktopk` | 256 | 100.000 | 6 | 2 | 1 | 9 | 10 | 12 | 4.0 | 11 |" in text
+    assert "| `oktopk` | 64 | left out: 5 GB |  |  |  |  |  | 12 |  | 11 |" in text
+    assert "| `oktopk` | 6k(P-1)/P |" in text
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 

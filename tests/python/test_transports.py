@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run_ranks
+from ranks import end_soon, run_ranks
+from test_exchange import EVERYWHERE, exchange_ones
 
 import sparsecomm
 from sparsecomm import _C
@@ -205,71 +206,78 @@ def test_the_backend_falls_back_too() -> None:
 # ---- ends of processes
 
 OPERATIONS = 50
+# One whose process is killed is noticed long before.
+DEADLINES = {signal.SIGKILL: timedelta(seconds=15), signal.SIGSTOP: timedelta(seconds=2)}
 
 
 def _survive(
-    number: signal.Signals, victim: int, operation: int, settings: dict[str, str]
-) -> tuple[float, str, int]:
-    """How long the failing operation took, what it said, and how many ranks then went on."""
-    os.environ.update(settings)
-    rank, size = dist.get_rank(), dist.get_world_size()
-    deadline = timedelta(seconds=2)
-    total = Sum(connect(None, PATIENCE, "ucx"), deadline)
-    generator = random.Random(1000 * operation + rank)
-    for step in range(OPERATIONS):
-        if rank == victim and step == operation:
-            if generator.random() < 0.5:
-                os.kill(os.getpid(), number)
-            # In the middle of an operation, perhaps.
-            delay = generator.random() * 2e-3
-            if os.fork() == 0:
-                time.sleep(delay)
-                os.kill(os.getppid(), number)
-                os._exit(0)
-        start = time.monotonic()
-        try:
-            total.run()
-        except RuntimeError as error:
-            took = time.monotonic() - start
-            survivors = [other for other in range(size) if other != victim]
-            del total
-            group = dist.new_group(survivors, use_local_synchronization=True)
-            assert group is not None
-            again = Sum(connect(group, PATIENCE, "ucx"))
-            for _ in range(5):
-                again.run()
-            return took, str(error), again.communicator.size
-        if rank == victim:
-            time.sleep(0.005)
-    raise AssertionError("nothing was raised")
+    number: signal.Signals, victims: list[int], lasts: list[int], transport: str
+) -> list[tuple[float, str, int]]:
+    """For each lost rank: how long the failing operation took, what it said, and who went on."""
+    rank = dist.get_rank()
+    generator = random.Random(f"{victims} {lasts} {rank}")
+    left = list(range(dist.get_world_size()))
+    group: dist.ProcessGroup | None = None
+    outcomes = []
+    for victim, last in zip(victims, lasts, strict=True):
+        communicator = _C.Communicator(connect(group, PATIENCE, transport), DEADLINES[number])
+        for step in range(OPERATIONS + 1):  # the signal may come amid the one after
+            if rank == victim and step == last:
+                end_soon(number, generator)
+            start = time.monotonic()
+            try:
+                exchange_ones(communicator, EVERYWHERE[step % len(EVERYWHERE)], 10_000)
+            except RuntimeError as error:
+                took, text = time.monotonic() - start, str(error)
+                break
+            if rank == victim:
+                time.sleep(0.005)
+        else:
+            raise AssertionError("nothing was raised")
+        del communicator
+        left.remove(victim)
+        group = dist.new_group(left, use_local_synchronization=True)
+        assert group is not None
+        again = Sum(connect(group, PATIENCE, transport))
+        for _ in range(5):
+            again.run()
+        outcomes.append((took, text, again.communicator.size))
+    return outcomes
 
 
-@needs_ucx
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
 @pytest.mark.parametrize(
-    ("size", "number", "settings"),
+    ("transport", "settings"),
     [
-        (2, signal.SIGKILL, {}),
-        (3, signal.SIGKILL, {"UCX_TLS": "tcp"}),
-        (3, signal.SIGSTOP, {}),
-        (2, signal.SIGSTOP, {"UCX_TLS": "tcp"}),
+        pytest.param("ucx", {}, marks=needs_ucx),
+        pytest.param("ucx", {"UCX_TLS": "tcp"}, marks=needs_ucx),
+        ("c10d", {}),
     ],
-    ids=["kill", "kill, tcp", "stop", "stop, tcp"],
+    ids=["ucx", "ucx, tcp", "c10d"],
 )
-def test_survivors_name_the_rank_and_go_on(
-    size: int, number: signal.Signals, settings: dict[str, str]
+def test_survivors_name_the_ranks_they_lose_and_go_on(
+    transport: str,
+    settings: dict[str, str],
+    number: signal.Signals,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    generator = random.Random(f"{size} {number} {settings}")
-    victim, operation = generator.randrange(size), generator.randrange(OPERATIONS)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    generator = random.Random(f"{transport} {number} {settings}")
+    size = 3
+    victims = generator.sample(range(size), 2)
+    lasts = generator.choices(range(OPERATIONS), k=2)
     outcomes = run_ranks(
-        size, _survive, number, victim, operation, settings, may_die=(victim,), timeout=50
+        size, _survive, number, victims, lasts, transport, may_die=tuple(victims), timeout=100
     )
-    for rank, outcome in enumerate(outcomes):
-        if rank == victim:
-            continue
-        took, text, left = outcome
-        assert text.startswith(f"rank {victim} "), text
-        assert took < (2 if number == signal.SIGKILL else 4.5), text
-        assert left == size - 1
+    left = list(range(size))
+    (outcome,) = (outcomes[rank] for rank in left if rank not in victims)
+    for (took, text, remaining), victim in zip(outcome, victims, strict=True):
+        # A communicator numbers its ranks from 0.
+        assert text.startswith(f"rank {left.index(victim)} "), text
+        assert took < 10, text
+        left.remove(victim)
+        assert remaining == len(left)
 
 
 # ---- what belongs to the process

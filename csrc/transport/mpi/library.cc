@@ -30,9 +30,30 @@ std::unique_ptr<Transport> make(int communicator) {
   return make_mpi_transport(MPI_Comm_f2c(communicator));
 }
 
+std::vector<double> ping_pong(int communicator, std::size_t bytes, int rounds) {
+  MPI_Comm const ranks = MPI_Comm_f2c(communicator);
+  int rank = 0;
+  int size = 0;
+  MPI_Comm_rank(ranks, &rank);
+  MPI_Comm_size(ranks, &size);
+  require(size == 2, "a ping-pong takes 2 ranks, not ", size);
+  std::vector<std::byte> message(bytes);
+  auto const count = static_cast<int>(bytes);
+  std::vector<double> seconds;
+  seconds.reserve(rounds);
+  for (int round = 0; round < rounds; ++round) {
+    double const start = MPI_Wtime();
+    if (rank == 0) MPI_Send(message.data(), count, MPI_BYTE, 1, 0, ranks);
+    MPI_Recv(message.data(), count, MPI_BYTE, 1 - rank, 0, ranks, MPI_STATUS_IGNORE);
+    if (rank == 1) MPI_Send(message.data(), count, MPI_BYTE, 0, 0, ranks);
+    seconds.push_back((MPI_Wtime() - start) / 2);
+  }
+  return seconds;
+}
+
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) MpiLibrary const sparsecomm_mpi_library;
-MpiLibrary const sparsecomm_mpi_library{built_with, families, loaded_version, make};
+MpiLibrary const sparsecomm_mpi_library{built_with, families, loaded_version, make, ping_pong};
 
 }  // namespace sparsecomm

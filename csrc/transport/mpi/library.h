@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "transport/transport.h"
 
@@ -16,6 +17,8 @@ struct MpiLibrary {
   std::span<const std::string_view> families;
   std::string (*loaded_version)();  // MPI_Get_library_version, of the library it is bound to
   std::unique_ptr<Transport> (*make)(int communicator);  // a handle as of MPI_Comm_c2f
+  // See mpi_ping_pong.
+  std::vector<double> (*ping_pong)(int communicator, std::size_t bytes, int rounds);
 };
 
 // The name under which it is exported, extern "C".

@@ -1,0 +1,123 @@
+// Small arrays of figures from every rank: combined over all ranks, or everybody's own.
+//
+// CensusAllreduce  A rank holds what the `count` ranks after it combine to and gets the same of the
+//                  rank beyond those, with that rank's own figures where the next binary digit of
+//                  P - 1 is a one. ceil(log2 P) messages of one array each, for any P and any
+//                  commutative operation. Bar-Noy, Kipnis and Schieber 1993.
+// PackedAllgather  Bruck's, with one frame per message instead of one per rank: ceil(log2 P)
+//                  messages, P - 1 arrays and ceil(log2 P) headers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <vector>
+
+#include "collectives/algorithm.h"
+#include "collectives/patterns.h"
+
+namespace sparsecomm {
+
+// Sends `figures` to `destination` while as many arrive from `source`. Throws PeerInvalid where
+// another number of bytes arrives.
+template <class T>
+class FigureExchange {
+ public:
+  void run(Channel& channel, Phase phase, int destination, std::span<const T> figures, int source,
+           std::span<T> arrived) {
+    auto const outgoing = send_.take(header_bytes + figures.size_bytes());
+    auto const incoming = receive_.take(header_bytes + arrived.size_bytes());
+    encode_bytes(channel.operation(), std::as_bytes(figures), outgoing);
+    Request receive = channel.irecv(source, phase, incoming);
+    Request send = channel.isend(destination, phase, outgoing);
+    FrameView const frame = channel.wait_frame(receive, source, incoming);
+    channel.decode_from(source, [&] {
+      require<MalformedFrame>(frame.values.size() == arrived.size_bytes(), "figures of ",
+                              frame.values.size(), " bytes instead of ", arrived.size_bytes());
+    });
+    std::memcpy(arrived.data(), frame.values.data(), arrived.size_bytes());
+    channel.wait(send);
+  }
+
+ private:
+  ByteBuffer send_, receive_;
+};
+
+template <class T>
+class CensusAllreduce {
+ public:
+  // Replaces each of `figures`, as many on every rank, by combine() of it over all ranks.
+  // check(arrived, ranks) throws MalformedFrame where so many ranks together can't have those; it
+  // is held against the rank that sent them.
+  template <class Combine, class Check>
+  void run(Channel& channel, Phase phase, std::span<T> figures, Combine combine, Check check) {
+    int const rank = channel.rank();
+    int const size = channel.size();
+    int count = 0;  // ranks that others_ combines, those after this one
+    arrived_.resize(figures.size());
+    for (int digit = bruck_rounds(size); digit-- > 0;) {
+      bool const with_own = ((size - 1) >> digit) % 2 != 0;
+      int const distance = count + (with_own ? 1 : 0);  // of ranks; and so many are combined
+      if (count == 0) {
+        together_.assign(figures.begin(), figures.end());
+      } else {
+        together_ = others_;
+        if (with_own) std::ranges::transform(together_, figures, together_.begin(), combine);
+      }
+      int const source = (rank + distance) % size;
+      exchange_.run(channel, phase, (rank - distance + size) % size, together_, source, arrived_);
+      channel.decode_from(source, [&] { check(std::span<const T>(arrived_), distance); });
+      if (count == 0) {
+        others_ = arrived_;
+      } else {
+        std::ranges::transform(others_, arrived_, others_.begin(), combine);
+      }
+      count += distance;
+    }
+    if (count > 0) std::ranges::transform(figures, others_, figures.begin(), combine);
+  }
+
+ private:
+  FigureExchange<T> exchange_;
+  std::vector<T> others_, together_, arrived_;
+};
+
+template <class T>
+class PackedAllgather {
+ public:
+  // Element r of the result is that of rank r, own included; valid until the next run().
+  // check(rank, figure) throws MalformedFrame where that rank can't have it; it is held against the
+  // rank that passed it on, which has checked it too.
+  template <class Check>
+  std::span<const T> run(Channel& channel, Phase phase, T const& own, Check check) {
+    int const rank = channel.rank();
+    int const size = channel.size();
+    // In the order rank, rank + 1, ... (mod size), so that every message is a prefix.
+    rotated_.resize(size);
+    rotated_[0] = own;
+    for (int distance = 1; distance < size; distance *= 2) {
+      int const count = std::min(distance, size - distance);
+      int const source = (rank + distance) % size;
+      auto const all = std::span(rotated_);
+      auto const arrived = all.subspan(distance, count);
+      exchange_.run(channel, phase, (rank - distance + size) % size, all.first(count), source,
+                    arrived);
+      channel.decode_from(source, [&] {
+        for (int i = 0; i < count; ++i) check((source + i) % size, arrived[i]);
+      });
+    }
+    figures_.resize(size);
+    std::ranges::rotate_copy(rotated_, rotated_.end() - rank, figures_.begin());
+    return figures_;
+  }
+
+ private:
+  FigureExchange<T> exchange_;
+  std::vector<T> rotated_, figures_;
+};
+
+// `bytes`: of one rank's array.
+Cost census_cost(int ranks, double bytes);
+Cost packed_allgather_cost(int ranks, double bytes);
+
+}  // namespace sparsecomm

@@ -1,0 +1,412 @@
+#include "compress/device_gradient.h"
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "kernels/gaussian.h"
+
+namespace sparsecomm {
+namespace {
+
+// The queue's device is this thread's, and then the former one again.
+class OnDevice {
+ public:
+  explicit OnDevice(DeviceQueue const& queue)
+      : runtime_(queue.library->runtime), former_(runtime_.exchange_device(queue.device)) {}
+  ~OnDevice() { runtime_.restore_device(former_); }
+  OnDevice(OnDevice const&) = delete;
+  OnDevice& operator=(OnDevice const&) = delete;
+
+ private:
+  cuda::Runtime const& runtime_;
+  int former_;
+};
+
+// Scratch on the device, as Buffer is in the processor's memory.
+template <class E>
+class DeviceBuffer {
+ public:
+  E* take(DeviceQueue const& queue, std::size_t size) {
+    if (size > capacity_) {
+      queue.library->runtime.synchronize(queue.stream);  // which may still use the former one
+      memory_ = queue.allocate(size * sizeof(E));
+      capacity_ = size;
+    }
+    return static_cast<E*>(memory_.get());
+  }
+
+ private:
+  std::shared_ptr<void> memory_;
+  std::size_t capacity_ = 0;
+};
+
+// Host memory that copies to and from the device do not wait for.
+template <class E>
+class PinnedBuffer {
+ public:
+  std::span<E> take(DeviceQueue const& queue, std::size_t size) {
+    if (size > capacity_) {
+      cuda::Runtime const& runtime = queue.library->runtime;
+      runtime.synchronize(queue.stream);
+      memory_ = {runtime.allocate_pinned(size * sizeof(E)), runtime.free_pinned};
+      capacity_ = size;
+    }
+    return {static_cast<E*>(memory_.get()), size};
+  }
+
+ private:
+  std::unique_ptr<void, void (*)(void*) noexcept> memory_{nullptr, nullptr};
+  std::size_t capacity_ = 0;
+};
+
+template <class T>
+class DeviceGradient final : public LocalGradient<T> {
+ public:
+  using V = accumulate_t<T>;
+
+  DeviceGradient(ThresholdSchedule schedule, std::uint64_t extent, DeviceQueue queue)
+      : extent_(extent), queue_(std::move(queue)), stream_(queue_.stream) {
+    follow(schedule);
+  }
+
+  ~DeviceGradient() override {
+    try {
+      OnDevice const on(queue_);
+      runtime().synchronize(stream_);  // before the memory goes
+    } catch (Error const&) {  // the device has failed, and said so to whoever waited for a result
+    }
+  }
+
+  void bind(std::vector<Segment<T>> segments) override { segments_ = std::move(segments); }
+
+  bool all_finite() override {
+    OnDevice const on(queue_);
+    Flags* const flags = flags_.take(queue_, 1);
+    if (!flags_cleared_) runtime().zero(flags, sizeof(Flags), stream_);
+    flags_cleared_ = true;
+    runtime().zero(&flags->not_finite, sizeof(flags->not_finite), stream_);
+    for (Segment<T> const& segment : segments_) {
+      kernels().all_finite(segment.gradient.data(), segment.gradient.size(), &flags->not_finite,
+                           stream_);
+    }
+    Flags const now = fetch(flags, host_flags_);
+    require<Error>(now.outside == 0, "an index lies outside of a gradient of ", extent_,
+                   " entries on a CUDA device; a bug of sparsecomm: please report it");
+    return now.not_finite == 0;
+  }
+
+  void find_threshold(std::uint64_t k, std::uint64_t step) override {
+    ThresholdSource const source = schedule_.local_at(step, threshold_.magnitude > 0);
+    if (source == ThresholdSource::reused) {
+      threshold_.ties = k;
+      return;
+    }
+    if (k >= extent_) {
+      threshold_ = {};
+      return;
+    }
+    OnDevice const on(queue_);
+    if (source == ThresholdSource::gaussian) {
+      threshold_ = gaussian(k);
+      return;
+    }
+    std::size_t const stride =
+        source == ThresholdSource::sampled ? sampled_stride(extent_, k, threshold_stride) : 0;
+    cuda::SelectionState* const state = state_.take(queue_, 1);
+    library().begin({}, state, stream_);
+    void* const workspace = workspace_.take(queue_, library().threshold_workspace(extent_, stride));
+    if (stride == 0) {
+      kernels().exact_threshold(segments_, k, state, workspace, stream_);
+    } else {
+      kernels().sampled_threshold(segments_, k, stride, step, state, workspace, stream_);
+    }
+    cuda::SelectionState const found = fetch(state, host_state_);
+    threshold_ = {from_magnitude_bits<V>(static_cast<magnitude_bits_t<V>>(found.magnitude)),
+                  found.ties};
+  }
+
+  SparseView<V> select(std::uint64_t k) override {
+    OnDevice const on(queue_);
+    residual_is_clear_ = false;
+    std::uint64_t const limit = selection_limit(extent_, k);
+    cuda::SelectionState* const state = state_.take(queue_, 1);
+    cuda::Packed<V> const out{indices_.take(queue_, limit), values_.take(queue_, limit)};
+    library().begin(cuda::begin_selection(threshold_, limit), state, stream_);
+    std::size_t first = 0;
+    for (Segment<T> const& segment : segments_) {
+      cuda::ErrorFeedbackArguments<T> arguments;
+      arguments.gradient = segment.gradient.data();
+      arguments.residual = segment.residual.data();
+      arguments.size = segment.gradient.size();
+      arguments.first_index = static_cast<std::uint32_t>(first);
+      void* const workspace =
+          workspace_.take(queue_, library().selection_workspace(arguments.size));
+      kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
+      first += arguments.size;
+    }
+    // From here on there is something to restore, should the device fail.
+    std::size_t const count = fetch(state, host_state_).count();
+    selected_ = count;
+    auto const indices = host_indices_.take(queue_, count);
+    auto const values = host_values_.take(queue_, count);
+    runtime().copy(indices.data(), out.indices, indices.size_bytes(), stream_);
+    runtime().copy(values.data(), out.values, values.size_bytes(), stream_);
+    runtime().synchronize(stream_);
+    selection_ = {indices, values};
+    return selection_;
+  }
+
+  void flush() override {
+    OnDevice const on(queue_);
+    T* copy = flushed_.take(queue_, extent_);
+    for (Segment<T> const& segment : segments_) {
+      std::size_t const size = segment.gradient.size();
+      if (residual_is_clear_) {
+        runtime().copy(copy, segment.gradient.data(), size * sizeof(T), stream_);
+      } else {
+        kernels().flush(segment.gradient.data(), segment.residual.data(), copy, size, stream_);
+      }
+      copy += size;
+    }
+    has_flushed_ = true;
+    residual_is_clear_ = std::is_same_v<T, V>;  // nothing was rounded away
+  }
+
+  void keep(SparseView<V> rejected) override {
+    OnDevice const on(queue_);
+    kept_ = rejected.nnz();
+    auto const [indices, values] = upload(rejected, rejected_);
+    V* const before = before_.take(queue_, kept_);
+    for_each_part(rejected.indices, [&](Segment<T> const& segment, std::uint32_t first,
+                                        std::size_t begin, std::size_t end) {
+      library().template values<V>().add_sparse(segment.residual.data(), segment.residual.size(),
+                                                indices + begin, values + begin, end - begin, first,
+                                                before + begin, outside(), stream_);
+    });
+    kept_indices_ = rejected.indices;
+  }
+
+  void restore() override {
+    OnDevice const on(queue_);
+    auto const& residuals = library().template kernels<V>();
+    auto const put_back = [&](std::span<const std::uint32_t> sorted, std::uint32_t const* indices,
+                              V const* values) {
+      for_each_part(sorted, [&](Segment<T> const& segment, std::uint32_t first, std::size_t begin,
+                                std::size_t end) {
+        residuals.scatter(segment.residual.data(), segment.residual.size(), indices + begin,
+                          values + begin, end - begin, V{1}, first, outside(), stream_);
+      });
+    };
+    if (kept_ > 0)
+      put_back(kept_indices_, rejected_.indices.take(queue_, kept_), before_.take(queue_, kept_));
+    if (selected_ > 0) {
+      put_back(selection_.indices, indices_.take(queue_, selected_),
+               values_.take(queue_, selected_));
+    }
+    if (has_flushed_) {
+      residual_is_clear_ = false;
+      T const* sent = flushed_.take(queue_, extent_);
+      for (Segment<T> const& segment : segments_) {
+        kernels().add(segment.residual.data(), sent, segment.residual.size(), stream_);
+        sent += segment.residual.size();
+      }
+    }
+    forget();
+  }
+
+  void forget() override {
+    selection_ = {};
+    selected_ = 0;
+    kept_indices_ = {};
+    kept_ = 0;
+    has_flushed_ = false;
+  }
+
+  void follow(ThresholdSchedule schedule) override { schedule_ = schedule; }
+
+  void reset(double threshold) override {
+    threshold_ = {static_cast<V>(threshold), 0};
+    residual_is_clear_ = false;
+  }
+
+  double threshold() const override { return static_cast<double>(threshold_.magnitude); }
+
+  void store(StreamView<V> const& result, V divisor) override {
+    OnDevice const on(queue_);
+    if (!result.is_dense) {
+      auto const [indices, values] = upload(result.sparse, result_);
+      for_each_part(result.sparse.indices, [&](Segment<T> const& segment, std::uint32_t first,
+                                               std::size_t begin, std::size_t end) {
+        kernels().scatter(segment.gradient.data(), segment.gradient.size(), indices + begin,
+                          values + begin, end - begin, divisor, first, outside(), stream_);
+      });
+      return;
+    }
+    V const* values = upload(result.dense, result_.host_values, result_.values);
+    for (Segment<T> const& segment : segments_) {
+      kernels().divide(segment.gradient.data(), values, segment.gradient.size(), divisor, stream_);
+      values += segment.gradient.size();
+    }
+  }
+
+  void fill(T value) override {
+    OnDevice const on(queue_);
+    for (Segment<T> const& segment : segments_) {
+      kernels().fill(segment.gradient.data(), segment.gradient.size(), value, stream_);
+    }
+  }
+
+  std::span<T> gather() override {
+    OnDevice const on(queue_);
+    auto const flat = flat_.take(queue_, extent_);
+    T* to = flat.data();
+    for (Segment<T> const& segment : segments_) {
+      runtime().copy(to, segment.gradient.data(), segment.gradient.size_bytes(), stream_);
+      to += segment.gradient.size();
+    }
+    runtime().synchronize(stream_);
+    return flat;
+  }
+
+  void spread() override {
+    OnDevice const on(queue_);
+    T const* from = flat_.take(queue_, extent_).data();
+    for (Segment<T> const& segment : segments_) {
+      runtime().copy(segment.gradient.data(), from, segment.gradient.size_bytes(), stream_);
+      from += segment.gradient.size();
+    }
+  }
+
+ private:
+  struct Flags {
+    std::uint32_t not_finite, outside;
+  };
+  using Counts = std::array<std::uint32_t, histogram_bins>;
+  struct Upload {
+    PinnedBuffer<std::uint32_t> host_indices;
+    PinnedBuffer<V> host_values;
+    DeviceBuffer<std::uint32_t> indices;
+    DeviceBuffer<V> values;
+  };
+
+  cuda::Library const& library() const { return *queue_.library; }
+  cuda::Kernels<T> const& kernels() const { return library().template kernels<T>(); }
+  cuda::Runtime const& runtime() const { return library().runtime; }
+  std::uint32_t* outside() { return &flags_.take(queue_, 1)->outside; }
+
+  template <class E>
+  E fetch(E const* from, PinnedBuffer<E>& through) {
+    E* const to = through.take(queue_, 1).data();
+    runtime().copy(to, from, sizeof(E), stream_);
+    runtime().synchronize(stream_);
+    return *to;
+  }
+
+  Threshold<V> gaussian(std::uint64_t k) {
+    void* const workspace = workspace_.take(queue_, library().threshold_workspace(extent_, 0));
+    Moments* const moments = moments_.take(queue_, 1);
+    Counts* const counts = counts_.take(queue_, 1);
+    runtime().zero(moments, sizeof(Moments), stream_);
+    runtime().zero(counts, sizeof(Counts), stream_);
+    for (Segment<T> const& segment : segments_) {
+      kernels().moments(segment.gradient.data(), segment.residual.data(), segment.gradient.size(),
+                        moments, workspace, stream_);
+    }
+    GaussianBins const bins = gaussian_bins<V>(fetch(moments, host_moments_), extent_, k);
+    for (Segment<T> const& segment : segments_) {
+      kernels().magnitude_histogram(segment.gradient.data(), segment.residual.data(),
+                                    segment.gradient.size(), bins.shift, bins.base, counts->data(),
+                                    stream_);
+    }
+    std::array<std::uint64_t, histogram_bins> wide;
+    std::ranges::copy(fetch(counts, host_counts_), wide.begin());
+    return gaussian_cut<V>(bins, wide, k);
+  }
+
+  // The stream has read what was uploaded before when a step begins: all_finite() waits for it.
+  template <class E>
+  E const* upload(std::span<const E> from, PinnedBuffer<E>& through, DeviceBuffer<E>& to) {
+    auto const staged = through.take(queue_, from.size());
+    std::ranges::copy(from, staged.begin());
+    E* const memory = to.take(queue_, from.size());
+    runtime().copy(memory, staged.data(), staged.size_bytes(), stream_);
+    return memory;
+  }
+  std::pair<std::uint32_t const*, V const*> upload(SparseView<V> from, Upload& to) {
+    return {upload(from.indices, to.host_indices, to.indices),
+            upload(from.values, to.host_values, to.values)};
+  }
+
+  // Calls f(segment, its first index, begin, end) for the sorted indices that each segment holds.
+  template <class F>
+  void for_each_part(std::span<const std::uint32_t> indices, F&& f) {
+    std::uint64_t first = 0;
+    std::size_t begin = 0;
+    for (Segment<T> const& segment : segments_) {
+      std::uint64_t const last = first + segment.gradient.size();
+      std::size_t const end = std::lower_bound(indices.begin() + static_cast<std::ptrdiff_t>(begin),
+                                               indices.end(), last) -
+                              indices.begin();
+      if (begin < end) f(segment, static_cast<std::uint32_t>(first), begin, end);
+      begin = end;
+      first = last;
+    }
+  }
+
+  std::uint64_t extent_;
+  DeviceQueue queue_;
+  cuda::Stream stream_;
+  ThresholdSchedule schedule_;
+  Threshold<V> threshold_;
+  std::vector<Segment<T>> segments_;
+
+  DeviceBuffer<Flags> flags_;
+  PinnedBuffer<Flags> host_flags_;
+  bool flags_cleared_ = false;
+  DeviceBuffer<cuda::SelectionState> state_;
+  PinnedBuffer<cuda::SelectionState> host_state_;
+  DeviceBuffer<std::byte> workspace_;
+  DeviceBuffer<Moments> moments_;
+  PinnedBuffer<Moments> host_moments_;
+  DeviceBuffer<Counts> counts_;
+  PinnedBuffer<Counts> host_counts_;
+
+  // What restore() takes back: the selection, what keep() added to, what flush() sent.
+  DeviceBuffer<std::uint32_t> indices_;
+  DeviceBuffer<V> values_;
+  PinnedBuffer<std::uint32_t> host_indices_;
+  PinnedBuffer<V> host_values_;
+  SparseView<V> selection_;
+  std::size_t selected_ = 0;
+  Upload rejected_;
+  DeviceBuffer<V> before_;  // the residuals that keep() changed
+  std::span<const std::uint32_t> kept_indices_;
+  std::size_t kept_ = 0;
+  DeviceBuffer<T> flushed_;
+  bool has_flushed_ = false;
+  bool residual_is_clear_ = false;
+
+  Upload result_;
+  PinnedBuffer<T> flat_;
+};
+
+}  // namespace
+
+template <class T>
+std::unique_ptr<LocalGradient<T>> make_device_gradient(ThresholdSchedule schedule,
+                                                       std::uint64_t extent, DeviceQueue queue) {
+  return std::make_unique<DeviceGradient<T>>(schedule, extent, std::move(queue));
+}
+
+#define SPARSECOMM_INSTANTIATE(T)                                                    \
+  template std::unique_ptr<LocalGradient<T>> make_device_gradient(ThresholdSchedule, \
+                                                                  std::uint64_t, DeviceQueue)
+SPARSECOMM_INSTANTIATE(float);
+SPARSECOMM_INSTANTIATE(double);
+SPARSECOMM_INSTANTIATE(Half);
+SPARSECOMM_INSTANTIATE(BFloat16);
+#undef SPARSECOMM_INSTANTIATE
+
+}  // namespace sparsecomm

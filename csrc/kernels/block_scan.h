@@ -1,0 +1,45 @@
+// Which blocks of some bytes hold anything: what OmniReduce sends of a gradient.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string_view>
+
+#include "base/executor.h"
+
+namespace sparsecomm {
+
+// One instruction set's kernel over blocks.
+struct BlockKernelTable {
+  std::string_view target;
+
+  // Sets bit i % 64 of bitmap[i / 64] where block i has a bit that is set, so that a NaN and -0.0
+  // count, and clears it where it has none; returns how many have. The last block may be shorter.
+  // `block_bytes` is a multiple of 4, and the bitmap has a word for every 64 blocks. Reads all
+  // bytes once.
+  std::size_t (*nonzero_blocks)(std::span<const std::byte> bytes, std::size_t block_bytes,
+                                std::span<std::uint64_t> bitmap);
+};
+
+// The fastest table this machine can run, and all that it can run (scalar first).
+BlockKernelTable const& block_kernels();
+std::span<BlockKernelTable const> block_kernel_tables();
+
+struct BlockOutput {
+  std::span<std::uint64_t> bitmap;  // a word for every 64 blocks, as above
+  // In order, the numbers of the blocks that are not zero; room for all blocks. Empty: not wanted.
+  std::span<std::uint32_t> numbers = {};
+  // Those blocks, one behind another; room for all bytes. Empty: not wanted.
+  std::span<std::byte> blocks = {};
+};
+
+// Finds, and copies, the blocks that are not zero; returns how many they are. Throws
+// InvalidArgument where block_bytes is not a positive multiple of 4 or room is lacking. Reads the
+// bytes once: what is copied comes from the cache. Source: Fei et al. 2021 (OmniReduce); Gu
+// et al. 2024 (OmNICCL), section 2.
+std::size_t block_scan(std::span<const std::byte> bytes, std::size_t block_bytes,
+                       BlockOutput const& out, Executor const& executor = inline_executor(),
+                       BlockKernelTable const& kernel = block_kernels());
+
+}  // namespace sparsecomm

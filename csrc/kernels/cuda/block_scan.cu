@@ -1,0 +1,124 @@
+#include "kernels/cuda/look_back.cuh"
+#include "kernels/cuda/tables.h"
+
+namespace sparsecomm::cuda {
+namespace {
+
+// Blocks of data that a block of threads looks at: the bits of one word of the bitmap.
+constexpr unsigned scanned_blocks = 32;
+
+struct ScanShared {
+  unsigned tile;
+  std::uint32_t set;
+  std::uint64_t before;
+};
+
+struct Bytes {
+  std::byte const* data;
+  std::size_t size;
+  std::size_t block;
+  bool words;  // every block begins at a multiple of 8 bytes
+
+  __device__ std::size_t begin(std::size_t number) const { return number * block; }
+  __device__ std::size_t length(std::size_t number) const {
+    std::size_t const left = size - begin(number);
+    return left < block ? left : block;
+  }
+};
+
+// By a warp: whether a bit of the block is set.
+__device__ inline bool any_set(Bytes const& bytes, std::size_t number) {
+  std::byte const* const from = bytes.data + bytes.begin(number);
+  std::size_t const length = bytes.length(number);
+  std::size_t const words = bytes.words ? length / 8 : 0;
+  std::uint64_t bits = 0;
+  for (std::size_t i = threadIdx.x % warp_lanes; i < words; i += warp_lanes) {
+    bits |= reinterpret_cast<std::uint64_t const*>(from)[i];
+  }
+  for (std::size_t i = words * 8 + threadIdx.x % warp_lanes; i < length; i += warp_lanes) {
+    bits |= static_cast<std::uint64_t>(from[i]);
+  }
+  return __ballot_sync(all_lanes, bits != 0) != 0;
+}
+
+__device__ inline void copy_block(Bytes const& bytes, std::size_t number, std::byte* to,
+                                  bool to_words) {
+  std::byte const* const from = bytes.data + bytes.begin(number);
+  std::size_t const length = bytes.length(number);
+  std::size_t const words = bytes.words && to_words ? length / 8 : 0;
+  for (std::size_t i = threadIdx.x % warp_lanes; i < words; i += warp_lanes) {
+    reinterpret_cast<std::uint64_t*>(to)[i] = reinterpret_cast<std::uint64_t const*>(from)[i];
+  }
+  for (std::size_t i = words * 8 + threadIdx.x % warp_lanes; i < length; i += warp_lanes) {
+    to[i] = from[i];
+  }
+}
+
+__global__ void __launch_bounds__(block_threads)
+    scan_blocks(Bytes bytes, std::size_t blocks, std::uint32_t* bitmap, std::uint32_t* numbers,
+                std::byte* out, bool out_words, std::uint64_t* count, TileWords words) {
+  SPARSECOMM_SHARED(ScanShared, shared);
+  unsigned const warp = threadIdx.x / warp_lanes;
+  unsigned const lane = threadIdx.x % warp_lanes;
+  if (threadIdx.x == 0) {
+    shared.tile = atomicAdd(words.next, 1u);
+    shared.set = 0;
+  }
+  __syncthreads();
+  unsigned const tile = shared.tile;
+  std::size_t const first = std::size_t{tile} * scanned_blocks;
+  for (unsigned b = warp; b < scanned_blocks; b += block_warps) {
+    if (first + b < blocks && any_set(bytes, first + b) && lane == 0) {
+      atomicOr(&shared.set, 1u << b);
+    }
+  }
+  __syncthreads();
+  std::uint32_t const set = shared.set;
+  if (warp == 0) {
+    auto const own = static_cast<std::uint64_t>(__popc(set));
+    Counts const before = look_back(words, tile, {own, 0}, {});
+    if (lane == 0) {
+      shared.before = before.larger;
+      bitmap[tile] = set;
+      if (tile == gridDim.x - 1) *count = before.larger + own;
+    }
+  }
+  __syncthreads();
+  for (unsigned b = warp; b < scanned_blocks; b += block_warps) {
+    if ((set >> b & 1u) == 0) continue;
+    std::uint64_t const place = shared.before + __popc(set & ((1u << b) - 1));
+    if (lane == 0) numbers[place] = static_cast<std::uint32_t>(first + b);
+    if (out != nullptr) copy_block(bytes, first + b, out + place * bytes.block, out_words);
+  }
+}
+
+bool whole_words(void const* memory, std::size_t block_bytes) {
+  return reinterpret_cast<std::uintptr_t>(memory) % 8 == 0 && block_bytes % 8 == 0;
+}
+
+}  // namespace
+
+std::size_t block_workspace(std::size_t blocks) {
+  return look_back_bytes(divided_up(blocks, scanned_blocks));
+}
+
+void block_scan(std::byte const* bytes, std::size_t size, std::size_t block_bytes,
+                std::uint32_t* bitmap, std::uint32_t* numbers, std::byte* out, std::uint64_t* count,
+                void* workspace, Stream stream) {
+  constexpr char const* call = "block_scan";
+  require(block_bytes >= 1, call, ": blocks of ", block_bytes, " bytes: 1 is the least");
+  std::size_t const blocks = divided_up(size, block_bytes);
+  require(blocks <= std::uint64_t{1} << 32, call, ": ", blocks,
+          " blocks do not all have 32-bit numbers; use larger ones");
+  if (blocks == 0) {
+    require_success(cudaMemsetAsync(count, 0, sizeof(*count), stream), call);
+    return;
+  }
+  std::size_t const tiles = divided_up(blocks, scanned_blocks);
+  TileWords const words = prepare_look_back(call, workspace, tiles, stream);
+  launch(call, scan_blocks, tiles, block_threads, stream,
+         Bytes{bytes, size, block_bytes, whole_words(bytes, block_bytes)}, blocks, bitmap, numbers,
+         out, whole_words(out, block_bytes), count, words);
+}
+
+}  // namespace sparsecomm::cuda

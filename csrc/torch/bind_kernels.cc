@@ -1,0 +1,202 @@
+// The kernels on CPU tensors, one call each: what `sparsecomm bench kernels` measures and tests
+// call.
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings.h"
+#include "kernels/block_scan.h"
+#include "kernels/kernels.h"
+#include "kernels/parallel.h"
+#include "kernels/top_k.h"
+#include "sparse/sum.h"
+#include "tensor_span.h"
+#include "torch_executor.h"
+
+namespace py = pybind11;
+
+namespace sparsecomm {
+namespace {
+
+template <class T>
+constexpr at::ScalarType scalar_type() {
+  if constexpr (std::is_same_v<T, float>) return at::kFloat;
+  if constexpr (std::is_same_v<T, double>) return at::kDouble;
+  if constexpr (std::is_same_v<T, Half>) return at::kHalf;
+  return at::kBFloat16;
+}
+
+template <class Table>
+Table const& table_named(std::span<Table const> tables, std::string const& target) {
+  std::string known;
+  for (Table const& table : tables) {
+    if (table.target == target) return table;
+    known += concat(known.empty() ? "" : ", ", table.target);
+  }
+  throw InvalidArgument(concat("target '", target, "' is none of ", known));
+}
+
+std::vector<std::string> targets() {
+  std::vector<std::string> names;
+  for (auto const& table : kernel_tables<float>()) names.emplace_back(table.target);
+  return names;
+}
+
+// The kernels of one instruction set, on some threads, for one element type; keeps their scratch.
+template <class T>
+class Kernels {
+ public:
+  using V = accumulate_t<T>;
+
+  Kernels(std::string const& target, std::int64_t threads)
+      : table_(table_named(kernel_tables<T>(), target)),
+        blocks_(table_named(block_kernel_tables(), target)),
+        executor_(make_executor(threads)) {}
+
+  bool all_finite(at::Tensor const& x) const {
+    return sparsecomm::all_finite<T>(elements(x, "x"), *executor_, table_);
+  }
+
+  std::size_t select(at::Tensor const& x, double magnitude, at::Tensor const& indices,
+                     at::Tensor const& values) {
+    Threshold<V> threshold{static_cast<V>(magnitude), 0};
+    auto const out = packed(indices, values);
+    return sparsecomm::select<T>(elements(x, "x"), threshold, 0, limit(out), out, selection_,
+                                 *executor_, table_)
+        .count;
+  }
+
+  std::size_t fused_error_feedback(at::Tensor const& gradient, at::Tensor const& residual,
+                                   double magnitude, at::Tensor const& indices,
+                                   at::Tensor const& values) {
+    Threshold<V> threshold{static_cast<V>(magnitude), 0};
+    auto const out = packed(indices, values);
+    auto const [grad, rest] = segment(gradient, residual);
+    return sparsecomm::fused_error_feedback<T>({grad, rest}, threshold, 0, limit(out), out,
+                                               selection_, *executor_, table_)
+        .count;
+  }
+
+  double exact_threshold(at::Tensor const& gradient, at::Tensor const& residual, std::uint64_t k) {
+    Segment<T> const one = segment(gradient, residual);
+    return sparsecomm::exact_threshold<T>({&one, 1}, k, threshold_, *executor_, table_).magnitude;
+  }
+
+  double sampled_threshold(at::Tensor const& gradient, at::Tensor const& residual, std::uint64_t k,
+                           std::size_t stride, std::size_t phase) {
+    require(stride >= 1, "stride = 0 takes no sample");
+    Segment<T> const one = segment(gradient, residual);
+    return sparsecomm::sampled_threshold<T>({&one, 1}, k, stride, phase, threshold_, *executor_,
+                                            table_)
+        .magnitude;
+  }
+
+  std::size_t exact_top_k(at::Tensor const& x, std::uint64_t k, at::Tensor const& indices,
+                          at::Tensor const& values) {
+    auto const out = packed(indices, values);
+    require(k <= limit(out), "k = ", k, " entries do not fit into ", limit(out));
+    return sparsecomm::exact_top_k<T>(elements(x, "x"), k, out, top_k_, *executor_, table_);
+  }
+
+  void top_k_per_bucket(at::Tensor const& x, std::size_t bucket, std::size_t k,
+                        at::Tensor const& indices, at::Tensor const& values) const {
+    auto const all = elements(x, "x");
+    sparsecomm::top_k_per_bucket<T>(all, all.size(), bucket, k, packed(indices, values), *executor_,
+                                    table_);
+  }
+
+  std::size_t block_scan(at::Tensor const& x, std::size_t block_bytes, at::Tensor const& bitmap,
+                         at::Tensor const& numbers, at::Tensor const& blocks) const {
+    return sparsecomm::block_scan(
+        std::as_bytes(elements(x, "x")), block_bytes,
+        {.bitmap = span_of<std::uint64_t>(bitmap, at::kUInt64, "bitmap"),
+         .numbers = span_of<std::uint32_t>(numbers, at::kUInt32, "numbers"),
+         .blocks = std::as_writable_bytes(span_of<T>(blocks, scalar_type<T>(), "blocks"))},
+        *executor_, blocks_);
+  }
+
+ private:
+  static std::span<T> elements(at::Tensor const& tensor, char const* name) {
+    return span_of<T>(tensor, scalar_type<T>(), name);
+  }
+  static Segment<T> segment(at::Tensor const& gradient, at::Tensor const& residual) {
+    Segment<T> const one{elements(gradient, "gradient"),
+                         span_of<V>(residual, scalar_type<V>(), "residual")};
+    require(one.gradient.size() == one.residual.size(), "a residual of ", one.residual.size(),
+            " entries for a gradient of ", one.gradient.size());
+    return one;
+  }
+  static PackedSpan<V> packed(at::Tensor const& indices, at::Tensor const& values) {
+    PackedSpan<V> const out{span_of<std::uint32_t>(indices, at::kUInt32, "indices"),
+                            span_of<V>(values, scalar_type<V>(), "values")};
+    require(out.indices.size() == out.values.size(), out.indices.size(), " indices but ",
+            out.values.size(), " values");
+    return out;
+  }
+  static std::size_t limit(PackedSpan<V> const& out) {
+    require(out.indices.size() >= packed_slack, "indices and values need room for ", packed_slack,
+            " entries more than are packed, have ", out.indices.size());
+    return out.indices.size() - packed_slack;
+  }
+
+  KernelTable<T> const& table_;
+  BlockKernelTable const& blocks_;
+  std::shared_ptr<Executor const> executor_;
+  SelectionScratch<V> selection_;
+  ThresholdScratch<V> threshold_;
+  TopKScratch<V> top_k_;
+};
+
+template <class T>
+void bind(py::module_& module, char const* name) {
+  using K = Kernels<T>;
+  using released = py::call_guard<py::gil_scoped_release>;
+  py::class_<K>(module, name)
+      .def(py::init<std::string const&, std::int64_t>(), py::arg("target"), py::arg("threads"))
+      .def("all_finite", &K::all_finite, released(), py::arg("x"))
+      .def("select", &K::select, released(), py::arg("x"), py::arg("magnitude"), py::arg("indices"),
+           py::arg("values"))
+      .def("fused_error_feedback", &K::fused_error_feedback, released(), py::arg("gradient"),
+           py::arg("residual"), py::arg("magnitude"), py::arg("indices"), py::arg("values"))
+      .def("exact_threshold", &K::exact_threshold, released(), py::arg("gradient"),
+           py::arg("residual"), py::arg("k"))
+      .def("sampled_threshold", &K::sampled_threshold, released(), py::arg("gradient"),
+           py::arg("residual"), py::arg("k"), py::arg("stride"), py::arg("phase"))
+      .def("exact_top_k", &K::exact_top_k, released(), py::arg("x"), py::arg("k"),
+           py::arg("indices"), py::arg("values"))
+      .def("top_k_per_bucket", &K::top_k_per_bucket, released(), py::arg("x"), py::arg("bucket"),
+           py::arg("k"), py::arg("indices"), py::arg("values"))
+      .def("block_scan", &K::block_scan, released(), py::arg("x"), py::arg("block_bytes"),
+           py::arg("bitmap"), py::arg("numbers"), py::arg("blocks"));
+}
+
+// Adds up sorted streams of f32 over [0, numel); returns how many entries the sum has.
+std::size_t sum_streams(SparseSum<float>& sum, std::uint64_t numel,
+                        std::vector<std::pair<at::Tensor, at::Tensor>> const& streams) {
+  sum.reset(0, numel);
+  for (auto const& [indices, values] : streams) {
+    sum.add({span_of<std::uint32_t>(indices, at::kUInt32, "indices"),
+             span_of<float>(values, at::kFloat, "values")});
+  }
+  return sum.sum().nnz();
+}
+
+}  // namespace
+
+void bind_kernels(py::module_& module) {
+  module.def("kernel_targets", &targets);
+  bind<float>(module, "KernelsF32");
+  bind<double>(module, "KernelsF64");
+  bind<Half>(module, "KernelsF16");
+  bind<BFloat16>(module, "KernelsBF16");
+  py::class_<SparseSum<float>>(module, "SparseSum")
+      .def(py::init<>())
+      .def("sum", &sum_streams, py::call_guard<py::gil_scoped_release>(), py::arg("numel"),
+           py::arg("streams"));
+}
+
+}  // namespace sparsecomm

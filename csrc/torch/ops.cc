@@ -1,0 +1,95 @@
+// torch.ops.sparsecomm: the schemas. ops_*.cc implement them for CPU tensors, fake_kernels.py says
+// what shapes come out, functional.py what the operators do.
+#include "ops.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+
+namespace sparsecomm::ops {
+namespace {
+
+struct Schema {
+  char const* name;
+  char const* arguments_and_results;
+};
+
+constexpr Schema schemas[] = {
+    {"fused_error_feedback",
+     "(Tensor(a!) gradient, Tensor(b!) residual, *, Tensor? threshold=None, Tensor? ties=None, "
+     "int? k=None, int? limit=None, float scale=1.0, Tensor(c!)? momentum=None, float factor=0.0, "
+     "bool mask_momentum=True) -> (Tensor indices, Tensor values)"},
+    {"select",
+     "(Tensor input, Tensor threshold, Tensor? ties=None, *, int? limit=None) "
+     "-> (Tensor indices, Tensor values)"},
+    {"top_k", "(Tensor input, int k, *, int? bucket=None) -> (Tensor indices, Tensor values)"},
+    {"threshold_exact",
+     "(Tensor gradient, int k, *, Tensor? residual=None) -> (Tensor magnitude, Tensor ties)"},
+    {"threshold_sampled",
+     "(Tensor gradient, int k, *, Tensor? residual=None, int stride=64, int phase=0) "
+     "-> (Tensor magnitude, Tensor ties)"},
+    {"threshold_gaussian",
+     "(Tensor gradient, int k, *, Tensor? residual=None) -> (Tensor magnitude, Tensor ties)"},
+    {"qsgd_quantize",
+     "(Tensor input, int bits, *, int seed, int operation=0, int stream=0) -> Tensor"},
+    {"qsgd_dequantize",
+     "(Tensor codes, int size, int bits, *, ScalarType dtype=float32) -> Tensor"},
+    {"qsgd_dequantize_add", "(Tensor(a!) dense, Tensor codes, int bits) -> ()"},
+    {"block_scan", "(Tensor input, int block) -> (Tensor bitmap, Tensor numbers, Tensor blocks)"},
+    {"sparse_sum",
+     "(Tensor[] indices, Tensor[] values, int size) -> (Tensor indices, Tensor values)"},
+    {"scatter", "(Tensor(a!) dense, Tensor indices, Tensor values, *, float divisor=1.0) -> ()"},
+};
+
+// For tensors of any backend but the CPU's: also where torch has one that we have never heard of.
+void refuse(c10::OperatorHandle const& op, torch::jit::Stack* stack) {
+  std::string found;
+  auto const look_at = [&](at::Tensor const& tensor) {
+    if (tensor.defined() && !(tensor.is_cpu() && tensor.layout() == at::kStrided)) {
+      found = concat(tensor.layout(), " tensors on ", tensor.device());
+    }
+  };
+  for (c10::IValue const& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (argument.isTensor()) look_at(argument.toTensor());
+    if (argument.isTensorList()) std::ranges::for_each(argument.toTensorVector(), look_at);
+  }
+  TORCH_CHECK_VALUE(!found.empty(), op.schema().name(), " needs at least one tensor");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), " takes dense tensors on the CPU, not ",
+                              found, "; give it tensor.cpu(), or tensor.to_dense()");
+}
+
+}  // namespace
+
+InPlace::InPlace(at::Tensor const& tensor, char const* name)
+    : tensor_(tensor), contiguous_(tensor.contiguous()) {
+  require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name,
+          " has entries that share memory; clone() it");
+}
+
+void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names) {
+  auto const status = at::get_overlap_status(one, other);
+  require(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, names,
+          " share memory; clone() one of them");
+}
+
+TORCH_LIBRARY(sparsecomm, library) {
+  library.set_python_module("sparsecomm.fake_kernels");
+  for (Schema const& schema : schemas) {
+    library.def((std::string(schema.name) + schema.arguments_and_results).c_str(),
+                {at::Tag::pt2_compliant_tag});
+  }
+}
+
+TORCH_LIBRARY_IMPL(sparsecomm, CompositeExplicitAutograd, library) {
+  for (Schema const& schema : schemas) {
+    library.impl(schema.name, torch::CppFunction::makeFromBoxedFunction<&refuse>());
+  }
+}
+
+// Backpropagation through one is an error, not a gradient of zero.
+TORCH_LIBRARY_IMPL(sparsecomm, Autograd, library) {
+  for (Schema const& schema : schemas) {
+    library.impl(schema.name, torch::autograd::autogradNotImplementedFallback());
+  }
+}
+
+}  // namespace sparsecomm::ops

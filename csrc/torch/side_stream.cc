@@ -1,0 +1,52 @@
+#include "side_stream.h"
+
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "base/error.h"
+
+namespace sparsecomm {
+namespace {
+
+c10::Stream pool_stream(c10::Device device, cuda::Library const& library) {
+  require(library.runtime.device_count() > 0,
+          "sparsecomm's CUDA kernels find no device for a gradient on ", device.str(),
+          ": the driver is older than the CUDA they were built with; install a newer driver, or "
+          "build sparsecomm with an older nvcc");
+  return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+void enqueue_wait(c10::Stream const& later, c10::Stream const& earlier) {
+  c10::Event event(earlier.device_type());
+  event.record(earlier);
+  event.block(later);
+}
+
+}  // namespace
+
+SideStream::SideStream(c10::Device device, cuda::Library const& library)
+    : library_(library), stream_(pool_stream(device, library)) {}
+
+DeviceQueue SideStream::queue() const {
+  auto const allocate = [stream = stream_](std::size_t bytes) -> std::shared_ptr<void> {
+    // Of this stream's pool: what the allocator gives may still be in use on another one.
+    c10::StreamGuard const guard(stream);
+    auto const memory = std::make_shared<at::Tensor>(
+        at::empty({static_cast<std::int64_t>(bytes)},
+                  at::TensorOptions().dtype(at::kByte).device(stream.device())));
+    return {memory, memory->data_ptr()};
+  };
+  return {&library_, stream_.device_index(), static_cast<cuda::Stream>(stream_.native_handle()),
+          allocate};
+}
+
+void SideStream::wait_for_current() const {
+  enqueue_wait(stream_, c10::impl::VirtualGuardImpl(device().type()).getStream(device()));
+}
+
+void SideStream::let_current_wait() const {
+  enqueue_wait(c10::impl::VirtualGuardImpl(device().type()).getStream(device()), stream_);
+}
+
+}  // namespace sparsecomm

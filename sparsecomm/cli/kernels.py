@@ -1,0 +1,401 @@
+"""``sparsecomm bench kernels``: the loops over memory beside torch's and numpy's."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from sparsecomm import _C
+from sparsecomm.cli.bench import at_least_0, at_least_1, check_folder, write_json
+
+KERNELS = {
+    torch.float32: _C.KernelsF32,
+    torch.float64: _C.KernelsF64,
+    torch.float16: _C.KernelsF16,
+    torch.bfloat16: _C.KernelsBF16,
+}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KERNELS}
+SLACK = 64  # entries that a selection needs beyond those it packs
+BUCKET = 512  # of which SparCML takes the largest few, and of a QSGD scale
+BLOCK_BYTES = 1024
+STREAMS = 8  # that are summed
+STRIDE = 97  # of a sampled threshold
+QSGD = ("qsgd2", "qsgd4", "qsgd8")
+
+DESCRIPTION = """\
+Measures the kernels of one instruction set on this machine, in turn with passes over the same
+memory by torch and numpy.
+"""
+
+EPILOG = f"""\
+columns:
+  target       the instruction set; torch or numpy of a baseline
+  time         of a call, in us; its input is put back before each, which is not measured
+  GB/s         bytes that the kernel must read and write, over the median time
+  ratio        the baseline's median time over the kernel's: above 1 the kernel is quicker
+
+kernels:
+  select       entries above a known threshold, packed
+  fused        error feedback: residual + gradient, selected and packed, the rest kept, the gradient
+               zeroed
+  sampled      the threshold of a strided sample (stride {STRIDE}) of gradient + residual
+  exact_top_k  exactly the k largest, ties by the lowest index
+  bucket_top_k the same of each {BUCKET} entries
+  qsgd*        values rounded at random to 2, 4 or 8 bits; packed
+  block_scan   the blocks of {BLOCK_BYTES} bytes that hold a bit, listed and copied
+  sum          {STREAMS} sorted streams of density * numel pairs each, added up (float32)
+
+baselines, on as many threads (numpy: one):
+  read         torch.sum                      copy     Tensor.copy_
+  triad        torch.add(a, b, alpha, out)    topk     torch.topk(x.abs())
+  argpartition numpy.argpartition of -|x|     nonzero  torch.nonzero(x.abs() > threshold)
+  coalesce     torch's sum of sparse tensors
+"""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Microseconds of a call."""
+
+    min: float
+    median: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Row:
+    kernel: str
+    target: str
+    dtype: str
+    numel: int
+    density: float
+    threads: int
+    time_us: Spread
+    gigabytes_per_second: float
+    baseline: str | None
+    ratio: float | None
+
+
+@dataclass
+class Case:
+    """A call to measure."""
+
+    name: str
+    bytes: int  # that it must move
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+    baselines: tuple[str, ...] = ()  # names of other cases; none: it is one
+    target: str = "torch"
+    seconds: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        self.prepare()
+        start = time.perf_counter()
+        self.run()
+        self.seconds.append(time.perf_counter() - start)
+
+
+def add_kernels(parsers: argparse._SubParsersAction[Any]) -> None:
+    parser = parsers.add_parser(
+        "kernels",
+        help="selection and compression beside plain passes over memory",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(run=run_kernels, parser=parser)
+    targets = _C.kernel_targets()
+    add = parser.add_argument
+    add("--numel", type=at_least_1, default=1 << 24, metavar="N", help="elements (2^24)")
+    add("--density", type=share, default=0.01, metavar="D", help="share selected (0.01)")
+    add("--dtype", choices=DTYPES, default="float32", help="of the gradient (float32)")
+    add("--target", choices=targets, default=targets[-1], help=f"the kernels ({targets[-1]})")
+    add("--threads", type=at_least_1, default=1, metavar="N", help="of kernels and torch (1)")
+    add("--iters", type=at_least_1, default=15, metavar="N", help="calls of each, in turn (15)")
+    add("--seed", type=at_least_0, default=1, metavar="N", help="of the gradient (1)")
+    add("--json", type=Path, metavar="FILE", help="also write the rows to FILE, as JSON")
+
+
+def share(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share in (0, 1]")
+    return value
+
+
+def run_kernels(options: argparse.Namespace) -> int:
+    check_folder(options.json)
+    before = torch.get_num_threads()
+    torch.set_num_threads(options.threads)
+    try:
+        rows = measure(
+            options.numel,
+            options.density,
+            DTYPES[options.dtype],
+            options.target,
+            options.threads,
+            options.iters,
+            options.seed,
+        )
+    finally:
+        torch.set_num_threads(before)
+    print(
+        f"# {options.numel} {options.dtype}, density {options.density:g}, {options.threads} "
+        f"thread(s), {options.iters} calls of each in turn"
+    )
+    print(table(rows))
+    if options.json is not None:
+        write_json(options.json, [asdict(row) for row in rows])
+    return 0
+
+
+def measure(
+    numel: int,
+    density: float,
+    dtype: torch.dtype,
+    target: str,
+    threads: int,
+    iters: int,
+    seed: int,
+) -> list[Row]:
+    """One row for each kernel and baseline, and one for each baseline itself."""
+    cases = [
+        *baselines(numel, density, dtype, seed),
+        *kernels(numel, density, dtype, target, threads, seed),
+    ]
+    for iteration in range(iters + 1):
+        for case in cases:
+            case.measure()
+            if iteration == 0:
+                case.seconds.clear()
+    named = {case.name: case for case in cases}
+    return [
+        row_of(case, named.get(baseline or ""), dtype, numel, density, threads)
+        for case in cases
+        for baseline in (case.baselines or (None,))
+    ]
+
+
+def row_of(
+    case: Case,
+    baseline: Case | None,
+    dtype: torch.dtype,
+    numel: int,
+    density: float,
+    threads: int,
+) -> Row:
+    median = statistics.median(case.seconds)
+    return Row(
+        kernel=case.name,
+        target=case.target,
+        dtype=str(dtype).removeprefix("torch."),
+        numel=numel,
+        density=density,
+        threads=threads,
+        time_us=Spread(1e6 * min(case.seconds), 1e6 * median, 1e6 * max(case.seconds)),
+        gigabytes_per_second=case.bytes / median / 1e9,
+        baseline=None if baseline is None else baseline.name,
+        ratio=None if baseline is None else statistics.median(baseline.seconds) / median,
+    )
+
+
+def make_gradient(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def count_of(numel: int, density: float) -> int:
+    return max(1, min(numel, round(density * numel)))
+
+
+def threshold_of(x: torch.Tensor, k: int) -> float:
+    """The magnitude that k entries exceed, but for ties."""
+    return float(x.abs().float().topk(min(k + 1, x.numel())).values[-1])
+
+
+def make_streams(numel: int, k: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed + 1)
+    streams = []
+    for _ in range(STREAMS):
+        places = torch.randint(numel, (k,), generator=generator)
+        indices = torch.from_numpy(np.unique(places.numpy()))
+        streams.append((indices.to(torch.uint32), torch.randn(len(indices), generator=generator)))
+    return streams
+
+
+def baselines(numel: int, density: float, dtype: torch.dtype, seed: int) -> list[Case]:
+    x = make_gradient(numel, dtype, seed)
+    y, z = torch.ones_like(x), torch.empty_like(x)
+    k = count_of(numel, density)
+    magnitude = threshold_of(x, k)
+    magnitudes = x.abs().float().numpy()
+    size = numel * dtype.itemsize
+    buckets = x[: numel // BUCKET * BUCKET].view(-1, BUCKET)
+    each = min(BUCKET, count_of(BUCKET, density))
+    streams = [
+        torch.sparse_coo_tensor(
+            indices.to(torch.int64)[None],
+            values,
+            (numel,),
+            is_coalesced=True,
+            check_invariants=False,
+        )
+        for indices, values in make_streams(numel, k, seed)
+    ]
+
+    def add_up() -> torch.Tensor:
+        total = streams[0]
+        for stream in streams[1:]:
+            total = total + stream
+        return total.coalesce()
+
+    return [
+        Case("read", size, lambda: torch.sum(x)),
+        Case("copy", 2 * size, lambda: z.copy_(x)),
+        Case("triad", 3 * size, lambda: torch.add(x, y, alpha=3, out=z)),
+        Case("topk", size, lambda: x.abs().topk(k, sorted=False)),
+        Case("topk_of_buckets", size, lambda: buckets.abs().topk(each, sorted=False)),
+        Case("nonzero", size, lambda: torch.nonzero(x.abs() > magnitude)),
+        Case(
+            "argpartition",
+            4 * numel,
+            lambda: np.argpartition(-magnitudes, k - 1)[:k],
+            target="numpy",
+        ),
+        Case("coalesce", 8 * sum(len(stream.values()) for stream in streams), add_up),
+    ]
+
+
+def kernels(
+    numel: int, density: float, dtype: torch.dtype, target: str, threads: int, seed: int
+) -> list[Case]:
+    own = KERNELS[dtype](target, threads)
+    x = make_gradient(numel, dtype, seed)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    residual = torch.zeros(numel, dtype=wide)
+    gradient = torch.empty_like(x)
+    k = count_of(numel, density)
+    each = min(BUCKET, count_of(BUCKET, density))
+    room = max(2 * k, -(-numel // BUCKET) * each) + SLACK
+    indices = torch.empty(room, dtype=torch.uint32)
+    values = torch.empty(room, dtype=wide)
+    in_buckets = numel // BUCKET * each + min(numel % BUCKET, each)
+    magnitude = threshold_of(x, k)
+    size = numel * dtype.itemsize
+    kept = numel * wide.itemsize
+    blocks = -(-size // BLOCK_BYTES)
+    bitmap = torch.empty(-(-blocks // 64), dtype=torch.uint64)
+    numbers = torch.empty(blocks, dtype=torch.uint32)
+    copied = torch.empty_like(x)
+    sparse = torch.where(  # one block in a hundred holds something
+        torch.arange(numel) // max(1, BLOCK_BYTES // dtype.itemsize) % 100 == 0, x, 0
+    ).to(dtype)
+    streams = make_streams(numel, k, seed)
+    total = _C.SparseSum()
+    rounded = torch.empty(numel, dtype=wide)
+    exact = x.to(wide)
+    encoded = torch.empty(2 * numel + 8 * numel // BUCKET + 64, dtype=torch.uint8)
+
+    def refill() -> None:
+        gradient.copy_(x)
+        residual.zero_()
+
+    def quantise(codec: str) -> None:
+        _C.round_values(codec, rounded, seed, 0, 0)
+        _C.encode_values(codec, rounded, encoded)
+
+    return [
+        Case(
+            "select",
+            size,
+            lambda: own.select(x, magnitude, indices, values),
+            baselines=("read", "nonzero"),
+            target=target,
+        ),
+        Case(
+            "fused",
+            2 * (size + kept),
+            lambda: own.fused_error_feedback(gradient, residual, magnitude, indices, values),
+            refill,
+            baselines=("triad", "copy"),
+            target=target,
+        ),
+        Case(
+            "sampled",
+            (size + kept) // STRIDE,
+            lambda: own.sampled_threshold(x, residual, k, STRIDE, 0),
+            residual.zero_,
+            baselines=("fused",),
+            target=target,
+        ),
+        Case(
+            "exact_top_k",
+            size,
+            lambda: own.exact_top_k(x, k, indices, values),
+            baselines=("read", "topk", "argpartition"),
+            target=target,
+        ),
+        Case(
+            "bucket_top_k",
+            size,
+            lambda: own.top_k_per_bucket(
+                x, BUCKET, each, indices[:in_buckets], values[:in_buckets]
+            ),
+            baselines=("read", "topk_of_buckets"),
+            target=target,
+        ),
+        Case(
+            "block_scan",
+            size,
+            lambda: own.block_scan(sparse, BLOCK_BYTES, bitmap, numbers, copied),
+            baselines=("read",),
+            target=target,
+        ),
+        *(
+            Case(
+                codec,
+                kept,
+                partial(quantise, codec),
+                lambda: rounded.copy_(exact),
+                baselines=("copy",),
+                target="wire",
+            )
+            for codec in QSGD
+        ),
+        Case(
+            "sum",
+            8 * sum(len(one) for one, _ in streams),
+            lambda: total.sum(numel, streams),
+            baselines=("coalesce",),
+            target="best",
+        ),
+    ]
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [["kernel", "target", "min", "median", "max", "GB/s", "baseline", "ratio"]]
+    for row in rows:
+        spread = row.time_us
+        lines.append(
+            [
+                row.kernel,
+                row.target,
+                *(f"{value:.1f}" for value in (spread.min, spread.median, spread.max)),
+                f"{row.gigabytes_per_second:.2f}",
+                row.baseline or "-",
+                "-" if row.ratio is None else f"{row.ratio:.3f}",
+            ]
+        )
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )

@@ -1,0 +1,276 @@
+"""Selection and compression as functions on tensors, over the operators ``torch.ops.sparsecomm``.
+
+They work under ``torch.compile(fullgraph=True)`` and ``torch.export``. Tensors are dense and on the
+CPU; others raise ``NotImplementedError``. Gradients are of float32, float64, float16 or bfloat16,
+of any shape and strides; an entry's index is its position in row-major order, an int32, so that
+there may be up to 2^31 entries. What is kept or packed of an entry is of the *packed dtype*:
+float64 for float64, float32 for all others. Arguments outside of what is said here raise
+``ValueError``.
+
+The threads are those of ``torch.set_num_threads``; no result depends on their number. None of these
+functions has a derivative: a backward pass that comes to one raises ``RuntimeError``. N is the
+number of entries, k what is selected of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from sparsecomm import fake_kernels  # noqa: F401
+
+__all__ = [
+    "BlockScan",
+    "SparseVector",
+    "Threshold",
+    "block_scan",
+    "fused_error_feedback",
+    "qsgd_dequantize",
+    "qsgd_dequantize_add_",
+    "qsgd_quantize",
+    "scatter_",
+    "select",
+    "sparse_sum",
+    "threshold_exact",
+    "threshold_gaussian",
+    "threshold_sampled",
+    "top_k",
+]
+
+_ops = torch.ops.sparsecomm
+
+
+class SparseVector(NamedTuple):
+    """Entries in the order of their indices."""
+
+    indices: Tensor  #: int32
+    values: Tensor  #: as many
+
+
+class Threshold(NamedTuple):
+    """Chosen is what exceeds ``magnitude`` in magnitude, and ``ties`` of what equals it.
+
+    Of equals those with the lowest indices are taken; zeros are never chosen.
+    """
+
+    magnitude: Tensor  #: one number, of the packed dtype
+    ties: Tensor  #: one number, of int64
+
+
+class BlockScan(NamedTuple):
+    """The blocks that hold a bit that is set."""
+
+    bitmap: Tensor  #: int64; bit ``i % 64`` of word ``i // 64`` stands for block ``i``
+    numbers: Tensor  #: int32, the blocks' numbers in order
+    blocks: Tensor  #: ``[len(numbers), block]``; a last block that is short is filled up with zeros
+
+
+def _cut(threshold: float | Threshold) -> tuple[Tensor, Tensor | None]:
+    if isinstance(threshold, Threshold):
+        return threshold
+    return torch.tensor(threshold, dtype=torch.float64), None
+
+
+def fused_error_feedback(
+    gradient: Tensor,
+    residual: Tensor,
+    *,
+    threshold: float | Threshold | None = None,
+    k: int | None = None,
+    limit: int | None = None,
+    scale: float = 1.0,
+    momentum: Tensor | None = None,
+    factor: float = 0.0,
+    mask_momentum: bool = True,
+) -> SparseVector:
+    """Takes out of ``a = residual + scale * gradient`` what is to be sent, in one pass over memory.
+
+    In place: ``residual`` becomes a, with +0 where an entry was taken; ``gradient`` becomes 0. With
+    ``momentum`` (Lin et al. 2018, sections 3.1 and 3.2), u, it is ``u = factor * u + scale *
+    gradient`` and ``a = residual + u``, and u too becomes 0 where an entry was taken, unless
+    ``mask_momentum`` is false.
+
+    Args:
+        gradient: [...], modified.
+        residual: of the same shape and the packed dtype, modified.
+        threshold: take every entry with ``|a| >= threshold`` but zeros; or what a
+            :class:`Threshold` says. NaN and infinities are always taken.
+        k: instead of a threshold, take the k entries of largest magnitude, ties by lowest index;
+            fewer where fewer are not zero.
+        limit: the most entries taken, lowest indices first; what is left stays in the residual.
+        momentum: of the same shape and the packed dtype, modified.
+
+    Returns:
+        What was taken: indices, and a there, of the packed dtype.
+
+    Reads 2N and writes 2N entries; 3N with momentum; with ``k`` it reads 2N entries once more, and
+    where there is a scale or momentum 2N again. Source: Li and Hoefler 2022 (Ok-Topk), Algorithm 2.
+    """
+    magnitude, ties = (None, None) if threshold is None else _cut(threshold)
+    return SparseVector(
+        *_ops.fused_error_feedback(
+            gradient,
+            residual,
+            threshold=magnitude,
+            ties=ties,
+            k=k,
+            limit=limit,
+            scale=scale,
+            momentum=momentum,
+            factor=factor,
+            mask_momentum=mask_momentum,
+        )
+    )
+
+
+def select(
+    input: Tensor, threshold: float | Threshold, *, limit: int | None = None
+) -> SparseVector:
+    """The entries with ``|input| >= threshold`` but zeros, or those a :class:`Threshold` chooses.
+
+    NaN and infinities are always among them. At most ``limit``, lowest indices first. Values are of
+    the packed dtype. Reads N.
+    """
+    magnitude, ties = _cut(threshold)
+    return SparseVector(*_ops.select(input, magnitude, ties, limit=limit))
+
+
+def top_k(input: Tensor, k: int, *, bucket: int | None = None) -> SparseVector:
+    """The k entries of largest magnitude of each row, or of each bucket of each row.
+
+    What is not finite comes first, all alike; among equals the lowest index comes first. They stand
+    in the order of their indices, which count from the start of the row. Zeros count, so that there
+    are always as many as asked for.
+
+    Args:
+        input: [..., row].
+        k: how many; all, where there are fewer.
+        bucket: with it, the k largest of every ``bucket`` consecutive entries, 1 to 4,096, of which
+            the last may be fewer (Renggli et al. 2019 (SparCML), section 8).
+
+    Returns:
+        Indices and values of shape [..., min(k, row)], with buckets
+        [..., row // bucket * min(k, bucket) + min(k, row % bucket)].
+
+    Reads N once, as a rule: a sample tells what is surely not among them.
+    """
+    return SparseVector(*_ops.top_k(input, k, bucket=bucket))
+
+
+def threshold_exact(gradient: Tensor, k: int, *, residual: Tensor | None = None) -> Threshold:
+    """The threshold that chooses exactly k entries of ``gradient + residual``.
+
+    All that are not zero, where those are fewer; k is at least 1. Reads 2N once, as a rule.
+    """
+    return Threshold(*_ops.threshold_exact(gradient, k, residual=residual))
+
+
+def threshold_sampled(
+    gradient: Tensor, k: int, *, residual: Tensor | None = None, stride: int = 64, phase: int = 0
+) -> Threshold:
+    """An estimate of :func:`threshold_exact` from every ``stride``-th entry, ``phase`` the first.
+
+    The stride is reduced so that the count it leads to is within 10% of k in 99 of 100 cases; where
+    that takes a stride under 32, the exact threshold is found. Reads 2N / stride.
+    """
+    return Threshold(
+        *_ops.threshold_sampled(gradient, k, residual=residual, stride=stride, phase=phase)
+    )
+
+
+def threshold_gaussian(gradient: Tensor, k: int, *, residual: Tensor | None = None) -> Threshold:
+    """The threshold that k entries of ``gradient + residual`` exceed if they are normal.
+
+    Lowered until more than 3/4 k pass. Reads 2N twice. Source: Shi et al. 2019 (Gaussian-k),
+    Ok-Topk section 5.4.
+    """
+    return Threshold(*_ops.threshold_gaussian(gradient, k, residual=residual))
+
+
+def qsgd_quantize(
+    input: Tensor, bits: Literal[2, 4, 8], *, seed: int, operation: int = 0, stream: int = 0
+) -> Tensor:
+    """QSGD of buckets of 1,024 entries, in the format that travels on the wire.
+
+    An entry becomes one of 2^(bits-1) - 1 levels of either sign of the largest magnitude in its
+    bucket, at random, so that its expectation is the entry itself.
+
+    Args:
+        input: [...] of float32 or float64, all finite.
+        seed, operation, stream: what the random numbers depend on; the same ones give the same
+            bytes. ``stream`` is 32 bits.
+
+    Returns:
+        uint8, one scale a bucket and ``bits`` an entry: ceil(N / 1024) * itemsize +
+        ceil(N * bits / 8) bytes.
+
+    O(N). Source: Alistarh et al. 2017, as in SparCML section 6.
+    """
+    codes: Tensor = _ops.qsgd_quantize(input, bits, seed=seed, operation=operation, stream=stream)
+    return codes
+
+
+def qsgd_dequantize(
+    codes: Tensor, size: int, bits: Literal[2, 4, 8], *, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """The ``size`` values, of the dtype that was quantised, that ``codes`` stand for. O(size).
+
+    Bytes that :func:`qsgd_quantize` cannot have made raise ``ValueError``.
+    """
+    values: Tensor = _ops.qsgd_dequantize(codes, size, bits, dtype=dtype)
+    return values
+
+
+def qsgd_dequantize_add_(dense: Tensor, codes: Tensor, bits: Literal[2, 4, 8]) -> Tensor:
+    """Adds what ``codes`` stand for to ``dense``, of the dtype that was quantised; returns it."""
+    _ops.qsgd_dequantize_add(dense, codes, bits)
+    return dense
+
+
+def block_scan(input: Tensor, block: int) -> BlockScan:
+    """Which blocks of ``block`` consecutive entries are not all zero bits, and those blocks.
+
+    NaN and -0.0 have bits that are set, so that they survive.
+
+    Args:
+        input: [...] of any dense dtype; a block must take a multiple of 4 bytes.
+
+    Reads N once. Source: Fei et al. 2021 (OmniReduce).
+    """
+    return BlockScan(*_ops.block_scan(input, block))
+
+
+def sparse_sum(vectors: Sequence[tuple[Tensor, Tensor]], size: int) -> SparseVector:
+    """The sum of sparse vectors of ``size`` entries.
+
+    Args:
+        vectors: (indices, values) of each, at least one; indices of int32, strictly increasing;
+            values of float32, float64, int32 or int64, the same in all.
+
+    Returns:
+        Every index that a vector has, sums that are 0 too. At an index values are added in the
+        order of the vectors, whatever the number of threads.
+
+    O(entries + size / 64), or O(entries log vectors) where that is less.
+    """
+    indices = [vector[0] for vector in vectors]
+    values = [vector[1] for vector in vectors]
+    return SparseVector(*_ops.sparse_sum(indices, values, size))
+
+
+def scatter_(dense: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:
+    """``dense.view(-1)[indices] = values / divisor``, rounded once; returns ``dense``.
+
+    Args:
+        dense: [...], modified; of a gradient's dtype.
+        indices: int32, in [0, N).
+        values: one for each, of the packed dtype.
+
+    O(len(indices)). An error leaves ``dense`` as it was. To add instead of to assign there is
+    ``torch.Tensor.index_add_``.
+    """
+    _ops.scatter(dense, indices, values, divisor=divisor)
+    return dense

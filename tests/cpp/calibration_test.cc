@@ -1,0 +1,151 @@
+// That figures are agreed, measured once, and within the time that they may take.
+#include "engine/calibration.h"
+
+#include <gtest/gtest.h>
+
+#include <ctime>
+
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
+  for (int const ranks : {1, 2, 3, 4}) {
+    std::vector<Figures> figures(ranks);
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      auto const calibration = std::make_shared<Calibration>(communicator);
+      communicator.run(calibration);
+      figures[communicator.rank()] = calibration->figures();
+      auto const sent = Counters::total(communicator.counters().sent_messages);
+      communicator.run(calibration);
+      EXPECT_EQ(Counters::total(communicator.counters().sent_messages) - sent,
+                agreement_cost(ranks).messages)
+          << "measured a second time";
+    }));
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(figures[rank].values(), figures[0].values());
+    }
+    auto const values = figures[0].values();
+    for (std::size_t i = 3; i < values.size(); ++i) EXPECT_GT(values[i], 0) << i;
+    if (ranks > 1) {
+      EXPECT_GT(figures[0].link.round + figures[0].link.message, 0);
+      EXPECT_GT(figures[0].link.byte, 0);
+    }
+  }
+}
+
+// A rank on a machine where a thread gets one `slowdown`-th of a core: time is what this thread has
+// computed, so many times, and what its messages have taken.
+class BusyClock final : public Clock {
+ public:
+  explicit BusyClock(double slowdown) : slowdown_(slowdown) {}
+  TimePoint now() const override {
+    timespec time{};
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    double const computed =
+        static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+    return TimePoint() + std::chrono::duration_cast<Duration>(
+                             std::chrono::duration<double>(slowdown_ * computed + messages_));
+  }
+  void pass(double seconds) { messages_ += seconds; }
+
+ private:
+  double slowdown_;
+  double messages_ = 0;
+};
+
+struct SimulatedLink {
+  double message;  // seconds that one takes, and a rank that waits for a core
+  double byte;
+};
+
+// Lets the rank's clock run for every message.
+class SimulatedTransport final : public Transport {
+ public:
+  SimulatedTransport(std::unique_ptr<Transport> inner, SimulatedLink link, BusyClock& clock)
+      : Transport(inner->rank(), inner->size()),
+        inner_(std::move(inner)),
+        link_(link),
+        clock_(clock) {}
+
+  std::string_view name() const override { return inner_->name(); }
+  std::size_t wait(Request& request, Deadline const& deadline) override {
+    return inner_->wait(request, deadline);
+  }
+  void abort() noexcept override { inner_->abort(); }
+  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
+  std::vector<std::optional<FailureReport>> failures() noexcept override {
+    return inner_->failures();
+  }
+
+ protected:
+  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
+    clock_.pass(link_.message + link_.byte * static_cast<double>(bytes.size()));
+    return inner_->isend(peer, tag, bytes);
+  }
+  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
+    return inner_->irecv(peer, tag, bytes);
+  }
+
+ private:
+  std::unique_ptr<Transport> inner_;
+  SimulatedLink link_;
+  BusyClock& clock_;
+};
+
+struct Setting {
+  SimulatedLink link;
+  double slowdown;
+};
+
+TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
+  int const ranks = 8;
+  constexpr Setting settings[] = {
+      {{20e-6, 8e-10}, 1},  // 10 Gbit/s, a core for each rank
+      {{20e-6, 8e-9}, 4},   // 8 ranks on two cores
+      {{200e-6, 8e-8}, 1},  // 100 Mbit/s
+      {{500e-6, 8e-8}, 4},  //
+      {{3e-3, 8e-8}, 12},   // 24 on two cores, who wait for a core at every message
+  };
+  for (Setting const& setting : settings) {
+    SCOPED_TRACE(concat(setting.link.byte, " s/B, ", setting.slowdown, " times slower"));
+    auto transports = make_inproc_transports(ranks);
+    std::vector<std::exception_ptr> errors(ranks);
+    std::vector<std::uint64_t> messages(ranks);
+    std::vector<Figures> figures(ranks);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < ranks; ++rank) {
+      threads.emplace_back([&, rank] {
+        try {
+          BusyClock clock(setting.slowdown);
+          SimulatedTransport transport(std::move(transports[rank]), setting.link, clock);
+          TimePoint const start = clock.now();
+          Channel channel(transport, 1, Deadline(clock, std::chrono::hours(1)));
+          figures[rank] = calibrate(channel, clock);
+          double const took = std::chrono::duration<double>(clock.now() - start).count();
+          EXPECT_LT(took, 0.3) << "rank " << rank;
+          messages[rank] = Counters::total(transport.counters().sent_messages);
+        } catch (...) {
+          errors[rank] = std::current_exception();
+        }
+      });
+    }
+    for (std::thread& thread : threads) thread.join();
+    expect_no_errors(errors);
+    for (int rank = 0; rank < ranks; ++rank) {
+      EXPECT_EQ(messages[rank], messages[0]) << "rank " << rank;
+      EXPECT_EQ(figures[rank].values(), figures[0].values()) << "rank " << rank;
+    }
+    EXPECT_LE(messages[0], 63 * 3 + 16 * 7u);
+    for (double const figure : figures[0].values()) EXPECT_GT(figure, 0);
+    // What was simulated was found, where slowness does not multiply what disturbs this machine.
+    // The checksum's time comes on top.
+    if (setting.slowdown > 1) continue;
+    EXPECT_GT(figures[0].link.byte, 0.9 * setting.link.byte);
+    EXPECT_LT(figures[0].link.byte, 1.2 * setting.link.byte + setting.slowdown * 1e-9);
+  }
+}
+
+}  // namespace
+}  // namespace sparsecomm::test

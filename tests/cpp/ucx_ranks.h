@@ -1,0 +1,75 @@
+// Ranks that are threads of this process, joined by the transport over UCX.
+#pragma once
+
+#include <algorithm>
+#include <condition_variable>
+#include <mutex>
+
+#include "ranks.h"
+#include "transport/ucx.h"
+
+namespace sparsecomm::test {
+
+// What the threads share.
+struct Meeting {
+  explicit Meeting(int size) : round(size), board(size), size(size) {}
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<std::vector<std::string>> rounds;
+  std::vector<std::size_t> round;  // how many each rank has entered
+  std::vector<std::optional<FailureReport>> board;
+  int size;
+};
+
+class ThreadRendezvous final : public Rendezvous {
+ public:
+  ThreadRendezvous(int rank, std::shared_ptr<Meeting> meeting)
+      : rank_(rank), meeting_(std::move(meeting)) {}
+
+  std::vector<std::string> allgather(std::string const& own) override {
+    std::unique_lock lock(meeting_->mutex);
+    std::size_t const round = meeting_->round[rank_]++;
+    if (meeting_->rounds.size() <= round) meeting_->rounds.resize(round + 1);
+    meeting_->rounds[round].resize(meeting_->size);
+    meeting_->rounds[round][rank_] = own;
+    meeting_->changed.notify_all();
+    bool const met = meeting_->changed.wait_for(lock, std::chrono::seconds(30), [&] {
+      return std::ranges::all_of(meeting_->round, [&](std::size_t n) { return n > round; });
+    });
+    require<Error>(met, "not all ranks came");
+    return meeting_->rounds[round];
+  }
+  void check() const override {}
+  void post_failure(FailureReport const& report) noexcept override {
+    std::lock_guard const lock(meeting_->mutex);
+    meeting_->board[rank_] = report;
+  }
+  std::vector<std::optional<FailureReport>> failures() noexcept override {
+    std::lock_guard const lock(meeting_->mutex);
+    return meeting_->board;
+  }
+
+ private:
+  int rank_;
+  std::shared_ptr<Meeting> meeting_;
+};
+
+inline UcxOptions ucx_options_here() {
+  UcxOptions options;
+#ifdef SPARSECOMM_UCX_WHEEL
+  options.alternatives = {SPARSECOMM_UCX_WHEEL};
+#endif
+  return options;
+}
+
+inline std::vector<std::unique_ptr<Transport>> make_ucx_transports(int size) {
+  auto const meeting = std::make_shared<Meeting>(size);
+  std::vector<std::unique_ptr<Transport>> transports(size);
+  expect_no_errors(on_threads(size, [&](int rank) {
+    transports[rank] = make_ucx_transport(
+        rank, size, std::make_shared<ThreadRendezvous>(rank, meeting), ucx_options_here());
+  }));
+  return transports;
+}
+
+}  // namespace sparsecomm::test

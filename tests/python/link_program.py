@@ -1,0 +1,64 @@
+"""What each host of test_links.py runs: ``python link_program.py TRANSPORT FOLDER``.
+
+Operations without end, until the link of one host goes down; once it is up again, the same
+processes make a communicator anew. FOLDER, which all hosts see, holds who has got how far.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_exchange import EVERYWHERE, exchange_ones, make_options
+
+from sparsecomm import _C
+from sparsecomm.transports import connect
+
+DEADLINE = 1.0
+PATIENCE = timedelta(seconds=60)
+NUMEL = 100_000
+
+
+def main(transport: str, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    communicator = _C.Communicator(connect(None, PATIENCE, transport), timedelta(seconds=DEADLINE))
+    assert communicator.transport.startswith(transport)
+    completed = 0
+    while True:
+        if completed == len(EVERYWHERE):
+            (folder / f"running-{rank}").touch()
+        start = time.monotonic()
+        try:
+            exchange_ones(communicator, EVERYWHERE[completed % len(EVERYWHERE)], NUMEL)
+        except RuntimeError as error:
+            took, text = time.monotonic() - start, str(error)
+            break
+        completed += 1
+    with pytest.raises(RuntimeError, match="make a new one"):
+        exchange_ones(communicator, EVERYWHERE[0], NUMEL)
+    start = time.monotonic()
+    del communicator
+    closing = time.monotonic() - start
+    (folder / f"raised-{rank}").touch()
+
+    again = _C.Communicator(connect(None, PATIENCE, transport), PATIENCE)
+    for algorithm in EVERYWHERE:
+        exchange_ones(again, algorithm, NUMEL)
+    total = torch.full((10,), float(rank))
+    _C.Exchange(again, 10, torch.float32, make_options("dense", 1.0)).run(total)
+    said = {"took": took, "text": text, "completed": completed, "closing": closing}
+    said["sum"] = total[0].item()
+    (folder / f"said-{rank}.json").write_text(json.dumps(said))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

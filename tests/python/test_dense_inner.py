@@ -1,0 +1,145 @@
+"""The allreduce of the transport's own engine: gloo's, where messages go over c10d."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import test_collectives
+import torch
+import torch.distributed as dist
+from ranks import run_ranks
+from test_exchange import make_options
+
+import sparsecomm
+from sparsecomm import _C
+from sparsecomm.transports import connect, table
+
+INNER = "dense_inner"
+LARGE = 1 << 23  # elements that take a while
+
+
+def _reduce(size: int) -> None:
+    os.environ["SPARSECOMM_TRANSPORT"] = "c10d"
+    test_collectives.EXACT = (INNER,)
+    test_collectives.allreduce_matrix(size)
+    test_collectives.dense_tensors_like_gloo(size)
+    test_collectives.non_finite(size)
+    if size == 3:
+        test_collectives.rounding(size)
+    with sparsecomm.Communicator.from_process_group(transport="c10d") as communicator:
+        before = communicator.counters()
+        tensor = torch.full((1 << 20,), float(dist.get_rank()))
+        expected = tensor.clone()
+        dist.all_reduce(expected)
+        sparsecomm.allreduce(tensor, INNER, communicator=communicator)
+        assert torch.equal(tensor, expected)
+        # Only the agreement's messages are the transport's.
+        sent = communicator.counters()["sent_bytes"] - before["sent_bytes"]
+        assert sent < 1000
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_reduces_every_type_and_op(size: int) -> None:
+    run_ranks(size, _reduce, size)
+
+
+def _refused() -> None:
+    with sparsecomm.Communicator.from_process_group(transport="ucx") as communicator:
+        tensor = torch.ones(10)
+        with pytest.raises(RuntimeError, match='ucx has none; use transport "c10d"'):
+            sparsecomm.allreduce(tensor, INNER, communicator=communicator)
+        assert sparsecomm.allreduce(tensor, "dense", communicator=communicator)[0] == 2
+
+
+@pytest.mark.skipif(
+    any(row["name"] == "ucx" and row["problem"] for row in table()), reason="needs ucx"
+)
+def test_where_the_transport_has_none_all_ranks_say_so_and_go_on() -> None:
+    run_ranks(2, _refused)
+
+
+def _plan() -> tuple[bool, set[str]]:
+    plan = sparsecomm.explain(LARGE, 0.01, transport="c10d")
+    candidate = next(row.candidate for row in plan.ranking if row.algorithm == INNER)
+    return candidate, {row.algorithm for row in plan.ranking if not row.candidate}
+
+
+def test_auto_may_choose_it_where_there_is_one() -> None:
+    for candidate, others in run_ranks(2, _plan):
+        assert candidate
+        assert others == {"gaussian_k"}
+    link = sparsecomm.Link.parse("1gbit")
+    by_hand = sparsecomm.explain(LARGE, 0.01, link=link, ranks=4)
+    assert not next(row.candidate for row in by_hand.ranking if row.algorithm == INNER)
+
+
+def _lose(signal_number: int) -> tuple[str, float, bool]:
+    patience = timedelta(seconds=3)
+    communicator = _C.Communicator(connect(None, patience, "c10d"), patience)
+    exchange = _C.Exchange(communicator, LARGE, torch.float32, make_options(INNER, 1.0))
+    gradient = torch.ones(LARGE)
+    exchange.run(gradient)
+    if dist.get_rank() == 1:
+        # Most of the time that the exchanges take is gloo's.
+        threading.Timer(0.3, os.kill, (os.getpid(), signal_number)).start()
+    for step in range(10_000):
+        gradient.fill_(step)
+        start = time.monotonic()
+        try:
+            exchange.run(gradient)
+        except dist.DistBackendError as error:
+            waited = time.monotonic() - start
+            with pytest.raises(RuntimeError, match="make a new one"):
+                exchange.run(gradient)
+            return str(error), waited, bool((gradient == step).all())
+    raise AssertionError("the loss of rank 1 went unnoticed")
+
+
+@pytest.mark.parametrize(
+    ("number", "size", "text", "seconds"),
+    [
+        (signal.SIGKILL, 2, "rank 1 left", 3.0),
+        (signal.SIGKILL, 4, "rank 1 left", 3.0),
+        (signal.SIGSTOP, 3, "rank 1 did not take part before the deadline (3 s)", 7.0),
+    ],
+)
+def test_survivors_name_the_lost_rank_and_keep_their_data(
+    number: int, size: int, text: str, seconds: float
+) -> None:
+    results = run_ranks(size, _lose, number, may_die=(1,), timeout=40)
+    for rank in range(size):
+        if rank != 1:
+            error, waited, kept = results[rank]
+            assert text in error, error
+            assert waited < seconds, error
+            assert kept
+
+
+def _close() -> float:
+    communicator = sparsecomm.Communicator.from_process_group(
+        transport="c10d", timeout=timedelta(seconds=100)
+    )
+    tensor = torch.ones(LARGE)
+    if dist.get_rank() == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    while True:
+        work = sparsecomm.allreduce(tensor, INNER, "max", communicator=communicator, async_op=True)
+        waited = time.monotonic()
+        while not work.is_completed() and time.monotonic() - waited < 2:
+            time.sleep(0.01)
+        if work.is_completed():
+            continue
+        start = time.monotonic()
+        communicator.close()
+        with pytest.raises(RuntimeError, match="closed its communicator"):
+            work.wait()
+        return time.monotonic() - start
+
+
+def test_closing_breaks_off_what_runs() -> None:
+    assert run_ranks(2, _close, may_die=(1,), timeout=40)[0] < 10

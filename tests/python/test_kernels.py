@@ -1,0 +1,83 @@
+"""The kernels on tensors against torch, and what `bench kernels` reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from sparsecomm import _C
+from sparsecomm.cli import main
+from sparsecomm.cli.kernels import DTYPES, KERNELS, SLACK, STREAMS, make_streams
+
+NUMEL = 10_007
+
+
+def room(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    return torch.zeros(count + SLACK, dtype=torch.uint32), torch.zeros(count + SLACK, dtype=wide)
+
+
+@pytest.mark.parametrize("target", _C.kernel_targets())
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+def test_kernels_against_torch(target: str, dtype: torch.dtype) -> None:
+    kernels = KERNELS[dtype](target, 2)
+    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(4)).to(dtype)
+    indices, values = room(NUMEL, dtype)
+    above = (x.abs().double() > 1.0).nonzero().flatten()
+
+    count = kernels.select(x, 1.0, indices, values)
+    assert torch.equal(indices[:count].long(), above)
+    assert torch.equal(values[:count], x[above].to(values.dtype))
+
+    gradient, residual = x.clone(), torch.zeros(NUMEL, dtype=values.dtype)
+    count = kernels.fused_error_feedback(gradient, residual, 1.0, indices, values)
+    assert torch.equal(indices[:count].long(), above)
+    assert not gradient.any()
+    assert torch.equal(residual, x.to(values.dtype).index_fill(0, above, 0))
+
+    count = kernels.exact_top_k(x, 100, indices, values)
+    order = torch.argsort(x.abs().double(), descending=True, stable=True)[:100]
+    assert torch.equal(indices[:count].long(), order.sort().values)
+
+    least = x.abs().double()[order[-1]]
+    assert kernels.exact_threshold(x, torch.zeros_like(residual), 100) == least
+
+    x[5] = torch.nan
+    assert not kernels.all_finite(x)
+
+
+def test_sum_against_torch() -> None:
+    streams = make_streams(NUMEL, 2_000, 3)
+    assert len(streams) == STREAMS
+    union = np.unique(np.concatenate([indices.numpy() for indices, _ in streams]))
+    assert _C.SparseSum().sum(NUMEL, streams) == len(union)
+
+
+def test_mistakes_are_named() -> None:
+    with pytest.raises(ValueError, match="target 'AVX9' is none of scalar"):
+        _C.KernelsF32("AVX9", 1)
+    with pytest.raises(ValueError, match="threads = 0"):
+        _C.KernelsF32("scalar", 0)
+    kernels = _C.KernelsF32("scalar", 1)
+    with pytest.raises(ValueError, match="x must be a contiguous CPU tensor of Float"):
+        kernels.all_finite(torch.zeros(3, dtype=torch.float64))
+    with pytest.raises(ValueError, match="room for 64 entries more"):
+        kernels.select(torch.zeros(3), 1.0, torch.zeros(3, dtype=torch.uint32), torch.zeros(3))
+
+
+def test_bench_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "kernels.json"
+    command = ["bench", "kernels", "--numel", "20000", "--iters", "2", "--json", str(file)]
+    assert main([*command, "--dtype", "bfloat16", "--target", "scalar"]) == 0
+    rows = json.loads(file.read_text())
+    assert "# 20000 bfloat16, density 0.01, 1 thread(s)" in capsys.readouterr().out
+    assert {"select", "fused", "exact_top_k", "block_scan", "qsgd4", "sum"} <= {
+        row["kernel"] for row in rows
+    }
+    for row in rows:
+        assert 0 < row["time_us"]["min"] <= row["time_us"]["median"] <= row["time_us"]["max"]
+        assert (row["ratio"] is None) == (row["baseline"] is None)

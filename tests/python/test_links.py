@@ -1,0 +1,72 @@
+"""A link that goes down: hosts of their own, and link_program.py on each."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from link_program import DEADLINE
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from hosts import Hosts, missing  # noqa: E402
+from lab import ENVIRONMENT, PORT  # noqa: E402
+from test_exchange import TRANSPORTS  # noqa: E402
+
+PROGRAM = Path(__file__).with_name("link_program.py")
+RANKS = 3
+# Beyond the deadline: for the others' reports, and what a loaded machine adds.
+GRACE = 4.0
+
+
+@pytest.mark.lab
+@pytest.mark.parametrize("cut", [0, 2])  # the first holds the store as well
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_link_goes_down_and_comes_up_again(transport: str, cut: int, tmp_path: Path) -> None:
+    if reason := missing():
+        pytest.skip(reason)
+    environments = [
+        {
+            **ENVIRONMENT,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(RANKS),
+            "MASTER_ADDR": "host1",
+            "MASTER_PORT": str(PORT),
+            "PYTHONPATH": str(ROOT),
+        }
+        for rank in range(RANKS)
+    ]
+    command = [sys.executable, str(PROGRAM), transport, str(tmp_path)]
+    # The hosts are left first, which ends what runs on them.
+    with ThreadPoolExecutor() as pool, Hosts(RANKS, None) as hosts:
+        running = pool.submit(hosts.run, [command] * RANKS, environments)
+
+        def until_all(mark: str) -> None:
+            deadline = time.monotonic() + 60
+            while not all((tmp_path / f"{mark}-{rank}").exists() for rank in range(RANKS)):
+                if running.done():
+                    running.result()
+                assert time.monotonic() < deadline, sorted(tmp_path.iterdir())
+                time.sleep(0.01)
+
+        until_all("running")
+        time.sleep(random.Random(f"{transport} {cut}").random() * 0.2)
+        hosts.set_link(cut, up=False)
+        until_all("raised")
+        hosts.set_link(cut, up=True)
+        running.result(timeout=90)
+    for rank in range(RANKS):
+        said = json.loads((tmp_path / f"said-{rank}.json").read_text())
+        assert said["took"] < DEADLINE + GRACE, said
+        assert said["closing"] < GRACE, said
+        assert said["sum"] == sum(range(RANKS)), said
+        # Without the store, which the first holds, a rank names the one that it waited for.
+        named = cut if cut != 0 and rank != cut else r"\d"
+        assert re.match(f"rank {named} ", said["text"]), said
