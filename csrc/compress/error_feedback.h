@@ -21,9 +21,8 @@ constexpr std::uint64_t selection_limit(std::uint64_t extent, std::uint64_t k) {
   return std::min(extent, 4 * k + 1024);
 }
 
-// One in this many entries is looked at by a sampled threshold. Prime, so that it does not fall
-// into step with the rows of a weight matrix.
-inline constexpr std::size_t threshold_stride = 97;
+// One in this many runs of entries is looked at by a sampled threshold.
+inline constexpr std::size_t threshold_stride = 127;
 
 // Selects about k entries of residual + gradient by magnitude and keeps the rest in the residual.
 // One object per group of parameters; the residuals themselves belong to the caller. Source:

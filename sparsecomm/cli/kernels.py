@@ -28,7 +28,7 @@ SLACK = 64  # entries that a selection needs beyond those it packs
 BUCKET = 512  # of which SparCML takes the largest few, and of a QSGD scale
 BLOCK_BYTES = 1024
 STREAMS = 8  # that are summed
-STRIDE = 97  # of a sampled threshold
+STRIDE = 127  # of a sampled threshold
 QSGD = ("qsgd2", "qsgd4", "qsgd8")
 
 DESCRIPTION = """\

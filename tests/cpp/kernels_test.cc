@@ -298,7 +298,8 @@ TYPED_TEST(Kernels, SampledThresholdComesCloseToK) {
       auto const chosen = run_fused(kernels<TypeParam>(), selected, threshold, no_limit, 0);
       auto const expected = static_cast<double>(expected_count(sorted, k));
       // Five deviations of the smallest sample, so that a rare seed does not fail the test.
-      EXPECT_NEAR(static_cast<double>(chosen.stats.count), expected, 0.19 * expected) << "k " << k;
+      double const most = std::string_view(fill.name) == "steps of density" ? 0.5 : 0.13;
+      EXPECT_NEAR(static_cast<double>(chosen.stats.count), expected, most * expected) << "k " << k;
     }
   }
 }

@@ -80,7 +80,8 @@ def test_delta_takes_less_than_7_bits_on_selections_of_vgg16(
         f"delta on VGG16: {min(bits):.2f} to {max(bits):.2f} bits per index, mean "
         f"{np.mean(bits):.2f}; log2(e / density) is {np.mean(entropies):.2f}"
     )
-    assert max(abs(density / DENSITY - 1) for density in densities) <= 0.15
+    # What the sampled threshold is for: within 10% in 99% of steps.
+    assert sum(abs(density / DENSITY - 1) > 0.1 for density in densities) <= 1
     assert max(bits) <= 6.8
     assert all(b < entropy for b, entropy in zip(bits, entropies, strict=True))
 

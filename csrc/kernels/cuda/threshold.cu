@@ -175,14 +175,16 @@ __global__ void set_sampled(Search const* search, std::uint64_t k, double each,
   set_threshold<V>(state, *search, ties > 0 ? static_cast<std::uint64_t>(ties) : 0);
 }
 
-// Candidate i of the sample is entry phase + i * stride; this segment holds those from `first` on.
+// Entries of the sample from `begin` to `end`, of those that lie in this segment, which holds the
+// entries from `first` on.
 template <class T>
 __global__ void __launch_bounds__(block_threads)
     take_sample(T const* gradient, accumulate_t<T> const* residual, std::size_t first,
                 std::size_t size, std::size_t stride, std::size_t phase, std::size_t begin,
                 std::size_t end, SearchMemory<accumulate_t<T>> memory) {
   for (std::size_t i = begin + grid_thread(); i < end; i += grid_threads()) {
-    std::size_t const at = phase + i * stride - first;
+    std::size_t const run = sampled_run(i / sample_run, stride, phase);
+    std::size_t const at = run * sample_run + i % sample_run - first;
     if (at < size) memory.candidates[i] = magnitude_at(gradient, residual, at);
   }
 }
@@ -264,21 +266,20 @@ void sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k, st
   constexpr char const* call = "sampled_threshold";
   require(k >= 1, "a selection of k = ", k, " entries: k must be at least 1");
   std::size_t const size = total_size(call, segments);
-  require(stride >= 1 && stride <= size, "a sample of every stride = ", stride, "-th entry of ",
-          size, ": take the stride that sampled_stride() settles on, unless it is 0");
+  require(stride >= 1 && stride * sample_run <= size, "a sample of every stride = ", stride,
+          "-th run of ", sample_run, " entries of ", size,
+          ": take the stride that sampled_stride() settles on, unless it is 0");
   phase %= stride;
-  std::size_t const count = size / stride;
+  std::size_t const count = size / (stride * sample_run) * sample_run;
   auto const memory = search_memory<V>(workspace, candidate_capacity(size, stride));
   clear_search(call, memory, stream);
   launch(call, have_sample, 1, 1, stream, memory.search, std::uint64_t{count});
   std::size_t first = 0;
   for (Segment<T> const& segment : segments) {
     std::size_t const next = first + segment.gradient.size();
-    auto const sampled_before = [&](std::size_t entry) {
-      return entry <= phase ? 0 : std::min(count, divided_up(entry - phase, stride));
-    };
-    std::size_t const begin = sampled_before(first);
-    std::size_t const end = sampled_before(next);
+    // The runs of the strides that it has a part of: what lies in neighbours is left out there.
+    std::size_t const begin = std::min(count, first / (stride * sample_run) * sample_run);
+    std::size_t const end = std::min(count, divided_up(next, stride * sample_run) * sample_run);
     if (begin < end) {
       launch(call, take_sample<T>, striding_blocks(end - begin), block_threads, stream,
              segment.gradient.data(), segment.residual.data(), first, segment.gradient.size(),
