@@ -10,19 +10,25 @@
 namespace sparsecomm {
 namespace {
 
-// The queue's device is this thread's, and then the former one again.
+// While it lives, this thread works on the context's device.
 class OnDevice {
  public:
-  explicit OnDevice(DeviceQueue const& queue)
-      : runtime_(queue.library->runtime), former_(runtime_.exchange_device(queue.device)) {}
-  ~OnDevice() { runtime_.restore_device(former_); }
+  OnDevice(cuda::Runtime const& runtime, cuda::Context context) : runtime_(runtime) {
+    runtime_.enter(context);
+  }
+  ~OnDevice() { runtime_.leave(); }
   OnDevice(OnDevice const&) = delete;
   OnDevice& operator=(OnDevice const&) = delete;
 
  private:
   cuda::Runtime const& runtime_;
-  int former_;
 };
+
+// What scratch of `capacity` becomes when it must hold `size`: selections vary from step to step,
+// and growing costs a wait for the device.
+constexpr std::size_t grown(std::size_t capacity, std::size_t size) {
+  return std::max(size, capacity + capacity / 2);
+}
 
 // Scratch on the device, as Buffer is in the processor's memory.
 template <class E>
@@ -30,9 +36,12 @@ class DeviceBuffer {
  public:
   E* take(DeviceQueue const& queue, std::size_t size) {
     if (size > capacity_) {
+      std::size_t const capacity = grown(capacity_, size);
       queue.library->runtime.synchronize(queue.stream);  // which may still use the former one
-      memory_ = queue.allocate(size * sizeof(E));
-      capacity_ = size;
+      capacity_ = 0;
+      memory_.reset();
+      memory_ = queue.allocate(capacity * sizeof(E));
+      capacity_ = capacity;
     }
     return static_cast<E*>(memory_.get());
   }
@@ -49,9 +58,12 @@ class PinnedBuffer {
   std::span<E> take(DeviceQueue const& queue, std::size_t size) {
     if (size > capacity_) {
       cuda::Runtime const& runtime = queue.library->runtime;
+      std::size_t const capacity = grown(capacity_, size);
       runtime.synchronize(queue.stream);
-      memory_ = {runtime.allocate_pinned(size * sizeof(E)), runtime.free_pinned};
-      capacity_ = size;
+      capacity_ = 0;
+      memory_.reset();
+      memory_ = {runtime.allocate_pinned(capacity * sizeof(E)), runtime.free_pinned};
+      capacity_ = capacity;
     }
     return {static_cast<E*>(memory_.get()), size};
   }
@@ -67,22 +79,25 @@ class DeviceGradient final : public LocalGradient<T> {
   using V = accumulate_t<T>;
 
   DeviceGradient(ThresholdSchedule schedule, std::uint64_t extent, DeviceQueue queue)
-      : extent_(extent), queue_(std::move(queue)), stream_(queue_.stream) {
+      : extent_(extent),
+        queue_(std::move(queue)),
+        stream_(queue_.stream),
+        context_(runtime().context(queue_.device)) {
     follow(schedule);
   }
 
   ~DeviceGradient() override {
     try {
-      OnDevice const on(queue_);
+      auto const on = on_device();
       runtime().synchronize(stream_);  // before the memory goes
-    } catch (Error const&) {  // the device has failed, and said so to whoever waited for a result
+    } catch (...) {  // the device has failed, and said so to whoever waited for a result
     }
   }
 
   void bind(std::vector<Segment<T>> segments) override { segments_ = std::move(segments); }
 
   bool all_finite() override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     Flags* const flags = flags_.take(queue_, 1);
     if (!flags_cleared_) runtime().zero(flags, sizeof(Flags), stream_);
     flags_cleared_ = true;
@@ -107,7 +122,7 @@ class DeviceGradient final : public LocalGradient<T> {
       threshold_ = {};
       return;
     }
-    OnDevice const on(queue_);
+    auto const on = on_device();
     if (source == ThresholdSource::gaussian) {
       threshold_ = gaussian(k);
       return;
@@ -128,11 +143,21 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   SparseView<V> select(std::uint64_t k) override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     residual_is_clear_ = false;
     std::uint64_t const limit = selection_limit(extent_, k);
+    // All memory first: once the residual has changed, what was taken out of it must reach the
+    // host.
     cuda::SelectionState* const state = state_.take(queue_, 1);
     cuda::Packed<V> const out{indices_.take(queue_, limit), values_.take(queue_, limit)};
+    auto const indices = host_indices_.take(queue_, limit);
+    auto const values = host_values_.take(queue_, limit);
+    host_state_.take(queue_, 1);
+    std::size_t longest = 0;
+    for (Segment<T> const& segment : segments_) {
+      longest = std::max(longest, segment.gradient.size());
+    }
+    void* const workspace = workspace_.take(queue_, library().selection_workspace(longest));
     library().begin(cuda::begin_selection(threshold_, limit), state, stream_);
     std::size_t first = 0;
     for (Segment<T> const& segment : segments_) {
@@ -141,25 +166,19 @@ class DeviceGradient final : public LocalGradient<T> {
       arguments.residual = segment.residual.data();
       arguments.size = segment.gradient.size();
       arguments.first_index = static_cast<std::uint32_t>(first);
-      void* const workspace =
-          workspace_.take(queue_, library().selection_workspace(arguments.size));
       kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
       first += arguments.size;
     }
-    // From here on there is something to restore, should the device fail.
     std::size_t const count = fetch(state, host_state_).count();
-    selected_ = count;
-    auto const indices = host_indices_.take(queue_, count);
-    auto const values = host_values_.take(queue_, count);
-    runtime().copy(indices.data(), out.indices, indices.size_bytes(), stream_);
-    runtime().copy(values.data(), out.values, values.size_bytes(), stream_);
+    runtime().copy(indices.data(), out.indices, count * sizeof(std::uint32_t), stream_);
+    runtime().copy(values.data(), out.values, count * sizeof(V), stream_);
     runtime().synchronize(stream_);
-    selection_ = {indices, values};
+    selection_ = {indices.first(count), values.first(count)};
     return selection_;
   }
 
   void flush() override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     T* copy = flushed_.take(queue_, extent_);
     for (Segment<T> const& segment : segments_) {
       std::size_t const size = segment.gradient.size();
@@ -175,10 +194,10 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void keep(SparseView<V> rejected) override {
-    OnDevice const on(queue_);
-    kept_ = rejected.nnz();
+    auto const on = on_device();
+    V* const before = before_.take(queue_, rejected.nnz());
+    outside();
     auto const [indices, values] = upload(rejected, rejected_);
-    V* const before = before_.take(queue_, kept_);
     for_each_part(rejected.indices, [&](Segment<T> const& segment, std::uint32_t first,
                                         std::size_t begin, std::size_t end) {
       library().template values<V>().add_sparse(segment.residual.data(), segment.residual.size(),
@@ -189,7 +208,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void restore() override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     auto const& residuals = library().template kernels<V>();
     auto const put_back = [&](std::span<const std::uint32_t> sorted, std::uint32_t const* indices,
                               V const* values) {
@@ -199,12 +218,10 @@ class DeviceGradient final : public LocalGradient<T> {
                           values + begin, end - begin, V{1}, first, outside(), stream_);
       });
     };
-    if (kept_ > 0)
-      put_back(kept_indices_, rejected_.indices.take(queue_, kept_), before_.take(queue_, kept_));
-    if (selected_ > 0) {
-      put_back(selection_.indices, indices_.take(queue_, selected_),
-               values_.take(queue_, selected_));
-    }
+    std::size_t const kept = kept_indices_.size();
+    put_back(kept_indices_, rejected_.indices.take(queue_, kept), before_.take(queue_, kept));
+    std::size_t const selected = selection_.nnz();
+    put_back(selection_.indices, indices_.take(queue_, selected), values_.take(queue_, selected));
     if (has_flushed_) {
       residual_is_clear_ = false;
       T const* sent = flushed_.take(queue_, extent_);
@@ -218,9 +235,7 @@ class DeviceGradient final : public LocalGradient<T> {
 
   void forget() override {
     selection_ = {};
-    selected_ = 0;
     kept_indices_ = {};
-    kept_ = 0;
     has_flushed_ = false;
   }
 
@@ -234,7 +249,7 @@ class DeviceGradient final : public LocalGradient<T> {
   double threshold() const override { return static_cast<double>(threshold_.magnitude); }
 
   void store(StreamView<V> const& result, V divisor) override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     if (!result.is_dense) {
       auto const [indices, values] = upload(result.sparse, result_);
       for_each_part(result.sparse.indices, [&](Segment<T> const& segment, std::uint32_t first,
@@ -252,14 +267,14 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void fill(T value) override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     for (Segment<T> const& segment : segments_) {
       kernels().fill(segment.gradient.data(), segment.gradient.size(), value, stream_);
     }
   }
 
   std::span<T> gather() override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     auto const flat = flat_.take(queue_, extent_);
     T* to = flat.data();
     for (Segment<T> const& segment : segments_) {
@@ -271,7 +286,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void spread() override {
-    OnDevice const on(queue_);
+    auto const on = on_device();
     T const* from = flat_.take(queue_, extent_).data();
     for (Segment<T> const& segment : segments_) {
       runtime().copy(segment.gradient.data(), from, segment.gradient.size_bytes(), stream_);
@@ -294,6 +309,7 @@ class DeviceGradient final : public LocalGradient<T> {
   cuda::Library const& library() const { return *queue_.library; }
   cuda::Kernels<T> const& kernels() const { return library().template kernels<T>(); }
   cuda::Runtime const& runtime() const { return library().runtime; }
+  OnDevice on_device() const { return {runtime(), context_}; }
   std::uint32_t* outside() { return &flags_.take(queue_, 1)->outside; }
 
   template <class E>
@@ -358,6 +374,7 @@ class DeviceGradient final : public LocalGradient<T> {
   std::uint64_t extent_;
   DeviceQueue queue_;
   cuda::Stream stream_;
+  cuda::Context context_;
   ThresholdSchedule schedule_;
   Threshold<V> threshold_;
   std::vector<Segment<T>> segments_;
@@ -379,11 +396,9 @@ class DeviceGradient final : public LocalGradient<T> {
   PinnedBuffer<std::uint32_t> host_indices_;
   PinnedBuffer<V> host_values_;
   SparseView<V> selection_;
-  std::size_t selected_ = 0;
   Upload rejected_;
   DeviceBuffer<V> before_;  // the residuals that keep() changed
   std::span<const std::uint32_t> kept_indices_;
-  std::size_t kept_ = 0;
   DeviceBuffer<T> flushed_;
   bool has_flushed_ = false;
   bool residual_is_clear_ = false;

@@ -269,7 +269,11 @@ void Communicator::progress() {
       counters_ = transport_->counters();
       running_ = false;
     }
-    if (item.completion) item.completion(error);
+    try {
+      if (item.completion) item.completion(error);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
     item.state->end(error);
     std::lock_guard const lock(mutex_);
     taken_ = false;

@@ -73,7 +73,8 @@ struct CommunicatorOptions {
 
 class Communicator {
  public:
-  // Called on the progress thread when an operation ends; null when it went well. Must not throw.
+  // Called on the progress thread when an operation ends; null when it went well. What it throws
+  // then, Handle::wait() throws too.
   using Completion = std::function<void(std::exception_ptr)>;
 
   class Handle {

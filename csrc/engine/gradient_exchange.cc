@@ -5,6 +5,7 @@
 #include <iomanip>
 #include <limits>
 #include <sstream>
+#include <utility>
 
 namespace sparsecomm {
 namespace {
@@ -36,6 +37,17 @@ ThresholdSchedule local_schedule(AlgorithmEntry const& algorithm, ExchangeOption
 }
 
 }  // namespace
+
+ExchangeStats& ExchangeStats::operator+=(ExchangeStats const& other) {
+  steps = std::max(steps, other.steps);
+  selected += other.selected;
+  result_nnz += other.result_nnz;
+  numel += other.numel;
+  select += other.select;
+  exchange += other.exchange;
+  apply += other.apply;
+  return *this;
+}
 
 void validate(ExchangeOptions const& options) {
   bool const planned = options.algorithm == auto_algorithm;
@@ -117,7 +129,7 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
 }
 
 template <class T>
-void GradientExchange<T>::bind(std::vector<Segment<T>> segments) {
+void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
     bool const keeps_residual = planned_ || algorithm_->sparse;
@@ -127,6 +139,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments) {
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
   local_->bind(std::move(segments));
+  ready_ = std::move(ready);
 }
 
 template <class T>
@@ -193,6 +206,7 @@ Proposal GradientExchange<T>::prepare() {
   // Not before, since what the former one rejected may have had to be put back.
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
+  if (ready_) std::exchange(ready_, {})();
   TimePoint const started = communicator_.clock().now();
   Stopwatch const watch(communicator_.clock(), stats_.select);
   bool const finite = local_->all_finite();
@@ -317,8 +331,9 @@ template <class T>
 void GradientExchange<T>::roll_back() noexcept {
   try {
     withdraw();
-  } catch (Error const&) {
-    // A device that has failed; its residual is lost with it, and the error that led here says so.
+  } catch (...) {
+    // A device that has failed, in torch's words or ours; its residual is lost with it, and the
+    // error that led here says so.
   }
 }
 

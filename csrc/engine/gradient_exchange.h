@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -45,6 +46,9 @@ struct ExchangeStats {
   std::uint64_t result_nnz = 0;  // entries of the results
   std::uint64_t numel = 0;       // entries of the gradients
   Duration select{}, exchange{}, apply{};
+
+  // Of several groups; as many steps as the one that has made most.
+  ExchangeStats& operator+=(ExchangeStats const& other);
 };
 
 // Exchanges a gradient that lies in segments: afterwards every rank's gradient holds the same bits,
@@ -62,8 +66,9 @@ class GradientExchange final : public Operation {
                    Communicator& communicator, std::unique_ptr<LocalGradient<T>> local = nullptr);
 
   // What the next submission works on: the sizes of the segments add up to the extent. The memory
-  // must stay until the operation has ended.
-  void bind(std::vector<Segment<T>> segments);
+  // must stay until the operation has ended. `ready`, if any, is called first in prepare(), and
+  // returns once the gradient is there; it may throw. What it takes is in no statistics.
+  void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {});
   void set_density(double density);
 
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
@@ -107,6 +112,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<LocalGradient<T>> local_;
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
+  std::function<void()> ready_;
   bool delivered_ = false;
   // Of the last step on this rank, for the plan.
   Duration prepared_{};

@@ -1,5 +1,6 @@
 // The CUDA kernels on tensors, on the current stream: what benchmarks time.
 #include <ATen/ATen.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/stl.h>
 
@@ -47,22 +48,26 @@ class CudaSelection {
   }
 
   void begin(float magnitude) {
+    auto const guard = on_device();
     library_.begin(
         cuda::begin_selection(Threshold<float>{magnitude, 0}, static_cast<std::uint64_t>(limit_)),
         state(), stream());
   }
   void exact_threshold(std::int64_t k) {
+    auto const guard = on_device();
     begin(0);
     Segment<float> const segment{entries<float>(gradient_), entries<float>(residual_)};
     library_.f32.exact_threshold({&segment, 1}, static_cast<std::uint64_t>(k), state(),
                                  workspace_.data_ptr(), stream());
   }
   void select() {
+    auto const guard = on_device();
     library_.f32.select(entries<float>(gradient_).data(), entries<float>(gradient_).size(), 0,
                         state(), packed(), workspace_.data_ptr(), stream());
   }
   void fused_error_feedback() {
     require(residual_.numel() > 0, "this selection has no residual");
+    auto const guard = on_device();
     cuda::ErrorFeedbackArguments<float> arguments;
     arguments.gradient = entries<float>(gradient_).data();
     arguments.residual = entries<float>(residual_).data();
@@ -72,6 +77,7 @@ class CudaSelection {
   }
   // Waits for the device.
   std::uint64_t count() const {
+    auto const guard = on_device();
     cuda::SelectionState found;
     library_.runtime.copy(&found, state_.data_ptr(), sizeof(found), stream());
     library_.runtime.synchronize(stream());
@@ -81,6 +87,7 @@ class CudaSelection {
   at::Tensor values() const { return values_; }
 
  private:
+  c10::DeviceGuard on_device() const { return c10::DeviceGuard(gradient_.device()); }
   cuda::SelectionState* state() { return static_cast<cuda::SelectionState*>(state_.data_ptr()); }
   cuda::Packed<float> packed() {
     return {static_cast<std::uint32_t*>(indices_.data_ptr()), entries<float>(values_).data()};

@@ -39,7 +39,7 @@ class Exchange {
            ExchangeOptions const& options)
       : communicator_(std::move(communicator)),
         group_(ParameterGroup::make("exchange", dtype, {{"tensor", 0, checked(numel)}}, options,
-                                    *communicator_)) {}
+                                    *communicator_, true)) {}
 
   // Replaces the gradient by the average over ranks. Blocks.
   void run(at::Tensor const& gradient) {

@@ -17,20 +17,30 @@ struct HookState::PendingBucket {
   c10::IValue value;
   c10::intrusive_ptr<c10::ivalue::Future> future;
   SideStream const* side = nullptr;
+  std::shared_ptr<c10::Event const> made;  // on a device: what makes the bucket
   std::mutex mutex;
   std::size_t open_groups = 0;
   std::exception_ptr error;
 
+  // Throws nothing: whatever fails here fails the future.
   void group_done(std::exception_ptr const& group_error) {
     {
       std::lock_guard const lock(mutex);
       if (group_error && !error) error = group_error;
       if (--open_groups > 0) return;
     }
-    if (error) {
-      future->setError(as_distributed_error(error));
-    } else {
-      complete();
+    if (!error) {
+      try {
+        complete();
+        return;
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    try {
+      future->setErrorIfNeeded(as_distributed_error(error));
+    } catch (...) {
+      // Of a callback: the future has its error.
     }
   }
 
@@ -42,6 +52,8 @@ struct HookState::PendingBucket {
       return;
     }
     auto const current = side->make_current();
+    // A future that fails to record its event never wakes who waits for it: fail before.
+    side->mark_current();
     future->markCompleted(value);
   }
 };
@@ -77,8 +89,15 @@ struct HookState::Step {
 
  private:
   void take_back() {
-    for (ParameterGroup* const group : delivered) group->withdraw();
-    delivered.clear();
+    std::exception_ptr error;
+    for (ParameterGroup* const group : std::exchange(delivered, {})) {
+      try {
+        group->withdraw();
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
   }
 };
 
@@ -144,7 +163,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
       std::move(type), side_ ? std::vector{*device_} : std::vector<at::Device>{});
   pending->side = side_.get();
-  if (side_) side_->wait_for_current();  // which makes this bucket
+  if (side_) {
+    pending->made = side_->mark_current();
+    side_->use(buffer);
+  }
   std::set<ParameterGroup*> touched;
   std::vector<ParameterGroup*> complete;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -162,12 +184,24 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   if (touched.empty()) pending->complete();
   step_->begin(complete.size(), bucket.isLast());
   for (ParameterGroup* const group : complete) {
-    group->submit([group, step = step_,
-                   buckets = std::move(waiting_[group])](std::exception_ptr const& error) {
-      step->end(*group, error != nullptr);
-      for (auto const& waiting : buckets) waiting->group_done(error);
-    });
+    auto const buckets = std::move(waiting_[group]);
     waiting_.erase(group);
+    std::function<void()> ready;
+    if (side_) {
+      std::vector<std::shared_ptr<c10::Event const>> made;
+      for (auto const& waiting : buckets) made.push_back(waiting->made);
+      ready = [side = side_.get(), made = std::move(made)] {
+        for (auto const& event : made) side->wait(*event);
+      };
+    }
+    group->submit(
+        std::move(ready),
+        [group, step = step_](std::exception_ptr const& error) {
+          step->end(*group, error != nullptr);
+        },
+        [buckets](std::exception_ptr const& error) {
+          for (auto const& waiting : buckets) waiting->group_done(error);
+        });
   }
   return pending->future;
 }
@@ -203,7 +237,7 @@ bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
 }
 
 // Parameters that no bucket has brought before form a new group, in the order of the bucket. By
-// bucket, all of a bucket that is new do; what was their group is left, idle.
+// bucket, all of a bucket that is new do; a group that has none left is no more.
 void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
   std::vector<ParameterGroup::Member> members;
   std::vector<at::Tensor> fresh;
@@ -224,18 +258,28 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     offset += numel;
   }
   if (members.empty()) return;
-  std::string const name = concat(groups_.size(), " from ", members.front().key);
-  groups_.push_back(
-      ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_, side_.get()));
-  if (side_) side_->wait_for_current();  // which clears the residual
+  std::string const name = concat(groups_formed_++, " from ", members.front().key);
+  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_,
+                                         !by_bucket_, side_.get()));
   for (std::size_t i = 0; i < fresh.size(); ++i) {
+    if (!places_.contains(fresh[i].unsafeGetTensorImpl())) parameters_.push_back(fresh[i]);
     places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
-    parameters_.push_back(fresh[i]);
   }
+  if (regroups) drop_empty_groups();
   if (loaded_ && !by_bucket_) {
     check_loaded(*groups_.back());
     restore(*groups_.back());
   }
+}
+
+void HookState::drop_empty_groups() {
+  std::set<ParameterGroup const*> used;
+  for (auto const& [parameter, place] : places_) used.insert(place.group);
+  std::erase_if(groups_, [&](auto const& group) {
+    if (used.contains(group.get())) return false;
+    left_ += group->stats();
+    return true;
+  });
 }
 
 std::string HookState::key_of(at::Tensor const& parameter) {
@@ -272,6 +316,7 @@ void HookState::restore(ParameterGroup& group) {
     keys.push_back(member.key);
     group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(-1));
   }
+  if (side_) side_->wait_for_current();
   // Thresholds and boundaries fit only the group they were found for; a new grouping finds its own.
   ExchangeState state;
   for (HookCheckpoint::Group const& saved : loaded_->groups) {
@@ -301,17 +346,8 @@ void HookState::set_density(double density) {
 
 HookStats HookState::stats() const {
   require_idle("read the statistics");
-  HookStats total{{}, communicator_ ? communicator_->counters() : Counters{}};
-  for (auto const& group : groups_) {
-    ExchangeStats const& stats = group->stats();
-    total.exchange.steps = std::max(total.exchange.steps, stats.steps);
-    total.exchange.selected += stats.selected;
-    total.exchange.result_nnz += stats.result_nnz;
-    total.exchange.numel += stats.numel;
-    total.exchange.select += stats.select;
-    total.exchange.exchange += stats.exchange;
-    total.exchange.apply += stats.apply;
-  }
+  HookStats total{left_, communicator_ ? communicator_->counters() : Counters{}};
+  for (auto const& group : groups_) total.exchange += group->stats();
   if (by_bucket_) total.exchange.steps = last_buckets_;
   return total;
 }
@@ -336,7 +372,8 @@ HookCheckpoint HookState::checkpoint() const {
       checkpoint.residuals.emplace(member.key, group->residual_of(member).clone());
     }
   }
-  if (loaded_) {  // what was loaded and no group has taken over yet
+  if (side_) side_->wait_for_current();  // before the next step changes what is being copied
+  if (loaded_) {                         // what was loaded and no group has taken over yet
     for (HookCheckpoint::Group const& group : loaded_->groups) {
       bool const taken = std::ranges::any_of(
           group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });

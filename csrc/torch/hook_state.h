@@ -72,6 +72,7 @@ class HookState {
   struct Step;
 
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
+  void drop_empty_groups();
   bool is_group(std::vector<at::Tensor> const& parameters) const;
   void settle_device(c10d::GradBucket& bucket);
   std::string key_of(at::Tensor const& parameter);
@@ -97,6 +98,8 @@ class HookState {
   std::unordered_map<ParameterGroup*, std::vector<std::shared_ptr<PendingBucket>>> waiting_;
   std::shared_ptr<Step> step_;
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
+  std::size_t groups_formed_ = 0;
+  ExchangeStats left_;  // of groups that are no more
   std::unique_ptr<Communicator> communicator_;
 };
 

@@ -1,6 +1,7 @@
 #include "parameter_group.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 namespace sparsecomm {
@@ -12,8 +13,9 @@ class TypedGroup final : public ParameterGroup {
   using V = accumulate_t<T>;
 
   TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
-             ExchangeOptions const& options, Communicator& communicator, SideStream const* side)
-      : ParameterGroup(dtype, std::move(members), communicator, side),
+             ExchangeOptions const& options, Communicator& communicator, bool keeps_residual,
+             SideStream const* side)
+      : ParameterGroup(dtype, std::move(members), communicator, keeps_residual, side),
         exchange_(std::make_shared<GradientExchange<T>>(
             name, numel_, options, communicator,
             side ? make_device_gradient<T>(options.schedule, numel_, side->queue()) : nullptr)) {}
@@ -28,14 +30,16 @@ class TypedGroup final : public ParameterGroup {
   bool settled() const override { return exchange_->settled(); }
 
  protected:
-  std::shared_ptr<Operation> bind() override {
+  std::shared_ptr<Operation> bind(std::function<void()> ready) override {
     std::vector<Segment<T>> segments;
+    bool const keeps_residual = residual_.numel() > 0;
     auto* const residual = static_cast<V*>(residual_.data_ptr());
     for (Arrival const& arrival : take_arrivals()) {
-      segments.push_back({{reinterpret_cast<T*>(arrival.data), arrival.numel},
-                          {residual + arrival.offset, arrival.numel}});
+      Segment<T>& segment = segments.emplace_back();
+      segment.gradient = {reinterpret_cast<T*>(arrival.data), arrival.numel};
+      if (keeps_residual) segment.residual = {residual + arrival.offset, arrival.numel};
     }
-    exchange_->bind(std::move(segments));
+    exchange_->bind(std::move(segments), std::move(ready));
     return exchange_;
   }
 
@@ -49,10 +53,10 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
                                                      std::vector<Member> members,
                                                      ExchangeOptions const& options,
                                                      Communicator& communicator,
-                                                     SideStream const* side) {
+                                                     bool keeps_residual, SideStream const* side) {
   auto const typed = [&]<class T>() -> std::unique_ptr<ParameterGroup> {
     return std::make_unique<TypedGroup<T>>(name, dtype, std::move(members), options, communicator,
-                                           side);
+                                           keeps_residual, side);
   };
   switch (dtype) {
     case at::kFloat:
@@ -72,10 +76,13 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
 }
 
 ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members,
-                               Communicator& communicator, SideStream const* side)
+                               Communicator& communicator, bool keeps_residual,
+                               SideStream const* side)
     : dtype_(dtype), members_(std::move(members)), communicator_(communicator) {
   for (Member const& member : members_) numel_ += member.numel;
-  residual_ = at::zeros({static_cast<std::int64_t>(numel_)},
+  // Cleared on the stream that uses it, so that nothing has to wait.
+  c10::OptionalStreamGuard const current(side ? std::optional(side->stream()) : std::nullopt);
+  residual_ = at::zeros({keeps_residual ? static_cast<std::int64_t>(numel_) : 0},
                         at::TensorOptions()
                             .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
                             .device(side ? side->device() : at::Device(at::kCPU)));
@@ -100,18 +107,30 @@ void ParameterGroup::discard_arrivals() {
   arrived_ = 0;
 }
 
-void ParameterGroup::submit(Communicator::Completion done) {
-  std::shared_ptr<Operation> operation = bind();
+void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
+                            Communicator::Completion done) {
+  std::shared_ptr<Operation> operation = bind(std::move(ready));
   busy_ = true;
-  communicator_.submit(std::move(operation),
-                       [this, done = std::move(done)](std::exception_ptr error) {
-                         busy_ = false;
-                         done(std::move(error));
-                       });
+  auto const finish = [this, end = std::move(end),
+                       done = std::move(done)](std::exception_ptr error) {
+    try {
+      end(error);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+    busy_ = false;  // before whoever waits for `done` may begin the next step
+    done(std::move(error));
+  };
+  try {
+    communicator_.submit(std::move(operation), finish);
+  } catch (...) {
+    busy_ = false;
+    throw;
+  }
 }
 
 void ParameterGroup::run() {
-  std::shared_ptr<Operation> const operation = bind();
+  std::shared_ptr<Operation> const operation = bind({});
   busy_ = true;
   try {
     communicator_.run(operation);

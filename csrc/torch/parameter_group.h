@@ -9,6 +9,7 @@
 #include <ATen/ATen.h>
 
 #include <atomic>
+#include <functional>
 #include <memory>
 #include <string>
 #include <string_view>
@@ -27,18 +28,20 @@ class ParameterGroup {
     std::size_t numel = 0;
   };
 
-  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `side`: of the device
-  // that holds gradients and residuals, null for the processor's memory; it outlives the group.
+  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `keeps_residual`: false
+  // for a dense exchange that no plan chose. `side`: of the device that holds gradients and
+  // residuals, null for the processor's memory; it outlives the group.
   static std::unique_ptr<ParameterGroup> make(std::string const& name, at::ScalarType dtype,
                                               std::vector<Member> members,
                                               ExchangeOptions const& options,
-                                              Communicator& communicator,
+                                              Communicator& communicator, bool keeps_residual,
                                               SideStream const* side = nullptr);
   virtual ~ParameterGroup() = default;
 
   std::vector<Member> const& members() const { return members_; }
   at::ScalarType dtype() const { return dtype_; }
-  // All members' residuals, 1-D, float32 (float64 for float64 gradients), in member order.
+  // All members' residuals, 1-D, float32 (float64 for float64 gradients), in member order; empty
+  // where none is kept.
   at::Tensor const& residual() const { return residual_; }
   at::Tensor residual_of(Member const& member) const;
 
@@ -47,8 +50,11 @@ class ParameterGroup {
   bool arrive(Member const& member, void* data);
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();
-  // Starts the exchange of a complete group. `done` runs on the progress thread.
-  void submit(Communicator::Completion done);
+  // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
+  // arrived is there, `end` runs before the group is idle, and then `done`, with the first error;
+  // `ready` and `end` may throw.
+  void submit(std::function<void()> ready, Communicator::Completion end,
+              Communicator::Completion done);
   // Exchanges in this thread where nothing else is going on; blocks.
   void run();
   bool busy() const { return busy_; }
@@ -71,10 +77,10 @@ class ParameterGroup {
   };
 
   ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator,
-                 SideStream const* side);
+                 bool keeps_residual, SideStream const* side);
   // Arrivals in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
-  virtual std::shared_ptr<Operation> bind() = 0;
+  virtual std::shared_ptr<Operation> bind(std::function<void()> ready) = 0;
 
   at::ScalarType dtype_;
   std::vector<Member> members_;

@@ -1,7 +1,6 @@
 #include "side_stream.h"
 
-#include <ATen/ATen.h>
-#include <c10/core/Event.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "base/error.h"
@@ -15,6 +14,10 @@ c10::Stream pool_stream(c10::Device device, cuda::Library const& library) {
           ": the driver is older than the CUDA they were built with; install a newer driver, or "
           "build sparsecomm with an older nvcc");
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+}
+
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
 void enqueue_wait(c10::Stream const& later, c10::Stream const& earlier) {
@@ -41,12 +44,20 @@ DeviceQueue SideStream::queue() const {
           allocate};
 }
 
-void SideStream::wait_for_current() const {
-  enqueue_wait(stream_, c10::impl::VirtualGuardImpl(device().type()).getStream(device()));
+void SideStream::wait_for_current() const { enqueue_wait(stream_, current_stream(device())); }
+
+void SideStream::let_current_wait() const { enqueue_wait(current_stream(device()), stream_); }
+
+std::unique_ptr<c10::Event> SideStream::mark_current() const {
+  auto mark = std::make_unique<c10::Event>(device().type());
+  mark->record(current_stream(device()));
+  return mark;
 }
 
-void SideStream::let_current_wait() const {
-  enqueue_wait(c10::impl::VirtualGuardImpl(device().type()).getStream(device()), stream_);
+void SideStream::wait(c10::Event const& mark) const {
+  // A thread that waits without a device of its own would open the first one.
+  c10::DeviceGuard const guard(device());
+  mark.synchronize();
 }
 
 }  // namespace sparsecomm

@@ -2,8 +2,12 @@
 // torch's device-neutral interface alone, so that it compiles against a torch without CUDA.
 #pragma once
 
+#include <ATen/ATen.h>
+#include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 #include <c10/core/StreamGuard.h>
+
+#include <memory>
 
 #include "compress/device_gradient.h"
 
@@ -15,6 +19,7 @@ class SideStream {
   SideStream(c10::Device device, cuda::Library const& library);
 
   c10::Device device() const { return stream_.device(); }
+  c10::Stream stream() const { return stream_; }
   // For kernels on this stream; memory comes from torch's allocator.
   DeviceQueue queue() const;
 
@@ -22,6 +27,14 @@ class SideStream {
   // other way round. Neither blocks the caller.
   void wait_for_current() const;
   void let_current_wait() const;
+
+  // What the thread's current stream has now.
+  std::unique_ptr<c10::Event> mark_current() const;
+  // Blocks until the device has done what was marked. Waiting on the host, not in the stream, lets
+  // what other buckets need go on there.
+  void wait(c10::Event const& mark) const;
+  // Work here uses the tensor's memory: its owner may let go of it, nobody else gets it too early.
+  void use(at::Tensor const& tensor) const { tensor.record_stream(stream_); }
 
   // While it lives, this is the thread's current stream.
   c10::StreamGuard make_current() const { return c10::StreamGuard(stream_); }

@@ -2,8 +2,11 @@
 #include <gtest/gtest.h>
 
 #include <cstring>
+#include <future>
 #include <limits>
 #include <memory>
+#include <set>
+#include <thread>
 #include <vector>
 
 #include "compress/device_gradient.h"
@@ -14,34 +17,6 @@
 
 namespace sparsecomm::test {
 namespace {
-
-// Elements in the processor's memory or on the device.
-template <class E>
-class Elements {
- public:
-  Elements(std::size_t size, bool on_device)
-      : size_(size),
-        memory_(on_device ? allocate(size * sizeof(E) + 1)
-                          : std::shared_ptr<void>(std::malloc(size * sizeof(E) + 1), std::free)) {
-    set(std::vector<E>(size));
-  }
-  void set(std::vector<E> const& values) { copy(memory_.get(), values.data()); }
-  std::vector<E> get() const {
-    std::vector<E> values(size_);
-    copy(values.data(), memory_.get());
-    return values;
-  }
-  std::span<E> span() { return {static_cast<E*>(memory_.get()), size_}; }
-
- private:
-  void copy(void* to, void const* from) const {
-    library().runtime.copy(to, from, size_ * sizeof(E), nullptr);
-    library().runtime.synchronize(nullptr);
-  }
-
-  std::size_t size_;
-  std::shared_ptr<void> memory_;
-};
 
 struct Case {
   std::string algorithm;
@@ -89,8 +64,8 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
     }
     auto const exchange = std::make_shared<GradientExchange<T>>("test", c.numel, options,
                                                                 communicator, std::move(local));
-    Elements<V> residual(c.numel, on_device);
-    Elements<T> gradient(c.numel, on_device);
+    Array<V> residual(c.numel, on_device);
+    Array<T> gradient(c.numel, on_device);
     for (int step = 0; step < c.steps; ++step) {
       auto values = typed<T>(patterns[step % 2].make(communicator.rank(), c.ranks, c.numel, step));
       if (step == 2 && communicator.rank() == c.ranks - 1 && c.numel > 0) {
@@ -156,6 +131,170 @@ TEST(CudaExchange, EveryThresholdSource) {
     check<float>({"oktopk", 2, 140000, 0.2, {source.id, 3}});
   }
 }
+
+// Two groups on one stream, queued before either gradient is there.
+std::vector<std::byte> two_groups(bool on_device) {
+  constexpr int ranks = 2;
+  constexpr std::size_t sizes[] = {3000, 500};
+  std::vector<std::vector<std::byte>> outcomes(ranks);
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    std::vector<std::shared_ptr<GradientExchange<float>>> exchanges;
+    std::vector<Array<float>> gradients, residuals;
+    for (std::size_t const size : sizes) {
+      std::unique_ptr<LocalGradient<float>> local;
+      if (on_device) {
+        local = make_device_gradient<float>({}, size, {&library(), 0, nullptr, allocate});
+      }
+      exchanges.push_back(std::make_shared<GradientExchange<float>>(
+          "test", size, ExchangeOptions{}, communicator, std::move(local)));
+      gradients.emplace_back(size, on_device);
+      residuals.emplace_back(size, on_device);
+    }
+    for (int step = 0; step < 3; ++step) {
+      std::promise<void> queued;
+      auto const all = queued.get_future().share();
+      std::vector<Communicator::Handle> handles;
+      for (std::size_t g = 0; g < std::size(sizes); ++g) {
+        exchanges[g]->bind({{gradients[g].span(), residuals[g].span()}}, [&, all, g, step] {
+          all.wait();
+          gradients[g].set(
+              typed<float>(patterns[0].make(communicator.rank(), ranks, sizes[g], step)));
+        });
+        handles.push_back(communicator.submit(exchanges[g]));
+      }
+      queued.set_value();
+      for (std::size_t g = 0; g < std::size(sizes); ++g) {
+        handles[g].wait();
+        append(outcomes[communicator.rank()], gradients[g].get());
+        append(outcomes[communicator.rank()], residuals[g].get());
+      }
+    }
+  }));
+  outcomes[0].insert(outcomes[0].end(), outcomes[1].begin(), outcomes[1].end());
+  return outcomes[0];
+}
+
+TEST(CudaExchange, GroupsOnOneStreamEachTakeTheirOwnGradient) {
+  EXPECT_TRUE(two_groups(true) == two_groups(false));
+}
+
+#ifndef SPARSECOMM_CUDA_LIBRARY  // what only the emulator shows
+
+struct Problem {
+  static constexpr std::size_t size = 500;
+  static constexpr std::uint64_t k = 50;
+
+  Problem() : gradient(numbers(1)), residual(numbers(3)) {
+    local->bind({{gradient.span().first(200), residual.span().first(200)},
+                 {gradient.span().subspan(200), residual.span().subspan(200)}});
+  }
+  // Whole numbers, so that sums are exact.
+  static std::vector<float> numbers(int factor) {
+    std::vector<float> values(size);
+    for (std::size_t i = 0; i < size; ++i) {
+      values[i] = static_cast<float>(static_cast<int>(i * 37 % 101) - 50) * factor;
+    }
+    return values;
+  }
+  void step() {
+    ASSERT_TRUE(local->all_finite());
+    local->find_threshold(k, 0);
+    auto const chosen = local->select(k);
+    ASSERT_EQ(chosen.nnz(), k);
+    local->keep({chosen.indices.first(20), chosen.values.first(20)});
+    StreamView<float> result;
+    result.sparse = {chosen.indices.subspan(20), chosen.values.subspan(20)};
+    local->store(result, 1);
+    ASSERT_TRUE(local->all_finite());  // which waits
+  }
+
+  Array<float> gradient, residual;
+  std::unique_ptr<LocalGradient<float>> local =
+      make_device_gradient<float>({}, size, {&library(), 0, nullptr, allocate});
+};
+
+TEST(CudaFailure, NoAllocationThatFailsLosesAnEntry) {
+  bool failed = true;
+  for (unsigned after = 0; failed; ++after) {
+    SCOPED_TRACE(testing::Message() << "after " << after << " allocations");
+    Problem problem;
+    auto const gradient = problem.gradient.get();
+    auto const residual = problem.residual.get();
+    auto sums = gradient;
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += residual[i];
+    failed = false;
+    emulator::fail_allocation(after);
+    try {
+      problem.step();
+    } catch (std::exception const&) {
+      failed = true;
+    }
+    emulator::fail_none();
+    problem.local->restore();
+    bool const untouched = problem.gradient.get() == gradient && problem.residual.get() == residual;
+    EXPECT_TRUE(untouched || problem.residual.get() == sums);
+    if (!failed) {
+      EXPECT_FALSE(untouched);
+      EXPECT_GT(after, 15u);
+    }
+    problem.gradient.set(gradient);
+    problem.step();  // goes as if nothing had happened
+  }
+}
+
+TEST(CudaFailure, AnErrorIsNotFoundAgainInTheNextCall) {
+  Array<float> const x(100);
+  One<std::uint32_t> const flag;
+  emulator::fail_allocation(0);
+  EXPECT_THROW(library().runtime.allocate_pinned(8), Error);
+  library().f32.all_finite(x.data(), x.size(), flag.data(), nullptr);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+}
+
+TEST(CudaDevices, AGradientOnTheSecondOpensNoOther) {
+  cuda::Runtime const& runtime = library().runtime;
+  std::thread([&] {
+    emulator::close_all();
+    runtime.enter(runtime.context(1));
+    std::vector<float> const ones(500, 1.0f);
+    Array<float> gradient(ones), residual(500);
+    runtime.leave();
+    EXPECT_EQ(emulator::device(), 0);
+    {
+      auto const local = make_device_gradient<float>(
+          {}, 500, {&library(), 1, nullptr, [&](std::size_t bytes) {
+                      EXPECT_EQ(emulator::device(), 1);  // or torch's allocator would open 0
+                      return allocate(bytes);
+                    }});
+      local->bind({{gradient.span(), residual.span()}});
+      EXPECT_TRUE(local->all_finite());
+      local->find_threshold(50, 0);
+      EXPECT_EQ(local->select(50).nnz(), 50u);
+      local->restore();
+      EXPECT_EQ(emulator::device(), 0);
+    }
+    EXPECT_EQ(emulator::opened(), std::set<int>{1});
+    runtime.enter(runtime.context(1));
+    EXPECT_EQ(residual.get(), ones);
+    runtime.leave();
+  }).join();
+}
+
+TEST(CudaDevices, AThreadThatHasADeviceKeepsIt) {
+  cuda::Runtime const& runtime = library().runtime;
+  std::thread([&] {
+    cudaSetDevice(1);
+    runtime.enter(runtime.context(0));
+    int device = -1;
+    cudaGetDevice(&device);
+    EXPECT_EQ(device, 0);
+    runtime.leave();
+    cudaGetDevice(&device);
+    EXPECT_EQ(device, 1);
+  }).join();
+}
+
+#endif
 
 }  // namespace
 }  // namespace sparsecomm::test

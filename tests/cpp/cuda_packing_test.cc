@@ -10,19 +10,15 @@
 #include <vector>
 
 #include "cuda/device_memory.h"
-#include "cuda/inputs.h"
+#include "fills.h"
 #include "wire/codecs.h"
 
 namespace sparsecomm::cuda {
 namespace {
 
-using test::expect_equal;
-using test::Fill;
-using test::fills;
+using test::Array;
 using test::library;
-using test::OnDevice;
-using test::OneOnDevice;
-using test::same;
+using test::One;
 using test::shuffle;
 using test::workspace;
 
@@ -36,9 +32,9 @@ void check_qsgd(Fill<V> const& fill, std::size_t size, int bits, std::mt19937_64
   for (V& value : values) value = fill.draw(random);
   ValueFunctions<V> const& wire = functions<V>(codec);
   std::vector<std::byte> expected(codec.encoded_bytes(size, sizeof(V)));
-  OnDevice<V> const input(values), rounded(size), dense(std::vector<V>(size, V{3}));
-  OnDevice<std::byte> const codes(std::vector<std::byte>(expected.size() + 1, std::byte{0x77}));
-  OneOnDevice<std::uint32_t> const not_finite;
+  Array<V> const input(values), rounded(size), dense(std::vector<V>(size, V{3}));
+  Array<std::byte> const codes(std::vector<std::byte>(expected.size() + 1, std::byte{0x77}));
+  One<std::uint32_t> const not_finite;
   auto const& kernels = library().values<V>();
   kernels.qsgd_quantize(input.data(), size, bits, 1024, key, codes.data() + 1, rounded.data(),
                         not_finite.data(), nullptr);
@@ -67,7 +63,7 @@ TEST(CudaPacking, QsgdHasTheBitsOfTheWire) {
 
 TEST(CudaPacking, BlockScanFindsEveryBit) {
   std::mt19937_64 random(17);
-  for (std::size_t const block : {1, 7, 64, 256}) {
+  for (std::size_t const block : {1, 7, 64, 65, 256}) {
     for (std::size_t const size : {0, 1, 63, 64, 65, 5000, 20011}) {
       for (std::size_t const offset : {0, 1}) {
         SCOPED_TRACE(testing::Message() << block << " bytes, size " << size << " at " << offset);
@@ -87,9 +83,9 @@ TEST(CudaPacking, BlockScanFindsEveryBit) {
           expected_bitmap[b / 32] |= 1u << b % 32;
         }
         auto const space = workspace(library().block_workspace(blocks));
-        OnDevice<std::byte> const device(storage), out(blocks * block);
-        OnDevice<std::uint32_t> const bitmap(blocks / 32 + 1), numbers(blocks);
-        OneOnDevice<std::uint64_t> const count(77);
+        Array<std::byte> const device(storage), out(blocks * block);
+        Array<std::uint32_t> const bitmap(blocks / 32 + 1), numbers(blocks);
+        One<std::uint64_t> const count(77);
         shuffle(random(), 3);
         library().block_scan(device.data() + offset, size, block, bitmap.data(), numbers.data(),
                              out.data(), count.data(), space.data(), nullptr);
@@ -121,11 +117,11 @@ TYPED_TEST(CudaScatter, ScatterEqualsTheScalarOne) {
       indices.push_back(100 + i);
       values.push_back(fill.draw(random));
     }
-    OnDevice<T> const actual(expected);
-    OnDevice<V> const packed(values);
+    Array<T> const actual(expected);
+    Array<V> const packed(values);
     auto const scatter_at = [&](std::vector<std::uint32_t> const& where) {
-      OnDevice<std::uint32_t> const device(where);
-      OneOnDevice<std::uint32_t> const outside;
+      Array<std::uint32_t> const device(where);
+      One<std::uint32_t> const outside;
       library().kernels<T>().scatter(actual.data(), actual.size(), device.data(), packed.data(),
                                      where.size(), V{3}, 100, outside.data(), nullptr);
       return outside.get();
@@ -140,10 +136,10 @@ TYPED_TEST(CudaScatter, ScatterEqualsTheScalarOne) {
 }
 
 TEST(CudaPacking, AddSparseKeepsWhatStoodThere) {
-  OnDevice<float> const dense(std::vector<float>{1, 2, 3, 4}), before(2);
-  OnDevice<std::uint32_t> const indices(std::vector<std::uint32_t>{6, 8});
-  OnDevice<float> const values(std::vector<float>{10, 20});
-  OneOnDevice<std::uint32_t> const outside;
+  Array<float> const dense(std::vector<float>{1, 2, 3, 4}), before(2);
+  Array<std::uint32_t> const indices(std::vector<std::uint32_t>{6, 8});
+  Array<float> const values(std::vector<float>{10, 20});
+  One<std::uint32_t> const outside;
   auto const add = [&](std::size_t size) {
     library().values_f32.add_sparse(dense.data(), size, indices.data(), values.data(), 2, 5,
                                     before.data(), outside.data(), nullptr);

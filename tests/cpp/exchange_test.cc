@@ -2,8 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
+#include <future>
 #include <mutex>
 
 #include "engine/gradient_exchange.h"
@@ -289,6 +291,101 @@ TEST_P(ExchangeTest, AveragesExactlyWhereTheAverageIsRepresentable) {
     };
     expect_no_errors(run_ranks(ranks, body, with_figures()));
   }
+}
+
+class HeldClock final : public Clock {
+ public:
+  TimePoint now() const override { return time; }
+  std::atomic<TimePoint> time = TimePoint{};
+};
+
+TEST(ReadyTest, AGroupWaitsForItsOwnGradientWhenItsTurnComesAndNoClockCountsIt) {
+  HeldClock clock;
+  Communicator communicator(std::move(make_inproc_transports(1).front()), {}, clock);
+  std::vector<std::string> log;
+  std::vector<std::vector<float>> gradients(2), residuals(2, std::vector<float>(100));
+  std::vector<std::shared_ptr<GradientExchange<float>>> exchanges;
+  std::vector<Communicator::Handle> handles;
+  std::promise<void> bound;
+  for (int group = 0; group < 2; ++group) {
+    exchanges.push_back(
+        std::make_shared<GradientExchange<float>>("test", 100, ExchangeOptions{}, communicator));
+    gradients[group].resize(100);
+    exchanges[group]->bind({{gradients[group], residuals[group]}}, [&, group] {
+      if (group == 0) bound.get_future().wait();
+      log.push_back(concat("ready ", group));
+      gradients[group][7] = 3;
+      clock.time = clock.time.load() + std::chrono::minutes(1);
+    });
+    handles.push_back(communicator.submit(exchanges[group], [&, group](std::exception_ptr const&) {
+      log.push_back(concat("done ", group));
+    }));
+  }
+  bound.set_value();
+  for (int group = 0; group < 2; ++group) {
+    handles[group].wait();
+    EXPECT_EQ(gradients[group][7], 3) << "group " << group;
+    EXPECT_EQ(exchanges[group]->stats().select, Duration::zero());
+  }
+  EXPECT_EQ(log, (std::vector<std::string>{"ready 0", "done 0", "ready 1", "done 1"}));
+}
+
+TEST(ReadyTest, AGradientThatDoesNotComeIsAnErrorOnEveryRankAndTouchesNothing) {
+  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
+    auto const exchange =
+        std::make_shared<GradientExchange<float>>("test", 100, ExchangeOptions{}, communicator);
+    std::vector<float> gradient(100, 1.0f), residual(100, 0.0f);
+    exchange->bind({{gradient, residual}}, [&] {
+      if (communicator.rank() == 1) throw Error("the device has failed");
+    });
+    try {
+      communicator.submit(exchange).wait();
+      ADD_FAILURE() << "it was exchanged";
+    } catch (Mismatch const& error) {
+      EXPECT_EQ(std::string(error.what()),
+                "rank 1 failed before the exchange: the device has failed");
+    }
+    EXPECT_EQ(gradient, std::vector<float>(100, 1.0f));
+    EXPECT_EQ(residual, std::vector<float>(100, 0.0f));
+    exchange->bind({{gradient, residual}});
+    communicator.submit(exchange).wait();
+    EXPECT_EQ(exchange->stats().steps, 1u);
+  }));
+}
+
+// A device that fails in the middle, and then cannot give back either, in words of torch's.
+class Failing final : public LocalGradient<float> {
+ public:
+  void bind(std::vector<Segment<float>>) override {}
+  bool all_finite() override { return true; }
+  void find_threshold(std::uint64_t, std::uint64_t) override {}
+  SparseView<float> select(std::uint64_t) override { throw std::runtime_error("out of memory"); }
+  void flush() override {}
+  void keep(SparseView<float>) override {}
+  void restore() override { throw std::runtime_error("the device is gone"); }
+  void forget() override {}
+  void follow(ThresholdSchedule) override {}
+  void reset(double) override {}
+  double threshold() const override { return 0; }
+  void store(StreamView<float> const&, float) override {}
+  void fill(float) override {}
+  std::span<float> gather() override { return {}; }
+  void spread() override {}
+};
+
+TEST(FailureTest, WhatCannotBeGivenBackEndsNeitherTheProgramNorTheExplanation) {
+  expect_no_errors(run_ranks(1, [](Communicator& communicator) {
+    auto const exchange = std::make_shared<GradientExchange<float>>(
+        "test", 100, ExchangeOptions{}, communicator, std::make_unique<Failing>());
+    std::vector<float> gradient(100), residual(100);
+    exchange->bind({{gradient, residual}});
+    try {
+      communicator.submit(exchange).wait();
+      ADD_FAILURE() << "it was exchanged";
+    } catch (std::exception const& error) {
+      EXPECT_EQ(std::string(error.what()), "out of memory");
+    }
+  }));
 }
 
 TEST(InnerTest, WhereTheTransportHasNoneItIsRefusedAndALoadedPlanBeginsAnew) {

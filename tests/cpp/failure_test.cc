@@ -358,6 +358,21 @@ TEST(CommunicatorTest, BlockingCallsAndQueuedOnesFromSeveralThreadsRunOneAtATime
   }));
 }
 
+TEST(CommunicatorTest, WhatACompletionThrowsReachesWhoWaitsAndTheThreadGoesOn) {
+  std::promise<void> now;
+  now.set_value();
+  auto const already = now.get_future().share();
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    auto const throwing =
+        communicator.submit(std::make_shared<Gate>(already), [](std::exception_ptr const& error) {
+          EXPECT_EQ(error, nullptr);
+          throw Error("a device is gone, say");
+        });
+    EXPECT_THROW(throwing.wait(), Error);
+    communicator.submit(std::make_shared<Gate>(already)).wait();
+  }));
+}
+
 TEST(CommunicatorTest, ARankThatFailsInTheExchangeIsNamedWithItsReason) {
   std::vector<std::string> messages(3);
   expect_no_errors(run_ranks(

@@ -17,7 +17,6 @@ struct Bytes {
   std::byte const* data;
   std::size_t size;
   std::size_t block;
-  bool words;  // every block begins at a multiple of 8 bytes
 
   __device__ std::size_t begin(std::size_t number) const { return number * block; }
   __device__ std::size_t length(std::size_t number) const {
@@ -26,37 +25,48 @@ struct Bytes {
   }
 };
 
-// By a warp: whether a bit of the block is set.
+// Bytes before the first address that is a multiple of 8.
+__device__ inline std::size_t head_of(std::byte const* from, std::size_t length) {
+  std::size_t const head = -reinterpret_cast<std::uintptr_t>(from) % 8;
+  return head < length ? head : length;
+}
+
+// By a warp: whether a bit of the block is set. Whole words, wherever the block begins; the bytes
+// around them, 14 at the most, are one lane's each.
 __device__ inline bool any_set(Bytes const& bytes, std::size_t number) {
   std::byte const* const from = bytes.data + bytes.begin(number);
   std::size_t const length = bytes.length(number);
-  std::size_t const words = bytes.words ? length / 8 : 0;
+  std::size_t const head = head_of(from, length);
+  std::size_t const words = (length - head) / 8;
+  std::size_t const tail = length - head - words * 8;
+  unsigned const lane = threadIdx.x % warp_lanes;
   std::uint64_t bits = 0;
-  for (std::size_t i = threadIdx.x % warp_lanes; i < words; i += warp_lanes) {
-    bits |= reinterpret_cast<std::uint64_t const*>(from)[i];
+  for (std::size_t i = lane; i < words; i += warp_lanes) {
+    bits |= reinterpret_cast<std::uint64_t const*>(from + head)[i];
   }
-  for (std::size_t i = words * 8 + threadIdx.x % warp_lanes; i < length; i += warp_lanes) {
-    bits |= static_cast<std::uint64_t>(from[i]);
-  }
+  if (lane < head) bits |= static_cast<std::uint64_t>(from[lane]);
+  if (lane < tail) bits |= static_cast<std::uint64_t>(from[length - tail + lane]);
   return __ballot_sync(all_lanes, bits != 0) != 0;
 }
 
-__device__ inline void copy_block(Bytes const& bytes, std::size_t number, std::byte* to,
-                                  bool to_words) {
+// Whole words too, where both begin at the same byte of a word.
+__device__ inline void copy_block(Bytes const& bytes, std::size_t number, std::byte* to) {
   std::byte const* const from = bytes.data + bytes.begin(number);
   std::size_t const length = bytes.length(number);
-  std::size_t const words = bytes.words && to_words ? length / 8 : 0;
-  for (std::size_t i = threadIdx.x % warp_lanes; i < words; i += warp_lanes) {
-    reinterpret_cast<std::uint64_t*>(to)[i] = reinterpret_cast<std::uint64_t const*>(from)[i];
+  std::size_t const head = head_of(from, length);
+  std::size_t const words = head_of(to, length) == head ? (length - head) / 8 : 0;
+  unsigned const lane = threadIdx.x % warp_lanes;
+  for (std::size_t i = lane; i < words; i += warp_lanes) {
+    reinterpret_cast<std::uint64_t*>(to + head)[i] =
+        reinterpret_cast<std::uint64_t const*>(from + head)[i];
   }
-  for (std::size_t i = words * 8 + threadIdx.x % warp_lanes; i < length; i += warp_lanes) {
-    to[i] = from[i];
-  }
+  if (lane < head) to[lane] = from[lane];
+  for (std::size_t i = head + words * 8 + lane; i < length; i += warp_lanes) to[i] = from[i];
 }
 
 __global__ void __launch_bounds__(block_threads)
     scan_blocks(Bytes bytes, std::size_t blocks, std::uint32_t* bitmap, std::uint32_t* numbers,
-                std::byte* out, bool out_words, std::uint64_t* count, TileWords words) {
+                std::byte* out, std::uint64_t* count, TileWords words) {
   SPARSECOMM_SHARED(ScanShared, shared);
   unsigned const warp = threadIdx.x / warp_lanes;
   unsigned const lane = threadIdx.x % warp_lanes;
@@ -88,12 +98,8 @@ __global__ void __launch_bounds__(block_threads)
     if ((set >> b & 1u) == 0) continue;
     std::uint64_t const place = shared.before + __popc(set & ((1u << b) - 1));
     if (lane == 0) numbers[place] = static_cast<std::uint32_t>(first + b);
-    if (out != nullptr) copy_block(bytes, first + b, out + place * bytes.block, out_words);
+    if (out != nullptr) copy_block(bytes, first + b, out + place * bytes.block);
   }
-}
-
-bool whole_words(void const* memory, std::size_t block_bytes) {
-  return reinterpret_cast<std::uintptr_t>(memory) % 8 == 0 && block_bytes % 8 == 0;
 }
 
 }  // namespace
@@ -116,9 +122,8 @@ void block_scan(std::byte const* bytes, std::size_t size, std::size_t block_byte
   }
   std::size_t const tiles = divided_up(blocks, scanned_blocks);
   TileWords const words = prepare_look_back(call, workspace, tiles, stream);
-  launch(call, scan_blocks, tiles, block_threads, stream,
-         Bytes{bytes, size, block_bytes, whole_words(bytes, block_bytes)}, blocks, bitmap, numbers,
-         out, whole_words(out, block_bytes), count, words);
+  launch(call, scan_blocks, tiles, block_threads, stream, Bytes{bytes, size, block_bytes}, blocks,
+         bitmap, numbers, out, count, words);
 }
 
 }  // namespace sparsecomm::cuda

@@ -27,7 +27,9 @@ inline constexpr unsigned block_warps = block_threads / warp_lanes;
 inline constexpr unsigned all_lanes = 0xffffffffu;
 
 inline void require_success(cudaError_t status, char const* call) {
-  if (status != cudaSuccess) throw Error(concat(call, ": CUDA: ", cudaGetErrorString(status)));
+  if (status == cudaSuccess) return;
+  static_cast<void>(cudaGetLastError());  // or the next launch would be blamed for it
+  throw Error(concat(call, ": CUDA: ", cudaGetErrorString(status)));
 }
 
 template <class... Parameters, class... Arguments>

@@ -1,3 +1,5 @@
+#include <cuda.h>
+
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/tables.h"
 
@@ -11,7 +13,9 @@ void* allocate_pinned(std::size_t bytes) {
 }
 
 // At the program's end the driver may be gone already, and the memory with it.
-void free_pinned(void* memory) noexcept { static_cast<void>(cudaFreeHost(memory)); }
+void free_pinned(void* memory) noexcept {
+  if (cudaFreeHost(memory) != cudaSuccess) static_cast<void>(cudaGetLastError());
+}
 
 void copy(void* to, void const* from, std::size_t bytes, Stream stream) {
   if (bytes == 0) return;
@@ -27,17 +31,49 @@ void synchronize(Stream stream) { require_success(cudaStreamSynchronize(stream),
 
 int device_count() {
   int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess ? count : 0;
+  if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+  static_cast<void>(cudaGetLastError());
+  return 0;
 }
 
-int exchange_device(int device) {
-  int former = 0;
-  require_success(cudaGetDevice(&former), "exchange_device");
-  if (former != device) require_success(cudaSetDevice(device), "exchange_device");
-  return former;
+// The driver, which is found at run time, since this loads on machines without one.
+template <class Function>
+Function driver(char const* name) {
+  constexpr unsigned version = 12000;  // of CUDA, whose interface Function is
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+  require_success(
+      cudaGetDriverEntryPointByVersion(name, &function, version, cudaEnableDefault, &found), name);
+  require<Error>(found == cudaDriverEntryPointSuccess, "the CUDA driver has no ", name,
+                 "; install a newer one");
+  return reinterpret_cast<Function>(function);
 }
 
-void restore_device(int device) noexcept { static_cast<void>(cudaSetDevice(device)); }
+void require_success(CUresult status, char const* call) {
+  require<Error>(status == CUDA_SUCCESS, call, ": CUDA driver: error ", static_cast<int>(status));
+}
+
+Context context(int device) {
+  static auto const get = driver<CUresult (*)(CUdevice*, int)>("cuDeviceGet");
+  static auto const retain = driver<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain");
+  CUdevice handle{};
+  Context made = nullptr;
+  require_success(get(&handle, device), "cuDeviceGet");
+  require_success(retain(&made, handle), "cuDevicePrimaryCtxRetain");
+  return made;
+}
+
+void enter(Context context) {
+  static auto const push = driver<CUresult (*)(CUcontext)>("cuCtxPushCurrent");
+  require_success(push(context), "cuCtxPushCurrent");
+}
+
+void leave() noexcept {
+  // Found before: enter() comes first. At the program's end the driver may be gone.
+  static auto const pop = driver<CUresult (*)(CUcontext*)>("cuCtxPopCurrent");
+  Context former = nullptr;
+  static_cast<void>(pop(&former));
+}
 
 template <class T>
 Kernels<T> kernels() {
@@ -72,8 +108,7 @@ Library const sparsecomm_cuda_library{
     kernels<BFloat16>(),
     value_kernels<float>(),
     value_kernels<double>(),
-    {allocate_pinned, free_pinned, copy, zero, synchronize, device_count, exchange_device,
-     restore_device},
+    {allocate_pinned, free_pinned, copy, zero, synchronize, device_count, context, enter, leave},
 };
 
 }  // namespace sparsecomm::cuda

@@ -16,10 +16,12 @@
 #include "kernels/magnitude.h"
 #include "wire/codecs.h"
 
+struct CUctx_st;
 struct CUstream_st;
 
 namespace sparsecomm::cuda {
 
+using Context = CUctx_st*;    // a CUcontext
 using Stream = CUstream_st*;  // a cudaStream_t; null is the default stream
 
 // A selection over one or several segments: what it is to take, and what it has met. It lies in
@@ -169,8 +171,12 @@ struct Runtime {
   void (*zero)(void* memory, std::size_t bytes, Stream stream);
   void (*synchronize)(Stream stream);  // waits; throws what went wrong on the device
   int (*device_count)();
-  int (*exchange_device)(int device);  // makes it this thread's, and returns the one before
-  void (*restore_device)(int device) noexcept;
+  // The device's context, which is made where there is none, and stays.
+  Context (*context)(int device);
+  // Until leave(), this thread works on the context's device; then on what it did before. Unlike
+  // cudaSetDevice, neither opens any other device.
+  void (*enter)(Context context);
+  void (*leave)() noexcept;
 };
 
 struct Library {

@@ -6,8 +6,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 #include <new>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -31,23 +33,32 @@ inline cuda::Library const& library() { return cuda::sparsecomm_cuda_library; }
 inline void shuffle(std::uint64_t seed, unsigned resident) { emulator::configure(seed, resident); }
 #endif
 
+// As torch's allocator does: what it throws is none of our errors.
 inline std::shared_ptr<void> allocate(std::size_t bytes) {
   void* memory = nullptr;
-  if (cudaMalloc(&memory, bytes) != cudaSuccess) throw std::bad_alloc();
+  if (cudaMalloc(&memory, bytes) != cudaSuccess) {
+    cudaGetLastError();
+    throw std::bad_alloc();
+  }
   return {memory, [](void* allocated) { cudaFree(allocated); }};
 }
 
+// Elements in the device's memory, or in the processor's.
 template <class E>
-class OnDevice {
+class Array {
  public:
-  explicit OnDevice(std::vector<E> const& values)
-      : size_(values.size()), memory_(allocate(size_ * sizeof(E) + 1)) {
+  explicit Array(std::vector<E> const& values, bool on_device = true)
+      : size_(values.size()),
+        memory_(on_device ? allocate(size_ * sizeof(E) + 1)
+                          : std::shared_ptr<void>(std::malloc(size_ * sizeof(E) + 1), std::free)) {
     set(values);
   }
-  explicit OnDevice(std::size_t size) : OnDevice(std::vector<E>(size)) {}
+  explicit Array(std::size_t size, bool on_device = true)
+      : Array(std::vector<E>(size), on_device) {}
 
   E* data() const { return static_cast<E*>(memory_.get()); }
   std::size_t size() const { return size_; }
+  std::span<E> span() const { return {data(), size_}; }
   void set(std::vector<E> const& values) { copy(memory_.get(), values.data()); }
   std::vector<E> get() const {
     std::vector<E> values(size_);
@@ -67,19 +78,19 @@ class OnDevice {
 
 // One value that a kernel writes.
 template <class E>
-class OneOnDevice {
+class One {
  public:
-  explicit OneOnDevice(E const& value = {}) : memory_(std::vector<E>{value}) {}
+  explicit One(E const& value = {}) : memory_(std::vector<E>{value}) {}
   E* data() const { return memory_.data(); }
   E get() const { return memory_.get().front(); }
 
  private:
-  OnDevice<E> memory_;
+  Array<E> memory_;
 };
 
 // Filled with what no kernel may take for zeros.
-inline OnDevice<std::uint64_t> workspace(std::size_t bytes) {
-  return OnDevice(std::vector<std::uint64_t>(bytes / 8 + 2, 0xa5a5a5a5a5a5a5a5u));
+inline Array<std::uint64_t> workspace(std::size_t bytes) {
+  return Array(std::vector<std::uint64_t>(bytes / 8 + 2, 0xa5a5a5a5a5a5a5a5u));
 }
 
 }  // namespace test

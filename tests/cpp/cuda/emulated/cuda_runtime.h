@@ -11,6 +11,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <set>
 
 #define __global__
 #define __device__
@@ -23,6 +24,11 @@ struct CUstream_st;
 using cudaStream_t = CUstream_st*;
 enum cudaError_t { cudaSuccess = 0, cudaErrorMemoryAllocation = 2 };
 enum cudaMemcpyKind { cudaMemcpyDefault };
+enum { cudaEnableDefault };
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess,
+  cudaDriverEntryPointSymbolNotFound
+};
 
 namespace emulator {
 
@@ -44,15 +50,36 @@ void synchronize_block();
 std::uint64_t const* exchange(std::uint64_t value);
 void yield();
 
-// "Device" memory: reached by kernels, copies and cudaMemsetAsync, while the processor that touches
-// it faults, unless another thread's kernel runs at that moment.
+// "Device" memory: reached by kernels, copies and cudaMemsetAsync of the thread's device, while the
+// processor that touches it faults, unless another thread's kernel runs at that moment.
 void* allocate(std::size_t bytes);
 void release(void* memory);
 class Access {
  public:
   Access();
   ~Access();
+  Access(Access const&) = delete;
+  Access& operator=(Access const&) = delete;
+
+ private:
+  int device_;
 };
+
+// The devices, and those that have a context: that somebody has used.
+inline constexpr int devices = 2;
+std::set<int> opened();
+void close_all();
+// This thread's device. A context that was pushed goes before what cudaSetDevice chose.
+int device();
+void set_device(int device);
+
+// Of what allocates memory, of either kind, on any thread, the call after so many fails.
+void fail_allocation(unsigned after);
+void fail_none();
+bool may_allocate();
+// Keeps it until cudaGetLastError, as CUDA does.
+cudaError_t result(cudaError_t status);
+cudaError_t take_last_error();
 
 // Draws differ from seed to seed; `resident` blocks are under way at a time.
 void configure(std::uint64_t seed, unsigned resident);
@@ -125,7 +152,7 @@ U atomicOr(U* word, U value) {
   return before;
 }
 
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetLastError() { return emulator::take_last_error(); }
 inline char const* cudaGetErrorString(cudaError_t) { return "out of memory"; }
 inline cudaError_t cudaMemsetAsync(void* memory, int value, std::size_t bytes, cudaStream_t) {
   emulator::Access const access;
@@ -139,28 +166,38 @@ inline cudaError_t cudaMemcpyAsync(void* to, void const* from, std::size_t bytes
   return cudaSuccess;
 }
 inline cudaError_t cudaMalloc(void** memory, std::size_t bytes) {
-  *memory = emulator::allocate(bytes);
-  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+  *memory = emulator::may_allocate() ? emulator::allocate(bytes) : nullptr;
+  return emulator::result(*memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess);
 }
 inline cudaError_t cudaFree(void* memory) {
   emulator::release(memory);
   return cudaSuccess;
 }
 inline cudaError_t cudaMallocHost(void** memory, std::size_t bytes) {
-  *memory = std::malloc(bytes == 0 ? 1 : bytes);
-  return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
+  emulator::Access const access;
+  *memory = emulator::may_allocate() ? std::malloc(bytes == 0 ? 1 : bytes) : nullptr;
+  return emulator::result(*memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess);
 }
 inline cudaError_t cudaFreeHost(void* memory) {
   std::free(memory);
   return cudaSuccess;
 }
-inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamSynchronize(cudaStream_t) {
+  emulator::Access const access;
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = emulator::device();
   return cudaSuccess;
 }
-inline cudaError_t cudaSetDevice(int) { return cudaSuccess; }
+inline cudaError_t cudaSetDevice(int device) {
+  emulator::set_device(device);
+  return cudaSuccess;
+}
 inline cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  *count = emulator::devices;
   return cudaSuccess;
 }
+cudaError_t cudaGetDriverEntryPointByVersion(char const* symbol, void** function, unsigned version,
+                                             unsigned long long flags,
+                                             cudaDriverEntryPointQueryResult* found);

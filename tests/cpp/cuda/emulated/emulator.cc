@@ -3,14 +3,19 @@
 #include <ucontext.h>
 
 #include <array>
+#include <atomic>
 #include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <random>
+#include <set>
 #include <stdexcept>
+#include <string_view>
+#include <utility>
 #include <vector>
 
+#include "cuda.h"
 #include "cuda_runtime.h"
 
 namespace emulator {
@@ -86,44 +91,106 @@ void go_on(Fibre& fibre) {
   machine.current = nullptr;
 }
 
-// What the threads of the host share: the device's memory, and how many have access.
+// What the threads of the host share: the devices' memory, and how many have access.
 struct Memory {
+  struct Region {
+    std::size_t bytes;
+    int device;
+  };
   std::mutex mutex;
-  std::map<void*, std::size_t> regions;
-  unsigned users = 0;
+  std::map<void*, Region> regions;
+  std::array<unsigned, devices> users{};
+  std::set<int> opened;
 
-  void allow(int protection) {
-    for (auto const& [region, bytes] : regions) mprotect(region, bytes, protection);
+  void allow(int device, int protection) {
+    for (auto const& [start, region] : regions) {
+      if (region.device == device) mprotect(start, region.bytes, protection);
+    }
   }
 };
 Memory memory;
+std::atomic<int> allocations_left = -1;  // until one fails; below 0: none does
+
+// Of a thread of the host.
+thread_local int chosen_device = 0;
+thread_local std::vector<int> pushed_devices;
+thread_local cudaError_t last_error = cudaSuccess;
+
+// A context is its device's number, and one.
+CUcontext context_of(int device) {
+  return reinterpret_cast<CUcontext>(static_cast<std::uintptr_t>(device) + 1);
+}
+CUresult get_device(CUdevice* handle, int device) {
+  *handle = device;
+  return CUDA_SUCCESS;
+}
+CUresult retain(CUcontext* context, CUdevice device) {
+  std::lock_guard const lock(memory.mutex);
+  memory.opened.insert(device);
+  *context = context_of(device);
+  return CUDA_SUCCESS;
+}
+CUresult push_context(CUcontext context) {
+  pushed_devices.push_back(static_cast<int>(reinterpret_cast<std::uintptr_t>(context)) - 1);
+  return CUDA_SUCCESS;
+}
+CUresult pop_context(CUcontext* context) {
+  if (pushed_devices.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  *context = context_of(pushed_devices.back());
+  pushed_devices.pop_back();
+  return CUDA_SUCCESS;
+}
 
 }  // namespace
 
 void* allocate(std::size_t bytes) {
+  Access const access;
   std::lock_guard const lock(memory.mutex);
-  void* const region =
-      mmap(nullptr, bytes + 1, memory.users > 0 ? PROT_READ | PROT_WRITE : PROT_NONE,
-           MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (region == MAP_FAILED) return nullptr;
-  memory.regions.emplace(region, bytes + 1);
-  return region;
+  void* const start =
+      mmap(nullptr, bytes + 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (start == MAP_FAILED) return nullptr;
+  memory.regions.insert_or_assign(start, Memory::Region{bytes + 1, device()});
+  return start;
 }
 
-void release(void* region) {
+void release(void* start) {
   std::lock_guard const lock(memory.mutex);
-  auto const found = memory.regions.extract(region);
-  munmap(region, found.mapped());
+  auto const found = memory.regions.extract(start);
+  munmap(start, found.mapped().bytes);
 }
 
-Access::Access() {
+Access::Access() : device_(device()) {
   std::lock_guard const lock(memory.mutex);
-  if (memory.users++ == 0) memory.allow(PROT_READ | PROT_WRITE);
+  memory.opened.insert(device_);
+  if (memory.users[device_]++ == 0) memory.allow(device_, PROT_READ | PROT_WRITE);
 }
 Access::~Access() {
   std::lock_guard const lock(memory.mutex);
-  if (--memory.users == 0) memory.allow(PROT_NONE);
+  if (--memory.users[device_] == 0) memory.allow(device_, PROT_NONE);
 }
+
+std::set<int> opened() {
+  std::lock_guard const lock(memory.mutex);
+  return memory.opened;
+}
+void close_all() {
+  std::lock_guard const lock(memory.mutex);
+  memory.opened.clear();
+}
+int device() { return pushed_devices.empty() ? chosen_device : pushed_devices.back(); }
+void set_device(int device) {
+  chosen_device = device;
+  Access const access;  // opens it
+}
+
+void fail_allocation(unsigned after) { allocations_left = static_cast<int>(after); }
+void fail_none() { allocations_left = -1; }
+bool may_allocate() { return allocations_left < 0 || allocations_left-- != 0; }
+cudaError_t result(cudaError_t status) {
+  if (status != cudaSuccess) last_error = status;
+  return status;
+}
+cudaError_t take_last_error() { return std::exchange(last_error, cudaSuccess); }
 
 void configure(std::uint64_t seed, unsigned resident) {
   machine.random.seed(seed);
@@ -222,3 +289,16 @@ void run(unsigned blocks, unsigned threads, cudaStream_t, std::function<void()> 
 }
 
 }  // namespace emulator
+
+cudaError_t cudaGetDriverEntryPointByVersion(char const* symbol, void** function, unsigned,
+                                             unsigned long long,
+                                             cudaDriverEntryPointQueryResult* found) {
+  std::string_view const name = symbol;
+  *function = name == "cuDeviceGet"                ? reinterpret_cast<void*>(emulator::get_device)
+              : name == "cuDevicePrimaryCtxRetain" ? reinterpret_cast<void*>(emulator::retain)
+              : name == "cuCtxPushCurrent"         ? reinterpret_cast<void*>(emulator::push_context)
+              : name == "cuCtxPopCurrent"          ? reinterpret_cast<void*>(emulator::pop_context)
+                                                   : nullptr;
+  *found = *function != nullptr ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
