@@ -79,6 +79,7 @@ class SetUp:
     rate: str | None
     numel: int
     densities: tuple[float, ...]
+    algorithms: tuple[str, ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,7 +174,13 @@ def set_ups(options: argparse.Namespace) -> list[SetUp]:
     numels = options.numel or ((VGG16_NUMEL,) if goals_only else NUMELS)
     densities = options.density or ((GOAL_DENSITY,) if goals_only else DENSITIES)
     return [
-        SetUp(hosts, None if rate == "none" else rate, numel, tuple(densities))
+        SetUp(
+            hosts,
+            None if rate == "none" else rate,
+            numel,
+            tuple(densities),
+            algorithms_of(options),
+        )
         for numel in numels
         for hosts, rate in pairs
     ]
@@ -186,32 +193,49 @@ def algorithms_of(options: argparse.Namespace) -> tuple[str, ...]:
     return (GLOO_DENSE, *chosen)
 
 
+def belongs(result: dict[str, Any], row: Row, set_up: SetUp, options: argparse.Namespace) -> bool:
+    """Whether the row is a measurement of the set-up as the options ask for it."""
+    transport = result.get("transport", "auto")  # what it was before it was recorded
+    measured = (result["hosts"], result["rate"], transport, row["pattern"], row["numel"])
+    asked = (set_up.hosts, set_up.rate, options.transport, options.pattern, set_up.numel)
+    return measured == asked and row["density"] in set_up.densities
+
+
 def remaining(
-    set_ups: Sequence[SetUp],
-    results: Sequence[dict[str, Any]],
-    algorithms: Sequence[str],
-    pattern: str,
+    set_ups: Sequence[SetUp], results: Sequence[dict[str, Any]], options: argparse.Namespace
 ) -> list[SetUp]:
-    """The set-ups, and of each the densities, that lack a row of one of the algorithms."""
-    have = {
-        (result["hosts"], result["rate"], row["numel"], row["density"], row["algorithm"])
-        for result in results
-        for row in result["rows"]
-        if row["pattern"] == pattern
-    }
+    """The set-ups, and of each the densities, that lack a row of one of the algorithms.
+
+    They are measured anew with whatever there are rows of, since algorithms are compared within a
+    run.
+    """
     left = []
     for set_up in set_ups:
+        have: dict[float, list[str]] = {density: [] for density in set_up.densities}
+        for result in results:
+            for row in result["rows"]:
+                if belongs(result, row, set_up, options):
+                    have[row["density"]].append(row["algorithm"])
         lacking = tuple(
-            density
-            for density in set_up.densities
-            if any(
-                (set_up.hosts, set_up.rate, set_up.numel, density, name) not in have
-                for name in algorithms
-            )
+            density for density, names in have.items() if not {*set_up.algorithms} <= {*names}
         )
         if lacking:
-            left.append(replace(set_up, densities=lacking))
+            names = (name for density in lacking for name in have[density])
+            every = tuple(dict.fromkeys((*set_up.algorithms, *names)))
+            left.append(replace(set_up, densities=lacking, algorithms=every))
     return left
+
+
+def without(
+    results: Sequence[dict[str, Any]], set_up: SetUp, options: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """The results but the rows that a measurement of the set-up replaces."""
+    kept = []
+    for result in results:
+        rows = [row for row in result["rows"] if not belongs(result, row, set_up, options)]
+        if rows:
+            kept.append({**result, "rows": rows})
+    return kept
 
 
 def measure_allreduces(options: argparse.Namespace) -> bool:
@@ -221,7 +245,7 @@ def measure_allreduces(options: argparse.Namespace) -> bool:
     left = set_ups(options)
     if options.grid == "full" and options.json.exists():
         results = json.loads(options.json.read_text())["results"]
-        left = remaining(left, results, algorithms_of(options), options.pattern)
+        left = remaining(left, results, options)
         print(f"{os.path.relpath(options.json)} lacks {len(left)} of the set-ups asked for")
     while left and time.monotonic() - start < 60 * options.minutes:
         set_up = left.pop(0)
@@ -231,7 +255,15 @@ def measure_allreduces(options: argparse.Namespace) -> bool:
             flush=True,
         )
         rows = measure(set_up, options)
-        results.append({"hosts": set_up.hosts, "rate": set_up.rate, "rows": rows})
+        results = without(results, set_up, options)
+        results.append(
+            {
+                "hosts": set_up.hosts,
+                "rate": set_up.rate,
+                "transport": options.transport,
+                "rows": rows,
+            }
+        )
         print(ratios_text(rows), flush=True)
         # After each, so that a run that is broken off leaves what it has.
         write_json(options.json, {"cores": os.cpu_count(), "results": results})
@@ -250,7 +282,7 @@ def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
         file = Path(folder) / "rows.json"
         command = [
             *(sys.executable, "-m", "sparsecomm.cli", "bench", "allreduce"),
-            *("--algorithm", ",".join(algorithms_of(options)), "--pattern", options.pattern),
+            *("--algorithm", ",".join(set_up.algorithms), "--pattern", options.pattern),
             *("--numel", str(set_up.numel), "--density", ",".join(map(str, set_up.densities))),
             *("--iters", str(options.iters), "--warmup", str(options.warmup)),
             *("--seconds", str(options.seconds), "--together", str(together)),

@@ -9,12 +9,11 @@
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <unordered_map>
 #include <vector>
 
 #include "collectives/algorithm.h"
 #include "transport/mpi/mpi_transport.h"
+#include "transport/wrapped.h"
 
 namespace {
 
@@ -72,56 +71,28 @@ struct Counted {
 
 // Tells apart what arrives, by the headers of its frames. Those of figures are frames of bytes or
 // of integers, which no gradient here is made of.
-class FrameCounter final : public Transport {
+class Simulated {
  public:
-  explicit FrameCounter(std::unique_ptr<Transport> inner)
-      : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {}
+  Simulated()
+      : transport_(
+            make_mpi_transport(MPI_COMM_WORLD, {.poll = false}), [this](FrameHeader const& header) {
+              bool const entries = header.kind != FrameKind::bytes && header.dtype == DType::f32;
+              (entries ? counted_.entries : counted_.figures) +=
+                  static_cast<double>(header.index_bytes) + header.value_bytes;
+              counted_.headers += header_bytes;
+            }) {}
 
-  std::string_view name() const override { return inner_->name(); }
-  std::size_t wait(Request& request, Deadline const& deadline) override {
-    auto const receive = receives_.find(request.slot);
-    std::size_t const bytes = inner_->wait(request, deadline);
-    if (receive == receives_.end()) return bytes;
-    auto rest = receive->second.first(bytes);
-    receives_.erase(receive);
-    while (rest.size() >= header_bytes) {
-      FrameHeader header;
-      std::memcpy(&header, rest.data(), sizeof header);
-      std::size_t const payload = std::size_t{header.index_bytes} + header.value_bytes;
-      bool const entries = header.kind != FrameKind::bytes && header.dtype == DType::f32;
-      (entries ? counted_.entries : counted_.figures) += static_cast<double>(payload);
-      counted_.headers += header_bytes;
-      rest = rest.subspan(std::min(header_bytes + payload, rest.size()));
-    }
-    return bytes;
-  }
-  void abort() noexcept override { inner_->abort(); }
-  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return inner_->failures();
-  }
-
+  Transport& transport() { return transport_; }
   Counted counted() const {
     Counted all = counted_;
-    all.bytes = static_cast<double>(Counters::total(counters().received_bytes));
-    all.messages = static_cast<double>(Counters::total(counters().sent_messages));
+    all.bytes = static_cast<double>(Counters::total(transport_.counters().received_bytes));
+    all.messages = static_cast<double>(Counters::total(transport_.counters().sent_messages));
     return all;
   }
 
- protected:
-  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    return inner_->isend(peer, tag, bytes);
-  }
-  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    Request const request = inner_->irecv(peer, tag, bytes);
-    receives_[request.slot] = bytes;
-    return request;
-  }
-
  private:
-  std::unique_ptr<Transport> inner_;
-  std::unordered_map<std::uint32_t, std::span<std::byte>> receives_;
   Counted counted_;
+  FrameObserver transport_;
 };
 
 struct Measured {
@@ -130,10 +101,10 @@ struct Measured {
 };
 
 template <class F>
-Measured measure(FrameCounter& transport, int steps, F&& step) {
+Measured measure(Simulated& simulated, int steps, F&& step) {
   // The first step finds thresholds and regions that later ones use.
   step(0);
-  Counted const before = transport.counted();
+  Counted const before = simulated.counted();
   Measured measured;
   for (int i = 1; i <= steps; ++i) {
     MPI_Barrier(MPI_COMM_WORLD);
@@ -144,26 +115,27 @@ Measured measure(FrameCounter& transport, int steps, F&& step) {
     MPI_Allreduce(&own, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
     measured.seconds += slowest;
   }
-  measured.counted = transport.counted() - before;
+  measured.counted = simulated.counted() - before;
   return measured;
 }
 
-Measured run_sparse(FrameCounter& transport, AlgorithmEntry const& entry, Run const& run) {
+Measured run_sparse(Simulated& simulated, AlgorithmEntry const& entry, Run const& run) {
   auto const allreduce = make_sparse_allreduce<float>(entry, run.options);
-  return measure(transport, run.steps, [&](int step) {
-    Selection const selection(run.numel, run.k, transport.rank(), static_cast<std::uint64_t>(step));
-    Channel channel(transport, static_cast<std::uint32_t>(step),
+  return measure(simulated, run.steps, [&](int step) {
+    Selection const selection(run.numel, run.k, simulated.transport().rank(),
+                              static_cast<std::uint64_t>(step));
+    Channel channel(simulated.transport(), static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
     allreduce->run(channel, {selection.indices, selection.values},
                    {run.numel, run.k, run.k, static_cast<std::uint64_t>(step)});
   });
 }
 
-Measured run_dense(FrameCounter& transport, AlgorithmEntry const& entry, Run const& run) {
+Measured run_dense(Simulated& simulated, AlgorithmEntry const& entry, Run const& run) {
   auto const allreduce = entry.dense->make<float>(run.options);
   std::vector<float> data(run.numel, 1.0f);
-  return measure(transport, run.steps, [&](int step) {
-    Channel channel(transport, static_cast<std::uint32_t>(step),
+  return measure(simulated, run.steps, [&](int step) {
+    Channel channel(simulated.transport(), static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
     allreduce->run(channel, data, Reduction::sum, 1.0f);
   });
@@ -207,7 +179,8 @@ int run_one(int count, char** arguments) {
   run.k = static_cast<std::uint64_t>(std::atof(arguments[3]) * static_cast<double>(run.numel));
   // Words as the formulas count them: an index and a value for each entry.
   run.options.frame.index_codec = IndexCodecChoice::raw32;
-  FrameCounter transport(make_mpi_transport(MPI_COMM_WORLD, {.poll = false}));
+  Simulated simulated;
+  Transport const& transport = simulated.transport();
   int const ranks = transport.size();
   Cost const cost = entry.cost({.ranks = ranks, .extent = run.numel, .k = run.k}, run.options);
   // What arrives, and a vector or two of all elements.
@@ -215,7 +188,7 @@ int run_one(int count, char** arguments) {
   bool const fits = memory <= std::atof(arguments[5]);
   if (transport.rank() == 0) print_shape(entry, run, ranks, cost, memory);
   if (fits) {
-    print(entry.sparse ? run_sparse(transport, entry, run) : run_dense(transport, entry, run), run,
+    print(entry.sparse ? run_sparse(simulated, entry, run) : run_dense(simulated, entry, run), run,
           transport);
   }
   if (transport.rank() == 0) std::printf("}\n");

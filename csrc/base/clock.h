@@ -35,6 +35,8 @@ class Deadline {
     auto const left = end_ - clock_->now();
     return left > Duration::zero() ? left : Duration::zero();
   }
+  // For what took time that the operation is not accountable for.
+  void postpone(Duration time) { end_ += time; }
   bool passed() const { return remaining() == Duration::zero(); }
   double allowance_seconds() const { return std::chrono::duration<double>(allowance_).count(); }
 

@@ -36,6 +36,8 @@ class Channel {
   Request irecv(int peer, Phase phase, std::span<std::byte> buffer) {
     return transport_.irecv(peer, tag(phase), buffer);
   }
+  // See Deadline::postpone.
+  void postpone(Duration time) { deadline_.postpone(time); }
   std::size_t wait(Request& request) { return transport_.wait(request, deadline_); }
   void wait_all(std::span<Request> requests);
 

@@ -1,6 +1,6 @@
-// Dense allreduces: every element, over the same messages as the sparse ones. Messages carry T,
-// sums are made in accumulate_t<T>, and each element is finished by one owner, so that all ranks
-// get the same bits.
+// Dense allreduces: every element, with the same bits on all ranks. All but dense_inner go over the
+// same messages as the sparse ones: these carry T, sums are made in accumulate_t<T>, and each
+// element is finished by one owner.
 //
 // dense             Reduce-scatter by pairwise exchange with rotated destinations, then a Bruck
 //                   allgather. P-1 + ceil(log2 P) messages. Rounds once. Chan et al. 2007.
@@ -13,8 +13,8 @@
 // dense_overlap     dense in chunks: the reduce-scatter of a chunk is under way while the former
 //                   one is gathered.
 // dense_inner       The allreduce of the transport's engine, where it has one. Gloo's is a ring, of
-//                   segments of at most 1 MiB; like torch's, it need not give NaN for the min or
-//                   max of a NaN and a number.
+//                   segments of at most 1 MiB, which sums in T; like torch's, it need not give NaN
+//                   for the min or max of a NaN and a number.
 //
 // Each but the folded ranks of dense_rabenseifner receives 2N(P-1)/P elements.
 #pragma once
@@ -38,7 +38,7 @@ class DenseAllreduce {
  public:
   virtual ~DenseAllreduce() = default;
   // Replaces data by the reduction over all ranks, divided by `divisor`. On an exception data is as
-  // it was. A message of more than 2^32 - 1 bytes throws InvalidArgument.
+  // it was. A frame of more than 2^32 - 1 bytes throws InvalidArgument.
   virtual void run(Channel& channel, std::span<T> data, Reduction reduction,
                    accumulate_t<T> divisor) = 0;
 };

@@ -8,9 +8,12 @@
 //                  messages, P - 1 arrays and ceil(log2 P) headers.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <span>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "collectives/algorithm.h"
@@ -47,14 +50,29 @@ template <class T>
 class CensusAllreduce {
  public:
   // Replaces each of `figures`, as many on every rank, by combine() of it over all ranks.
-  // check(arrived, ranks) throws MalformedFrame where so many ranks together can't have those; it
-  // is held against the rank that sent them.
+  // check(figures, ranks) throws MalformedFrame where so many ranks together can't have those.
+  // Where they arrive so, it is held against their sender, since a rank passes on only what it has
+  // checked itself; where what has arrived becomes so when it is combined, against all ranks it is
+  // of.
   template <class Combine, class Check>
   void run(Channel& channel, Phase phase, std::span<T> figures, Combine combine, Check check) {
     int const rank = channel.rank();
     int const size = channel.size();
     int count = 0;  // ranks that others_ combines, those after this one
     arrived_.resize(figures.size());
+    check(std::span<const T>(figures), 1);
+    auto const check_combined = [&](std::span<const T> combined, int ranks) {
+      try {
+        check(combined, ranks);
+      } catch (MalformedFrame const& error) {
+        std::vector<int> others;
+        for (int i = 1; i <= count; ++i) others.push_back((rank + i) % size);
+        std::ranges::sort(others);
+        std::string const text = concat("the figures of ", join_ranks(others),
+                                        " contradict one another: ", error.what());
+        throw PeerInvalid(text, std::move(others));
+      }
+    };
     for (int digit = bruck_rounds(size); digit-- > 0;) {
       bool const with_own = ((size - 1) >> digit) % 2 != 0;
       int const distance = count + (with_own ? 1 : 0);  // of ranks; and so many are combined
@@ -62,7 +80,10 @@ class CensusAllreduce {
         together_.assign(figures.begin(), figures.end());
       } else {
         together_ = others_;
-        if (with_own) std::ranges::transform(together_, figures, together_.begin(), combine);
+        if (with_own) {
+          std::ranges::transform(together_, figures, together_.begin(), combine);
+          check_combined(together_, distance);
+        }
       }
       int const source = (rank + distance) % size;
       exchange_.run(channel, phase, (rank - distance + size) % size, together_, source, arrived_);
@@ -73,6 +94,7 @@ class CensusAllreduce {
         std::ranges::transform(others_, arrived_, others_.begin(), combine);
       }
       count += distance;
+      check_combined(others_, count);
     }
     if (count > 0) std::ranges::transform(figures, others_, figures.begin(), combine);
   }

@@ -16,6 +16,9 @@ namespace sparsecomm {
 // - 1).
 Figures calibrate(Channel& channel, Clock const& clock);
 
+// What the ranks of a busy machine may take for it.
+inline constexpr Duration calibration_allowance = std::chrono::seconds(1);
+
 // The kernels alone, on this rank, as on a core of their own; about 100 ms.
 Rates measure_rates();
 

@@ -236,7 +236,13 @@ Counters Communicator::counters() const {
 }
 
 Figures const& Communicator::figures(Channel& channel) {
-  if (!options_.figures) options_.figures = calibrate(channel, clock_);
+  if (!options_.figures) {
+    TimePoint const start = clock_.now();
+    Channel measuring(*transport_, channel.operation(),
+                      Deadline(clock_, options_.timeout + calibration_allowance));
+    options_.figures = calibrate(measuring, clock_);
+    channel.postpone(clock_.now() - start);
+  }
   return *options_.figures;
 }
 
@@ -339,6 +345,10 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
                               static_cast<std::uint32_t>(other.intent));
       require<MalformedFrame>(std::isfinite(other.former_seconds) && other.former_seconds >= 0,
                               "a former time of ", other.former_seconds, " s");
+      std::uint64_t const entries = std::max(other.entries, other.former_entries);
+      require<MalformedFrame>(other.hash != own.hash || entries <= proposal.extent,
+                              "a contribution of ", entries, " entries to a vector of ",
+                              proposal.extent);
     });
     agreed = agreed && other.hash == own.hash && other.intent == Intent::go;
     agreement.all_finite = agreement.all_finite && other.finite != 0;

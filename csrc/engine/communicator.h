@@ -39,6 +39,8 @@ struct Proposal {
   // What this rank found in the former operation of this kind, for a plan; 0: nothing.
   double former_seconds = 0;
   std::uint64_t former_entries = 0;
+  // Neither number of entries is larger on any rank; part of the text in some form.
+  std::uint64_t extent = 0;
 };
 
 // What all ranks' proposals come to.
@@ -113,7 +115,7 @@ class Communicator {
   // As of the last completed operation.
   Counters counters() const;
   // For an operation that runs, on all ranks alike: the figures of this transport and processor.
-  // Measures them when first called; see calibrate().
+  // Measures them when first called, see calibrate(), for which the operation gets more time.
   Figures const& figures(Channel& channel);
 
  private:

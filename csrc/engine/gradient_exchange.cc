@@ -232,7 +232,8 @@ Proposal GradientExchange<T>::prepare() {
   return {.text = text.str(),
           .finite = finite,
           .former_seconds = former_seconds_,
-          .former_entries = former_selected_};
+          .former_entries = former_selected_,
+          .extent = extent_};
 }
 
 template <class T>

@@ -28,7 +28,8 @@ class SelectionExchange final : public Operation {
   Proposal prepare() override {
     return {.text = concat("operation=exchange of a selection;algorithm=", algorithm_.name,
                            ";numel=", extent_, ";k=", k_, ";step=", step_),
-            .entries = selection_.nnz()};
+            .entries = selection_.nnz(),
+            .extent = extent_};
   }
   void run(Channel& channel, Agreement const& agreement) override {
     auto const result =

@@ -128,21 +128,15 @@ Proposal AllreduceOperation<T>::prepare() {
                                            data_, is_neutral<T>(config_.reduction)))
                       : data_.size();
   }
-  return {is_dense_ ? dense_text_ : sparse_text_, true, entries_};
+  return {.text = is_dense_ ? dense_text_ : sparse_text_,
+          .entries = entries_,
+          .extent = config_.extent};
 }
 
 template <class T>
 void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
-  AlgorithmEntry const* chosen = config_.algorithm;
-  if (chosen == nullptr) {
-    auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
-      return can_reduce(entry) && (!entry.inner || given.inner);
-    };
-    chosen = rank_algorithms(workload(channel, agreement), communicator_.figures(channel), eligible)
-                 .front()
-                 .algorithm;
-  }
-  AlgorithmEntry const& entry = *chosen;
+  AlgorithmEntry const& entry =
+      config_.algorithm != nullptr ? *config_.algorithm : choose(channel, agreement);
   if (entry.sparse) {
     reduce_sparse(channel, agreement, entry);
   } else {
@@ -150,23 +144,46 @@ void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
   }
 }
 
-// From numbers that all ranks have agreed on, so that all choose alike.
+// By numbers that all ranks have agreed on, so that all choose alike.
 template <class T>
-Workload AllreduceOperation<T>::workload(Channel const& channel, Agreement const& agreement) const {
-  int const ranks = channel.size();
-  std::uint64_t const average = agreement.total_entries / static_cast<std::uint64_t>(ranks);
-  Workload workload{.ranks = ranks,
-                    .extent = config_.extent,
-                    .k = std::max<std::uint64_t>(agreement.most_entries, 1),
-                    .element_bytes = is_dense_ ? sizeof(T) : sizeof(V),
+AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, Agreement const& agreement) {
+  auto const typical = [&](std::uint64_t entries) {
+    return std::min(typical_entries(entries), config_.extent);
+  };
+  ChoiceProblem const problem{
+      .extent = config_.extent,
+      .most_entries = typical(agreement.most_entries),
+      .average_entries =
+          typical(agreement.total_entries / static_cast<std::uint64_t>(channel.size())),
+      .reduction = config_.reduction,
+      .dense_data = is_dense_};
+  return choices_.find(problem, [&] {
+    auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
+      return can_reduce(entry) && (!entry.inner || given.inner);
+    };
+    return rank_algorithms(workload(channel, problem), communicator_.figures(channel), eligible)
+        .front()
+        .algorithm;
+  });
+}
+
+template <class T>
+Workload AllreduceOperation<T>::workload(Channel const& channel,
+                                         ChoiceProblem const& problem) const {
+  Workload workload{.ranks = channel.size(),
+                    .extent = problem.extent,
+                    .k = std::max<std::uint64_t>(problem.most_entries, 1),
+                    .element_bytes = problem.dense_data ? sizeof(T) : sizeof(V),
                     .value_bytes = sizeof(V),
                     .selects = false,
-                    .dense_data = is_dense_,
-                    .inner = may_reduce_inside(channel, config_.reduction),
+                    .dense_data = problem.dense_data,
+                    .inner = may_reduce_inside(channel, problem.reduction),
                     .options = options_};
-  workload.union_nnz = std::max(
-      workload.k, expected_union(config_.extent, std::max<std::uint64_t>(average, 1), ranks));
-  workload.options.frame.allow_dense &= config_.reduction == Reduction::sum;
+  workload.union_nnz =
+      std::max(workload.k,
+               expected_union(problem.extent, std::max<std::uint64_t>(problem.average_entries, 1),
+                              workload.ranks));
+  workload.options.frame.allow_dense &= problem.reduction == Reduction::sum;
   return workload;
 }
 

@@ -14,6 +14,7 @@
 #include "collectives/dense.h"
 #include "collectives/sparse_allgather.h"
 #include "collectives/split_reduce.h"
+#include "engine/choice_cache.h"
 #include "engine/communicator.h"
 
 namespace sparsecomm {
@@ -45,7 +46,8 @@ class AllreduceOperation final : public Operation {
  public:
   using V = accumulate_t<T>;
 
-  // "auto" predicts with the communicator's figures, which its first use measures.
+  // "auto" predicts with the communicator's figures, which its first use measures, once for each
+  // extent and about as many entries.
   explicit AllreduceOperation(Communicator& communicator, AlgorithmOptions const& options = {});
 
   // Throws InvalidArgument where the extent exceeds 2^32 - 2, or the algorithm cannot reduce so.
@@ -71,11 +73,13 @@ class AllreduceOperation final : public Operation {
   SparseView<V> compress();
   void expand(int ranks);
 
-  Workload workload(Channel const& channel, Agreement const& agreement) const;
+  AlgorithmEntry const& choose(Channel& channel, Agreement const& agreement);
+  Workload workload(Channel const& channel, ChoiceProblem const& problem) const;
 
   Communicator& communicator_;
   AlgorithmOptions options_;
   CollectiveConfig config_;
+  ChoiceCache choices_;
   std::string dense_text_, sparse_text_;
   bool is_dense_ = false;
   SparseView<V> contribution_;
@@ -101,7 +105,9 @@ class AllgatherOperation final : public Operation {
   // [rank]; until the next operation, and as long as the contribution stays.
   std::span<const SparseView<V>> result() const { return result_; }
 
-  Proposal prepare() override { return {text_, true, contribution_.nnz()}; }
+  Proposal prepare() override {
+    return {.text = text_, .entries = contribution_.nnz(), .extent = config_.extent};
+  }
   void run(Channel& channel, Agreement const& agreement) override;
 
  private:
@@ -129,7 +135,9 @@ class ReduceScatterOperation final : public Operation {
   // where the average is wanted. Entries that are the neutral element may be missing.
   SparseView<V> result() const { return result_; }
 
-  Proposal prepare() override { return {text_, true, contribution_.nnz()}; }
+  Proposal prepare() override {
+    return {.text = text_, .entries = contribution_.nnz(), .extent = config_.extent};
+  }
   void run(Channel& channel, Agreement const& agreement) override;
 
  private:

@@ -2,9 +2,9 @@
 
 #include <algorithm>
 #include <set>
+#include <vector>
 
 namespace sparsecomm {
-
 namespace {
 
 // The suspect had sent more to the waiter than the waiter received.
@@ -16,23 +16,43 @@ bool message_missing(FailureReport const& waiting, int waiter, FailureReport con
   return count(suspected.sent, waiter) > count(waiting.received, suspect);
 }
 
-}  // namespace
-
-Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
-  using Cause = FailureReport::Cause;
+// [rank]: whether its report counts: it is of the earliest operation that failed, or a suspect's
+// who failed in a later one, and not by itself.
+std::vector<bool> reports_that_count(std::span<const std::optional<FailureReport>> reports) {
   std::uint64_t operation = UINT64_MAX;
   for (auto const& report : reports) {
     if (report) operation = std::min(operation, report->operation);
   }
-  auto const in_operation = [&](int rank) {
-    return reports[rank] && reports[rank]->operation == operation;
-  };
+  std::vector<bool> counts(reports.size());
+  std::vector<std::size_t> added;
+  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+    counts[rank] = reports[rank] && reports[rank]->operation == operation;
+    if (counts[rank]) added.push_back(rank);
+  }
+  while (!added.empty()) {
+    FailureReport const& waiting = *reports[added.back()];
+    added.pop_back();
+    for (int const suspect : waiting.suspects) {
+      auto const& report = reports[suspect];
+      if (counts[suspect] || !report || report->cause == FailureReport::Cause::own) continue;
+      counts[suspect] = true;
+      added.push_back(suspect);
+    }
+  }
+  return counts;
+}
+
+}  // namespace
+
+Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
+  using Cause = FailureReport::Cause;
+  std::vector<bool> const counts = reports_that_count(reports);
 
   std::set<int> invalid, own, ends, silent, suspects;
   std::string evidence;
   bool timed_out = false;
   for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
-    if (!in_operation(rank)) continue;
+    if (!counts[rank]) continue;
     FailureReport const& report = *reports[rank];
     timed_out = timed_out || report.cause == Cause::timeout;
     suspects.insert(report.suspects.begin(), report.suspects.end());
@@ -45,15 +65,14 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
     }
   }
   for (int waiter = 0; waiter < static_cast<int>(reports.size()); ++waiter) {
-    if (!in_operation(waiter)) continue;
+    if (!counts[waiter]) continue;
     for (int const rank : reports[waiter]->suspects) {
       bool const missing =
-          in_operation(rank) && message_missing(*reports[waiter], waiter, *reports[rank], rank);
+          counts[rank] && message_missing(*reports[waiter], waiter, *reports[rank], rank);
       if (missing) silent.insert(rank);
       // A connection that broke may have taken a message with it; a whole deadline is time enough
       // for one.
-      if (!in_operation(rank) || (missing && reports[waiter]->cause == Cause::timeout))
-        ends.insert(rank);
+      if (!counts[rank] || (missing && reports[waiter]->cause == Cause::timeout)) ends.insert(rank);
     }
   }
 

@@ -18,15 +18,16 @@ struct Verdict {
 };
 
 // reports[r] is rank r's, if it made one; at least one is present. The earliest operation that
-// failed is looked at. A rank whose message was seen to be invalid is to blame; else one that
-// failed by itself; else the ends of the chains of who waited for whom: suspects that did not
-// report waiting for somebody else in that operation, or that claim to have sent what the waiting
-// rank's whole deadline was not enough to bring. Where all wait in a circle, those whose messages
-// are missing.
+// failed is looked at, and what its suspects report who had completed it: their last messages may
+// have been lost when they left in a later one. A rank whose message was seen to be invalid is to
+// blame; else one that failed by itself; else the ends of the chains of who waited for whom:
+// suspects that did not report waiting for somebody else, or that claim to have sent what the
+// waiting rank's whole deadline was not enough to bring. Where all wait in a circle, those whose
+// messages are missing.
 Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 
-// True when no further report can come: every rank has reported, or is gone without, as a rank
-// posts its report before it closes its connections.
+// True when no further report is waited for: every rank has made one, or some report says that the
+// connection to that rank alone is gone; a rank posts its report before it closes its connections.
 bool settled(std::span<const std::optional<FailureReport>> reports);
 
 }  // namespace sparsecomm

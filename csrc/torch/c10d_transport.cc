@@ -47,6 +47,10 @@ c10d::ReduceOp torch_reduction(Reduction reduction) {
   throw InvalidArgument(concat("reduction ", int(reduction), " is unknown"));
 }
 
+// Gloo has a set of connections for each of its interfaces, and a message's tag modulo their number
+// chooses the set. How many there are it does not say; no machine has more.
+constexpr int most_interfaces = 64;
+
 // At least one, since zero would mean "no timeout" to some engines.
 std::chrono::milliseconds time_left(Deadline const& deadline) {
   return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining()),
@@ -210,7 +214,7 @@ class C10dTransport final : public Transport {
     std::vector<int> broken;
     for (int const peer : peers()) {
       try {
-        probe(*group_, peer);
+        for (int way = 0; way < most_interfaces; ++way) probe(*group_, peer, way);
       } catch (std::exception const&) {
         broken.push_back(peer);
       }
@@ -218,22 +222,23 @@ class C10dTransport final : public Transport {
     return broken.empty() ? peers() : broken;
   }
 
-  // An allreduce cannot be aborted, but a receive that times out closes all of its group's
-  // connections.
+  // An allreduce cannot be aborted, but a receive that times out closes all connections of its
+  // interface.
   void close_connections(c10d::Backend& group) const noexcept {
     for (int const peer : peers()) {
-      try {
-        auto const work = probe(group, peer);
-        work->wait(std::chrono::milliseconds(1));
-      } catch (std::exception const&) {  // as meant to
+      for (int way = 0; way < most_interfaces; ++way) {
+        try {
+          probe(group, peer, way)->wait(std::chrono::milliseconds(1));
+        } catch (std::exception const&) {  // as meant to
+        }
       }
     }
   }
 
-  // A receive that nothing is sent to.
-  static c10::intrusive_ptr<c10d::Work> probe(c10d::Backend& group, int peer) {
+  // A receive that nothing is sent to, by that interface modulo their number.
+  static c10::intrusive_ptr<c10d::Work> probe(c10d::Backend& group, int peer, int way) {
     std::vector<at::Tensor> nothing{at::empty({1}, at::kByte)};
-    return group.recv(nothing, peer, std::numeric_limits<int>::max());
+    return group.recv(nothing, peer, std::numeric_limits<int>::max() - way);
   }
 
   bool is_aborted() {

@@ -1,8 +1,6 @@
 #include "failure_board.h"
 
-#include <algorithm>
 #include <chrono>
-#include <functional>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -25,21 +23,16 @@ struct FailureBoard::Shared {
 
   // Reads until every rank has reported or nobody asks any more.
   void read() {
-    auto const size = static_cast<int>(reports.size());
-    std::vector<bool> known(size, false);
+    ReportReader reader(static_cast<int>(reports.size()));
     for (;;) {
-      for (int rank = 0; rank < size; ++rank) {
-        if (known[rank] || !store->check({board_key(rank)})) continue;
-        auto const bytes = store->get(board_key(rank));
-        auto report =
-            parse_report({reinterpret_cast<char const*>(bytes.data()), bytes.size()}, size);
-        known[rank] = true;
-        std::lock_guard const lock(mutex);
-        reports[rank] = std::move(report);
-      }
+      reader.look([&](int rank) -> std::optional<std::string> {
+        if (!store->check({board_key(rank)})) return std::nullopt;
+        return store->get_to_str(board_key(rank));
+      });
       {
         std::lock_guard const lock(mutex);
-        if (closed || std::ranges::all_of(known, std::identity())) return;
+        reports = reader.reports();
+        if (closed || reader.complete()) return;
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }

@@ -266,7 +266,7 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
   }
   if (regroups) drop_empty_groups();
-  if (loaded_ && !by_bucket_) {
+  if (loaded_) {
     check_loaded(*groups_.back());
     restore(*groups_.back());
   }
@@ -389,7 +389,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   if (by_bucket_) {
     require(checkpoint.residuals.empty() && checkpoint.groups.empty(),
             "the state_dict to load has ", checkpoint.residuals.size(),
-            " residuals, and a dense exchange has none; it belongs to ", "another kind of state");
+            " residuals, and a dense exchange has none; it belongs to another kind of state");
     return;
   }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));

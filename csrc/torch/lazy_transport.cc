@@ -22,15 +22,6 @@ class LazyTransport final : public Transport {
     return transport_->wait(request, deadline);
   }
 
-  bool reduces() const override {
-    std::lock_guard const lock(mutex_);
-    return transport_ && transport_->reduces();
-  }
-  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
-                 Deadline const& deadline) override {
-    connected().allreduce(bytes, dtype, reduction, deadline);
-  }
-
   void abort() noexcept override {
     aborted_ = true;
     std::lock_guard const lock(mutex_);

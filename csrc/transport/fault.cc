@@ -2,36 +2,33 @@
 
 #include <utility>
 
+#include "transport/wrapped.h"
+
 namespace sparsecomm {
 namespace {
 
-class FaultyTransport final : public Transport {
+class FaultyTransport final : public WrappedTransport {
  public:
   FaultyTransport(std::unique_ptr<Transport> inner, Fault fault)
-      : Transport(inner->rank(), inner->size()), inner_(std::move(inner)), fault_(fault) {}
+      : WrappedTransport(std::move(inner)), fault_(fault) {}
 
-  std::string_view name() const override { return inner_->name(); }
   std::size_t wait(Request& request, Deadline const& deadline) override {
-    if (request.slot != swallowed) return inner_->wait(request, deadline);
+    if (request.slot != swallowed) return inner().wait(request, deadline);
     request = {};
     return 0;
   }
-  void abort() noexcept override { inner_->abort(); }
   void post_failure(FailureReport const& report) noexcept override {
-    if (!died_) inner_->post_failure(report);
-  }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return inner_->failures();
+    if (!died_) inner().post_failure(report);
   }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     std::uint64_t const message = sent_++;
     if (fault_.kind == FaultKind::delay && message >= fault_.message) return {swallowed};
-    if (message != fault_.message) return inner_->isend(peer, tag, bytes);
+    if (message != fault_.message) return inner().isend(peer, tag, bytes);
     if (fault_.kind == FaultKind::die) {
       died_ = true;
-      inner_->abort();
+      abort();
       throw Died(concat("rank ", rank(), " was told to die at message ", message));
     }
     std::vector<std::byte> damaged(bytes.begin(), bytes.end());
@@ -40,18 +37,14 @@ class FaultyTransport final : public Transport {
     } else if (!damaged.empty()) {
       damaged[damaged.size() / 2] ^= std::byte{0x10};
     }
-    Request request = inner_->isend(peer, tag, damaged);
+    Request request = inner().isend(peer, tag, damaged);
     damaged_.push_back(std::move(damaged));
     return request;
-  }
-  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    return inner_->irecv(peer, tag, bytes);
   }
 
  private:
   static constexpr std::uint32_t swallowed = UINT32_MAX - 1;
 
-  std::unique_ptr<Transport> inner_;
   Fault fault_;
   std::uint64_t sent_ = 0;
   bool died_ = false;

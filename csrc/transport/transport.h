@@ -103,8 +103,9 @@ class Transport {
   virtual void abort() noexcept = 0;
 
   // The failure board, out of band: used only after something went wrong. post_failure() publishes
-  // this rank's report; failures() reads those published so far, [rank], its own included. Neither
-  // throws: where the board itself is unreachable the reports are missing.
+  // this rank's report; failures() reads those published so far, [rank], its own included, and with
+  // a report those that were published before it. Neither throws: where the board itself is
+  // unreachable the reports are missing.
   virtual void post_failure(FailureReport const& report) noexcept = 0;
   virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
 

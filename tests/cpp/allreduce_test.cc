@@ -10,24 +10,9 @@
 #include <new>
 #include <random>
 
+#include "allocations.h"
 #include "contributions.h"
-
-namespace {
-
-// Counts what a thread allocates while it asks for it. Not inlined: GCC would take free() for the
-// wrong partner of new.
-thread_local bool counting = false;
-thread_local std::size_t allocations = 0;
-
-}  // namespace
-
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  allocations += counting;
-  if (void* const memory = std::malloc(std::max<std::size_t>(size, 1))) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+#include "transport/wrapped.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -193,39 +178,29 @@ TEST_P(AllreduceTest, TurnsDenseWhereOneEntryMoreThanDeltaComesTogether) {
 }
 
 // Does not count what the mailboxes of inproc allocate.
-class Uncounted final : public Transport {
+class Uncounted final : public WrappedTransport {
  public:
-  explicit Uncounted(std::unique_ptr<Transport> inner)
-      : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {}
-  std::string_view name() const override { return inner_->name(); }
+  using WrappedTransport::WrappedTransport;
   std::size_t wait(Request& request, Deadline const& deadline) override {
     bool const before = std::exchange(counting, false);
-    std::size_t const bytes = inner_->wait(request, deadline);
+    std::size_t const bytes = WrappedTransport::wait(request, deadline);
     counting = before;
     return bytes;
-  }
-  void abort() noexcept override { inner_->abort(); }
-  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return inner_->failures();
   }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     bool const before = std::exchange(counting, false);
-    Request const request = inner_->isend(peer, tag, bytes);
+    Request const request = WrappedTransport::do_isend(peer, tag, bytes);
     counting = before;
     return request;
   }
   Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
     bool const before = std::exchange(counting, false);
-    Request const request = inner_->irecv(peer, tag, bytes);
+    Request const request = WrappedTransport::do_irecv(peer, tag, bytes);
     counting = before;
     return request;
   }
-
- private:
-  std::unique_ptr<Transport> inner_;
 };
 
 TEST_P(AllreduceTest, AllocatesNothingInTheSteadyState) {

@@ -5,7 +5,9 @@
 
 #include <ctime>
 
+#include "engine/sparse_collectives.h"
 #include "ranks.h"
+#include "transport/wrapped.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -61,38 +63,42 @@ struct SimulatedLink {
 };
 
 // Lets the rank's clock run for every message.
-class SimulatedTransport final : public Transport {
+class SimulatedTransport final : public WrappedTransport {
  public:
   SimulatedTransport(std::unique_ptr<Transport> inner, SimulatedLink link, BusyClock& clock)
-      : Transport(inner->rank(), inner->size()),
-        inner_(std::move(inner)),
-        link_(link),
-        clock_(clock) {}
-
-  std::string_view name() const override { return inner_->name(); }
-  std::size_t wait(Request& request, Deadline const& deadline) override {
-    return inner_->wait(request, deadline);
-  }
-  void abort() noexcept override { inner_->abort(); }
-  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return inner_->failures();
-  }
+      : WrappedTransport(std::move(inner)), link_(link), clock_(clock) {}
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     clock_.pass(link_.message + link_.byte * static_cast<double>(bytes.size()));
-    return inner_->isend(peer, tag, bytes);
-  }
-  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    return inner_->irecv(peer, tag, bytes);
+    return WrappedTransport::do_isend(peer, tag, bytes);
   }
 
  private:
-  std::unique_ptr<Transport> inner_;
   SimulatedLink link_;
   BusyClock& clock_;
 };
+
+// Every message takes a tenth of a second, and measuring more of them than the operation has time
+// for.
+TEST(CalibrationTest, TakesNothingOfTheTimeOfTheOperationThatNeedsIt) {
+  auto transports = make_inproc_transports(2);
+  expect_no_errors(on_threads(2, [&](int rank) {
+    BusyClock clock(0);
+    CommunicatorOptions const options{.timeout = std::chrono::milliseconds(800)};
+    Communicator communicator(std::make_unique<SimulatedTransport>(std::move(transports[rank]),
+                                                                   SimulatedLink{0.1, 0}, clock),
+                              options, clock);
+    auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
+    std::vector<float> data(10, 1.0f);
+    operation->configure({"", data.size()});
+    operation->bind(std::span(data));
+    communicator.run(operation);
+    EXPECT_EQ(data, std::vector<float>(10, 2.0f));
+    double const took = std::chrono::duration<double>(clock.now() - TimePoint()).count();
+    EXPECT_GT(took, 0.8) << "which leaves nothing to postpone";
+  }));
+}
 
 struct Setting {
   SimulatedLink link;

@@ -7,7 +7,7 @@
 
 #include "collectives/algorithm.h"
 #include "gradients.h"
-#include "ranks.h"
+#include "reducing_transport.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -65,19 +65,20 @@ void check(AlgorithmEntry const& entry, int ranks, std::size_t numel) {
       });
     }
     for (T& x : expected) x = T(static_cast<V>(x) / divisor);
-    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    auto const body = [&](Communicator& communicator) {
       auto data = input<T>(communicator.rank(), numel);
       communicator
           .submit(std::make_shared<DenseCall<T>>(entry, options, data, reduction.id, divisor))
           .wait();
       EXPECT_TRUE(std::ranges::equal(data, expected)) << "on rank " << communicator.rank();
-    }));
+    };
+    expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(entry.name)));
   }
 }
 
 TEST(DenseTest, EveryTypeAndReduction) {
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (entry.sparse || entry.inner) continue;
+    if (entry.sparse) continue;
     for (int const ranks : {1, 2, 3, 4, 5, 6, 7, 8, 13}) {
       for (std::size_t const numel : {0u, 1u, 5u, 100u}) {
         check<float>(entry, ranks, numel);
@@ -102,18 +103,19 @@ TEST(DenseTest, ReplicasAreIdenticalWhereSumsAreRounded) {
     return gradient;
   };
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (entry.sparse || entry.inner) continue;
+    if (entry.sparse) continue;
     for (int const ranks : {3, 4, 7}) {
       std::vector<std::vector<Half>> results(ranks), gradients;
       for (int rank = 0; rank < ranks; ++rank) gradients.push_back(gradient_of(rank));
-      expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      auto const body = [&](Communicator& communicator) {
         auto data = gradients[communicator.rank()];
         communicator
             .submit(std::make_shared<DenseCall<Half>>(entry, AlgorithmOptions{}, data,
                                                       Reduction::sum, 1.0f))
             .wait();
         results[communicator.rank()] = data;
-      }));
+      };
+      expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(entry.name)));
       for (int rank = 1; rank < ranks; ++rank) {
         EXPECT_EQ(std::memcmp(results[rank].data(), results[0].data(), numel * sizeof(Half)), 0)
             << entry.name << ", P=" << ranks << ", rank " << rank;

@@ -4,11 +4,14 @@
 #include <algorithm>
 #include <atomic>
 #include <future>
+#include <limits>
 #include <random>
 
 #include "engine/gradient_exchange.h"
 #include "engine/verdict.h"
 #include "gradients.h"
+#include "reducing_transport.h"
+#include "transport/failure_report.h"
 #include "ucx_ranks.h"
 
 namespace sparsecomm::test {
@@ -31,9 +34,7 @@ class FailureTest : public ::testing::TestWithParam<std::string> {};
 
 INSTANTIATE_TEST_SUITE_P(Algorithms, FailureTest, ::testing::ValuesIn([] {
                            std::vector<std::string> names;
-                           for (auto const& entry : algorithms()) {
-                             if (!entry.inner) names.emplace_back(entry.name);
-                           }
+                           for (auto const& entry : algorithms()) names.emplace_back(entry.name);
                            return names;
                          }()),
                          [](auto const& info) { return info.param; });
@@ -49,7 +50,7 @@ ExchangeOptions failure_options(std::string const& algorithm) {
 std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std::size_t numel,
                                     int rank) {
   std::uint64_t messages = 0;
-  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+  auto const body = [&](Communicator& communicator) {
     auto const exchange = std::make_shared<GradientExchange<float>>(
         "test", numel, failure_options(algorithm), communicator);
     std::vector<float> residual(numel, 0.0f);
@@ -61,7 +62,8 @@ std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std
     }
     if (communicator.rank() == rank)
       messages = Counters::total(communicator.counters().sent_messages);
-  }));
+  };
+  expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(algorithm)));
   return messages;
 }
 
@@ -110,7 +112,7 @@ void check_fault(std::string const& algorithm, std::vector<std::unique_ptr<Trans
           }
         }
       },
-      quick(), RankFault{culprit, fault});
+      quick(), RankFault{culprit, fault}, wrap_for(algorithm));
   expect_no_errors(errors);
   EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
   for (int rank = 0; rank < ranks; ++rank) {
@@ -194,7 +196,7 @@ TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunica
           }
           attempt(100, options);
         },
-        quick());
+        quick(), {}, wrap_for(GetParam()));
     expect_no_errors(errors);
     for (std::string const& message : messages) EXPECT_EQ(message, messages[0]);
     EXPECT_NE(messages[0].find("numel: 100 on "), std::string::npos) << messages[0];
@@ -259,6 +261,44 @@ TEST(CommunicatorTest, ClosingBreaksOffWhatRunsAndAccusesNobodyElse) {
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
   EXPECT_NE(messages[1].find("rank 0 failed: it closed its communicator"), std::string::npos)
       << messages[1];
+}
+
+// Says how many entries it contributes to a vector of 100.
+class Claiming final : public Operation {
+ public:
+  Claiming(std::uint64_t entries, std::uint64_t former_entries)
+      : entries_(entries), former_entries_(former_entries) {}
+  Proposal prepare() override {
+    return {.text = "operation=claim;numel=100",
+            .entries = entries_,
+            .former_entries = former_entries_,
+            .extent = 100};
+  }
+  void run(Channel&, Agreement const&) override {}
+
+ private:
+  std::uint64_t entries_, former_entries_;
+};
+
+TEST(CommunicatorTest, ARankThatClaimsMoreEntriesThanThereCanBeIsNamedByAll) {
+  for (bool const former : {false, true}) {
+    auto const errors = run_ranks(
+        3,
+        [&](Communicator& communicator) {
+          communicator.run(std::make_shared<Claiming>(100, 100));
+          std::uint64_t const claimed =
+              communicator.rank() == 1 ? std::numeric_limits<std::uint64_t>::max() : 100;
+          communicator.run(std::make_shared<Claiming>(former ? 1 : claimed, former ? claimed : 1));
+        },
+        quick());
+    for (std::exception_ptr const& error : errors) {
+      EXPECT_EQ(message_of(error).find("rank 1 broke the exchange: rank 1 sent an invalid message: "
+                                       "a contribution of 18446744073709551615 entries to a vector "
+                                       "of 100"),
+                0u)
+          << message_of(error);
+    }
+  }
 }
 
 class Throwing final : public Operation {
@@ -424,6 +464,49 @@ TEST(VerdictTest, OfSeveralSuspectsThoseThatDoNotReportAreToBlame) {
   EXPECT_EQ(conclude(reports).culprits, std::vector{1});
   reports[2]->suspects = {1};
   EXPECT_TRUE(settled(reports));
+}
+
+// Rank 0 had completed operation 7 and left in the next, for want of rank 1; its last message to
+// rank 2 was lost with the connection.
+TEST(VerdictTest, WhoHadCompletedTheOperationAndLeftForSomebodyElseIsNotToBlame) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(3);
+  reports[0] = {8, Cause::lost, {1}, "", {0, 9, 9}, {0, 9, 9}};
+  reports[2] = {7, Cause::lost, {0}, "", {9, 9, 0}, {8, 9, 0}};
+  EXPECT_TRUE(settled(reports));
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  reports[0]->cause = reports[2]->cause = Cause::timeout;
+  EXPECT_EQ(conclude(reports).culprits, (std::vector{0, 1})) << "a message that never came";
+  reports[0] = {8, Cause::own, {}, "it closed its communicator"};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{0});
+  reports[0] = {8, Cause::invalid, {1}, "bad checksum"};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+}
+
+// Rank 0 posts its report and leaves just after the board was found to lack it; rank 2 says so.
+TEST(ReportReaderTest, AReportComesWithAllThatWerePostedBeforeIt) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<std::string>> board(3);
+  ReportReader reader(3);
+  int reads = 0;
+  auto const read = [&](int rank) {
+    auto const found = board[rank];
+    if (reads++ == 0) {
+      board[0] = serialize_report({7, Cause::lost, {1}, ""});
+      board[2] = serialize_report({7, Cause::lost, {0}, ""});
+    }
+    return found;
+  };
+  reader.look(read);
+  ASSERT_TRUE(reader.reports()[2].has_value());
+  ASSERT_TRUE(reader.reports()[0].has_value());
+  EXPECT_FALSE(reader.complete());
+  EXPECT_TRUE(settled(reader.reports()));
+  EXPECT_EQ(conclude(reader.reports()).culprits, std::vector{1});
+  board[1] = "not a report";
+  reader.look(read);
+  EXPECT_TRUE(reader.complete());
+  EXPECT_FALSE(reader.reports()[1].has_value());
 }
 
 }  // namespace

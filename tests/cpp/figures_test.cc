@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <functional>
 
 #include "contributions.h"
@@ -100,13 +101,54 @@ TEST(FiguresTest, WhoSendsAnImpossibleFigureIsNamed) {
     CensusAllreduce<std::uint64_t> census;
     std::uint64_t figure = channel.rank() == liar ? 9 : 1;
     census.run(channel, Phase::threshold, std::span(&figure, 1), std::plus{},
-               [](std::span<const std::uint64_t> arrived, int) { at_most_8(arrived.front()); });
+               [&](std::span<const std::uint64_t> arrived, int) {
+                 if (channel.rank() != liar) at_most_8(arrived.front());
+               });
   });
   expect_named(liar, {2}, [&](Channel& channel) {
     PackedAllgather<std::uint64_t> gather;
     gather.run(channel, Phase::threshold, std::uint64_t{channel.rank() == liar ? 9u : 1u},
                [](int, std::uint64_t figure) { at_most_8(figure); });
   });
+}
+
+// A rank passes on nothing that its peers would refuse, for which they would blame it.
+TEST(FiguresTest, FiguresThatContradictOneAnotherAreHeldAgainstAllTheyAreOf) {
+  int const liar = 3;
+  auto transports = make_inproc_transports(5);
+  auto const errors = run_transports(transports, [&](Transport& transport) {
+    Channel channel(transport, 1, soon());
+    CensusAllreduce<std::uint64_t> census;
+    // Of eight in all each rank has one; what the liar says could be true by itself.
+    std::uint64_t figure = channel.rank() == liar ? 8 : 1;
+    census.run(channel, Phase::threshold, std::span(&figure, 1), std::plus{},
+               [&](std::span<const std::uint64_t> figures, int) { at_most_8(figures.front()); });
+  });
+  EXPECT_EQ(message_of(errors[1]),
+            "the figures of ranks 2, 3 contradict one another: 9 is more than 8");
+  EXPECT_EQ(message_of(errors[2]),
+            "the figures of ranks 3, 4 contradict one another: 9 is more than 8");
+  for (std::exception_ptr const& error : errors) {
+    try {
+      std::rethrow_exception(error);
+    } catch (PeerInvalid const& invalid) {
+      EXPECT_TRUE(std::ranges::count(invalid.ranks(), liar)) << invalid.what();
+    } catch (PeerLost const&) {  // of a rank that gave up
+    }
+  }
+}
+
+TEST(FiguresTest, WhatARankItselfCannotHaveItSaysInsteadOfSendingIt) {
+  auto transports = make_inproc_transports(2);
+  auto const errors = run_transports(transports, [&](Transport& transport) {
+    Channel channel(transport, 1, soon());
+    CensusAllreduce<std::uint64_t> census;
+    std::uint64_t figure = transport.rank() == 0 ? 9 : 1;
+    census.run(channel, Phase::threshold, std::span(&figure, 1), std::plus{},
+               [&](std::span<const std::uint64_t> figures, int) { at_most_8(figures.front()); });
+  });
+  EXPECT_EQ(message_of(errors[0]), "9 is more than 8");
+  EXPECT_EQ(message_of(errors[1]).find("9 is more than 8"), std::string::npos);
 }
 
 TEST(FiguresTest, AnArrayOfAnotherLengthIsRefused) {

@@ -14,54 +14,10 @@
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
 #include "ranks.h"
+#include "transport/wrapped.h"
 
 namespace sparsecomm::test {
 namespace {
-
-// Counts the index-value pairs that arrive in sparse frames.
-class PairCounter final : public Transport {
- public:
-  explicit PairCounter(std::unique_ptr<Transport> inner, std::vector<std::uint64_t>& pairs)
-      : Transport(inner->rank(), inner->size()),
-        inner_(std::move(inner)),
-        pairs_(pairs[Transport::rank()]) {}
-
-  std::string_view name() const override { return inner_->name(); }
-  std::size_t wait(Request& request, Deadline const& deadline) override {
-    auto const receive = receives_.find(request.slot);
-    std::size_t const bytes = inner_->wait(request, deadline);
-    if (receive == receives_.end()) return bytes;
-    auto rest = receive->second.first(bytes);
-    receives_.erase(receive);
-    while (!rest.empty()) {
-      FrameHeader header;
-      std::memcpy(&header, rest.data(), sizeof header);
-      if (header.kind == FrameKind::sparse) pairs_ += header.count;
-      rest = rest.subspan(header_bytes + header.index_bytes + header.value_bytes);
-    }
-    return bytes;
-  }
-  void abort() noexcept override { inner_->abort(); }
-  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return inner_->failures();
-  }
-
- protected:
-  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    return inner_->isend(peer, tag, bytes);
-  }
-  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    Request const request = inner_->irecv(peer, tag, bytes);
-    receives_[request.slot] = bytes;
-    return request;
-  }
-
- private:
-  std::unique_ptr<Transport> inner_;
-  std::uint64_t& pairs_;
-  std::map<std::uint32_t, std::span<std::byte>> receives_;
-};
 
 // One call of an algorithm on a selection that the test made.
 class OneCall final : public Operation {
@@ -262,7 +218,11 @@ void for_each_call(Support const& support, int ranks, std::uint64_t steps, F&& c
       },
       {}, std::nullopt,
       [&](std::unique_ptr<Transport> transport) {
-        return std::make_unique<PairCounter>(std::move(transport), counter);
+        std::uint64_t& pairs = counter[transport->rank()];
+        auto const count = [&pairs](FrameHeader const& header) {
+          if (header.kind == FrameKind::sparse) pairs += header.count;
+        };
+        return std::make_unique<FrameObserver>(std::move(transport), count);
       });
   expect_no_errors(errors);
   for (std::uint64_t step = 0; step < steps; ++step) {

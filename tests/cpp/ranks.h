@@ -42,12 +42,17 @@ inline std::vector<std::exception_ptr> on_threads(int size,
   return errors;
 }
 
+// `wrap` may put something between every rank and its transport, faults included.
 inline std::vector<std::exception_ptr> run_ranks(std::vector<std::unique_ptr<Transport>> transports,
                                                  std::function<void(Communicator&)> const& body,
                                                  CommunicatorOptions const& options = {},
-                                                 std::optional<RankFault> fault = std::nullopt) {
+                                                 std::optional<RankFault> fault = std::nullopt,
+                                                 WrapTransport const& wrap = {}) {
   if (fault) {
     transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
+  }
+  if (wrap) {
+    for (auto& transport : transports) transport = wrap(std::move(transport));
   }
   return on_threads(static_cast<int>(transports.size()), [&](int rank) {
     Communicator communicator(std::move(transports[rank]), options);
@@ -55,17 +60,13 @@ inline std::vector<std::exception_ptr> run_ranks(std::vector<std::unique_ptr<Tra
   });
 }
 
-// Over inproc; `wrap` may put something between every rank and its transport.
+// Over inproc.
 inline std::vector<std::exception_ptr> run_ranks(int size,
                                                  std::function<void(Communicator&)> const& body,
                                                  CommunicatorOptions const& options = {},
                                                  std::optional<RankFault> fault = std::nullopt,
                                                  WrapTransport const& wrap = {}) {
-  auto transports = make_inproc_transports(size);
-  if (wrap) {
-    for (auto& transport : transports) transport = wrap(std::move(transport));
-  }
-  return run_ranks(std::move(transports), body, options, fault);
+  return run_ranks(make_inproc_transports(size), body, options, fault, wrap);
 }
 
 inline std::string message_of(std::exception_ptr const& error) {

@@ -8,8 +8,9 @@
 #include <map>
 #include <random>
 
+#include "allocations.h"
 #include "collectives/patterns.h"
-#include "ranks.h"
+#include "reducing_transport.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -95,7 +96,7 @@ std::vector<V> expanded(StreamView<V> view, std::uint32_t extent, Reduction redu
 std::vector<AlgorithmEntry const*> able() {
   std::vector<AlgorithmEntry const*> entries{nullptr};
   for (AlgorithmEntry const& entry : algorithms()) {
-    if (can_reduce(entry) && !entry.inner) entries.push_back(&entry);
+    if (can_reduce(entry)) entries.push_back(&entry);
   }
   return entries;
 }
@@ -103,7 +104,7 @@ std::vector<AlgorithmEntry const*> able() {
 template <class T>
 void check_allreduce(int ranks) {
   using V = accumulate_t<T>;
-  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+  auto const body = [&](Communicator& communicator) {
     int const rank = communicator.rank();
     auto const operation = std::make_shared<AllreduceOperation<T>>(communicator);
     for (auto const& [reduction, reduction_name] : reductions()) {
@@ -136,7 +137,8 @@ void check_allreduce(int ranks) {
         }
       }
     }
-  }));
+  };
+  expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for("auto")));
 }
 
 class SparseCollectivesTest : public testing::TestWithParam<int> {};
@@ -357,6 +359,31 @@ TEST(AutoTest, MeasuresTheFiguresOnce) {
   }));
 }
 
+// On one rank, whose algorithms need nobody.
+TEST(AutoTest, PredictsAndAllocatesOnceForAsManyEntries) {
+  CommunicatorOptions options;
+  options.figures = Figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
+  expect_no_errors(run_ranks(
+      1,
+      [&](Communicator& communicator) {
+        auto const transports = make_inproc_transports(1);
+        AllreduceOperation<float> operation(communicator);
+        Pairs<float> const pairs = entries_of<float>(kinds[0], 0, 1, 5000);
+        operation.configure({"", 5000});
+        bool first = true;
+        for (std::uint64_t const entries : {505u, 505u, 500u, 490u}) {
+          operation.bind(pairs.view().slice(0, entries));
+          Channel channel(*transports[0], 1, Deadline(steady_clock(), std::chrono::seconds(9)));
+          allocations = 0;
+          counting = true;
+          operation.run(channel, {.most_entries = entries, .total_entries = entries});
+          counting = false;
+          EXPECT_EQ(allocations > 0, std::exchange(first, false)) << entries;
+        }
+      },
+      options));
+}
+
 TEST(AutoTest, RefusesWhatIsNotExactAndListsWhatIs) {
   for (auto const& [name, reason] : {std::pair{"oktopk", "algorithm 'oktopk' is not exact"},
                                      {"nothing", "algorithm 'nothing' is unknown"}}) {
@@ -410,7 +437,7 @@ class SparseFailureTest : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
                            std::vector<std::string> names{"allgather", "reduce-scatter"};
                            for (AlgorithmEntry const& entry : algorithms()) {
-                             if (can_reduce(entry) && !entry.inner) names.emplace_back(entry.name);
+                             if (can_reduce(entry)) names.emplace_back(entry.name);
                            }
                            return names;
                          }()),
@@ -425,14 +452,17 @@ INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
 TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
   int const culprit = 1;
   CommunicatorOptions const quick{milliseconds(300), milliseconds(300)};
+  bool const allreduce = GetParam() != "allgather" && GetParam() != "reduce-scatter";
+  WrapTransport const wrap = allreduce ? wrap_for(GetParam()) : WrapTransport{};
   for (int const ranks : {2, 3, 4}) {
     std::uint64_t messages = 0;
-    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    auto const count = [&](Communicator& communicator) {
       auto const victim = make_victim(GetParam(), communicator);
       communicator.run(victim.operation);
       if (communicator.rank() == culprit)
         messages = Counters::total(communicator.counters().sent_messages);
-    }));
+    };
+    expect_no_errors(run_ranks(ranks, count, {}, {}, wrap));
     ASSERT_GE(messages, 2u);
     for (auto const kind :
          {FaultKind::die, FaultKind::corrupt, FaultKind::truncate, FaultKind::delay}) {
@@ -464,7 +494,7 @@ TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
                   }
                 }
               },
-              quick, RankFault{culprit, {kind, message}}));
+              quick, RankFault{culprit, {kind, message}}, wrap));
           EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
           for (int rank = 0; rank < ranks; ++rank) {
             if (rank != culprit) {

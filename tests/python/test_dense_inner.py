@@ -78,7 +78,8 @@ def test_auto_may_choose_it_where_there_is_one() -> None:
     assert not next(row.candidate for row in by_hand.ranking if row.algorithm == INNER)
 
 
-def _lose(signal_number: int) -> tuple[str, float, bool]:
+def _lose(signal_number: int, interfaces: str) -> tuple[str, float, bool]:
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     patience = timedelta(seconds=3)
     communicator = _C.Communicator(connect(None, patience, "c10d"), patience)
     exchange = _C.Exchange(communicator, LARGE, torch.float32, make_options(INNER, 1.0))
@@ -101,17 +102,18 @@ def _lose(signal_number: int) -> tuple[str, float, bool]:
 
 
 @pytest.mark.parametrize(
-    ("number", "size", "text", "seconds"),
+    ("number", "size", "interfaces", "text", "seconds"),
     [
-        (signal.SIGKILL, 2, "rank 1 left", 3.0),
-        (signal.SIGKILL, 4, "rank 1 left", 3.0),
-        (signal.SIGSTOP, 3, "rank 1 did not take part before the deadline (3 s)", 7.0),
+        (signal.SIGKILL, 2, "lo", "rank 1 left", 3.0),
+        (signal.SIGKILL, 4, "lo", "rank 1 left", 3.0),
+        (signal.SIGKILL, 3, "lo,lo", "rank 1 left", 3.0),
+        (signal.SIGSTOP, 3, "lo", "rank 1 did not take part before the deadline (3 s)", 7.0),
     ],
 )
 def test_survivors_name_the_lost_rank_and_keep_their_data(
-    number: int, size: int, text: str, seconds: float
+    number: int, size: int, interfaces: str, text: str, seconds: float
 ) -> None:
-    results = run_ranks(size, _lose, number, may_die=(1,), timeout=40)
+    results = run_ranks(size, _lose, number, interfaces, may_die=(1,), timeout=40)
     for rank in range(size):
         if rank != 1:
             error, waited, kept = results[rank]
@@ -120,7 +122,8 @@ def test_survivors_name_the_lost_rank_and_keep_their_data(
             assert kept
 
 
-def _close() -> float:
+def _close(interfaces: str) -> float:
+    os.environ["GLOO_SOCKET_IFNAME"] = interfaces
     communicator = sparsecomm.Communicator.from_process_group(
         transport="c10d", timeout=timedelta(seconds=100)
     )
@@ -141,5 +144,7 @@ def _close() -> float:
         return time.monotonic() - start
 
 
-def test_closing_breaks_off_what_runs() -> None:
-    assert run_ranks(2, _close, may_die=(1,), timeout=40)[0] < 10
+# Of several interfaces gloo takes one for each collective, in turn.
+@pytest.mark.parametrize("interfaces", ["lo", "lo,lo", "lo,lo,lo"])
+def test_closing_breaks_off_what_runs(interfaces: str) -> None:
+    assert run_ranks(2, _close, interfaces, may_die=(1,), timeout=40)[0] < 10

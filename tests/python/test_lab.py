@@ -100,7 +100,8 @@ def test_the_grid_is_every_combination() -> None:
         (goal.hosts, goal.rate) for goal in lab.GOALS
     ]
     some = lab.set_ups(lab.parse_options(["--rate", "none", "--numel", "10", "--hosts", "3"]))
-    assert some == [lab.SetUp(3, None, 10, lab.DENSITIES)]
+    algorithms = (lab.GLOO_DENSE, *lab.EVERY)
+    assert some == [lab.SetUp(3, None, 10, lab.DENSITIES, algorithms)]
 
 
 @pytest.mark.lab
@@ -219,6 +220,7 @@ def test_the_full_grid_goes_on_with_what_its_file_lacks() -> None:
         return {
             "hosts": set_up.hosts,
             "rate": set_up.rate,
+            "transport": "auto",
             "rows": [
                 {"numel": set_up.numel, "density": d, "algorithm": name, "pattern": "uniform"}
                 for d in densities
@@ -226,14 +228,20 @@ def test_the_full_grid_goes_on_with_what_its_file_lacks() -> None:
             ],
         }
 
-    assert lab.remaining(set_ups, [], algorithms, "uniform") == set_ups
+    assert lab.remaining(set_ups, [], options) == set_ups
     whole = rows(set_ups[0], set_ups[0].densities, algorithms)
     in_part = rows(set_ups[1], set_ups[1].densities[:3], algorithms)
     broken_off = rows(set_ups[1], set_ups[1].densities[3:], algorithms[:2])
-    first, *rest = lab.remaining(set_ups, [whole, in_part, broken_off], algorithms, "uniform")
+    more = rows(set_ups[2], set_ups[2].densities[1:2], ("gloo_dense", "another"))
+    results = [whole, in_part, broken_off, more]
+    first, second, *rest = lab.remaining(set_ups, results, options)
     assert first == lab.replace(set_ups[1], densities=set_ups[1].densities[3:])
-    assert rest == set_ups[2:]
-    assert lab.remaining(set_ups, [whole], algorithms, "clustered") == set_ups
+    assert second == lab.replace(set_ups[2], algorithms=(*algorithms, "another"))
+    assert rest == set_ups[3:]
+    assert lab.without(results, first, options) == [whole, in_part, more]
+    assert lab.without(results, second, options) == [whole, in_part, broken_off]
+    for other in (["--pattern", "clustered"], ["--transport", "c10d"]):
+        assert lab.remaining(set_ups, [whole], lab.parse_options(other)) == set_ups
 
 
 def test_a_second_call_measures_nothing_twice_and_none_begins_late(
@@ -247,7 +255,7 @@ def test_a_second_call_measures_nothing_twice_and_none_begins_late(
         measured.append((set_up.hosts, set_up.rate))
         return [
             row_of(name, 100.0, numel=set_up.numel, density=density, pattern="uniform")
-            for name in ("gloo_dense", "topk_a")
+            for name in set_up.algorithms
             for density in set_up.densities
         ]
 
@@ -262,3 +270,11 @@ def test_a_second_call_measures_nothing_twice_and_none_begins_late(
     assert measured == [(2, "1gbit"), (4, "1gbit"), (2, None), (4, None)]
     results = json.loads((tmp_path / "grid.json").read_text())["results"]
     assert [(result["hosts"], result["rate"]) for result in results] == measured
+
+    # One more algorithm: all are measured again, and what was there goes.
+    arguments += ["--algorithm", "oktopk", "--minutes", "60"]
+    lab.measure_allreduces(lab.parse_options(arguments))
+    results = json.loads((tmp_path / "grid.json").read_text())["results"]
+    assert len(measured) == 8
+    names = [[row["algorithm"] for row in result["rows"]] for result in results]
+    assert names == [4 * ["gloo_dense"] + 4 * ["oktopk"] + 4 * ["topk_a"]] * 4

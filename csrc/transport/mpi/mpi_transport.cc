@@ -1,5 +1,6 @@
 #include "transport/mpi/mpi_transport.h"
 
+#include <algorithm>
 #include <atomic>
 #include <bit>
 #include <mutex>
@@ -186,7 +187,16 @@ class MpiTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     std::lock_guard const lock(board_mutex_);
     read_reports();
-    return reports_;
+    auto known = reports_;
+    // A rank gives up once it has another's report, which may arrive here after its own.
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank() || !known[peer] || known[peer]->cause != FailureReport::Cause::lost) {
+        continue;
+      }
+      auto const missing = [&](int suspect) { return !reports_[suspect]; };
+      if (std::ranges::any_of(known[peer]->suspects, missing)) known[peer].reset();
+    }
+    return known;
   }
 
  protected:

@@ -1,0 +1,44 @@
+// A transport whose engine has an allreduce of its own, over inproc: the dense one of
+// collectives/dense.h on the same messages, so that faults meet them too. They are counted.
+#pragma once
+
+#include <memory>
+#include <string_view>
+#include <utility>
+
+#include "collectives/algorithm.h"
+#include "ranks.h"
+#include "transport/wrapped.h"
+
+namespace sparsecomm::test {
+
+class ReducingTransport final : public WrappedTransport {
+ public:
+  using WrappedTransport::WrappedTransport;
+
+  bool reduces() const override { return true; }
+  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
+                 Deadline const& deadline) override {
+    auto const reduce = [&]<class T>() {
+      Channel channel(*this, ++operation_, deadline);
+      std::span const data(reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T));
+      dense_pairwise.make<T>({})->run(channel, data, reduction, 1);
+    };
+    if (dtype == DType::i32) return reduce.template operator()<std::int32_t>();
+    if (dtype == DType::i64) return reduce.template operator()<std::int64_t>();
+    visit_dtype(dtype, reduce);
+  }
+
+ private:
+  std::uint32_t operation_ = 1u << 27;  // far from the communicator's
+};
+
+// What run_ranks() is to put before its transports so that they can run the algorithm.
+inline WrapTransport wrap_for(std::string_view algorithm) {
+  if (algorithm != "auto" && !find_algorithm(algorithm).inner) return {};
+  return [](std::unique_ptr<Transport> inner) {
+    return std::make_unique<ReducingTransport>(std::move(inner));
+  };
+}
+
+}  // namespace sparsecomm::test
