@@ -22,6 +22,9 @@ enum class ValueCodec : std::uint8_t {
   qsgd2 = 4,
   qsgd4 = 5,
   qsgd8 = 6,
+  qsgd2_512 = 7,
+  qsgd4_512 = 8,
+  qsgd8_512 = 9,
 };
 
 // A codec by name, or the one that takes the fewest bytes (the same numbers as IndexCodec).
@@ -97,8 +100,8 @@ struct ValueCodecEntry {
 
 std::span<const ValueCodecEntry> value_codecs();
 
-// The values of a bucket of QSGD; a payload is a whole number of bytes for every so many values in
-// any codec.
+// The values of the largest bucket of QSGD; a payload is a whole number of bytes, and of buckets,
+// for every so many values in any codec.
 inline constexpr std::size_t value_bucket = 1024;
 
 template <class V>
@@ -131,10 +134,10 @@ ValueCodecEntry const& value_codec_for(ValueCodec id, DType dtype);
 // meets a value that is not finite. O(n).
 //
 // f16 and bf16 round to nearest even; what would become infinite becomes the largest finite value.
-// QSGD quantises buckets of 1,024 consecutive values, each by the largest magnitude in it, to s =
-// 1, 7 or 127 levels of either sign. A value between two levels becomes either, so that its
-// expectation is the value itself, with a variance of at most (scale / s)^2 / 4; -0 becomes 0.
-// What is rounded already stays as it is.
+// QSGD quantises buckets of 1,024 (qsgd4) or 512 (qsgd4_512) consecutive values, each by the
+// largest magnitude in it, to s = 1, 7 or 127 levels of either sign. A value between two levels
+// becomes either, so that its expectation is the value itself, with a variance of at most (scale /
+// s)^2 / 4; -0 becomes 0. What is rounded already stays as it is.
 template <class V>
 void round_values(ValueCodec codec, std::span<V> values, RoundingKey const& key);
 
