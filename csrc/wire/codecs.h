@@ -32,6 +32,8 @@ enum class IndexCodecChoice : std::uint8_t { smallest, raw32, delta, bitmap };
 
 inline constexpr std::size_t does_not_fit = std::numeric_limits<std::size_t>::max();
 
+struct IndexKernels;  // of index_kernels.h
+
 // One line per index codec; tests, frames and docs iterate the table index_codecs.
 struct IndexCodecEntry {
   IndexCodec id;
@@ -39,14 +41,14 @@ struct IndexCodecEntry {
   std::string_view description;
   // Encodes strictly increasing positions of [first_index, first_index + extent), which encode()
   // does not check (encode_sparse() does), to the front of `out`. Returns their length in bytes, or
-  // does_not_fit, having written anything to `out`.
-  std::size_t (*encode)(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-                        std::uint32_t extent, std::span<std::byte> out);
+  // does_not_fit, having written anything to `out`. The bytes are the same whatever the kernels.
+  std::size_t (*encode)(IndexKernels const& kernels, std::span<const std::uint32_t> indices,
+                        std::uint32_t first_index, std::uint32_t extent, std::span<std::byte> out);
   // Fills `indices` (its size is the count) from all of `in`; throws MalformedFrame unless the
   // bytes decode to strictly increasing positions of [first_index, first_index + extent) and are
   // used up exactly.
-  void (*decode)(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
-                 std::span<std::uint32_t> indices);
+  void (*decode)(IndexKernels const& kernels, std::span<const std::byte> in,
+                 std::uint32_t first_index, std::uint32_t extent, std::span<std::uint32_t> indices);
   // The least and the most bytes that `count` > 0 positions of `extent` can take: equal where that
   // does not depend on the positions.
   std::size_t (*min_bytes)(std::size_t count, std::size_t extent);

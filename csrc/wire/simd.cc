@@ -10,6 +10,7 @@
 #include "hwy/highway.h"
 
 #if HWY_TARGET != HWY_SCALAR
+#include "wire/index-inl.h"
 #include "wire/qsgd-inl.h"
 #endif
 
@@ -30,6 +31,8 @@ constexpr QsgdKernels<V> qsgd_table() {
 void append_codecs(SimdCodecs& all) {
   all.qsgd_f32.push_back(qsgd_table<float>());
   all.qsgd_f64.push_back(qsgd_table<double>());
+  all.index.push_back(
+      {hwy::TargetName(HWY_TARGET), increasing, ones_of, gaps_of, high_bits_of, join_of});
 }
 #endif
 

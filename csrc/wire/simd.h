@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "wire/index_kernels.h"
 #include "wire/qsgd.h"
 
 namespace sparsecomm {
@@ -10,6 +11,7 @@ namespace sparsecomm {
 struct SimdCodecs {
   std::vector<QsgdKernels<float>> qsgd_f32;
   std::vector<QsgdKernels<double>> qsgd_f64;
+  std::vector<IndexKernels> index;
 };
 
 // Fastest first; empty where Highway knows only its own scalar emulation.
