@@ -62,14 +62,25 @@ def _blocks(size: int, block: int) -> int:
 
 
 def _qsgd_quantize(
-    input: Tensor, bits: int, *, seed: int, operation: int = 0, stream: int = 0
+    input: Tensor,
+    bits: int,
+    *,
+    seed: int,
+    operation: int = 0,
+    stream: int = 0,
+    bucket: int = 1024,
 ) -> Tensor:
-    scales = _blocks(input.numel(), 1024) * input.element_size()
+    scales = _blocks(input.numel(), bucket) * input.element_size()
     return input.new_empty([scales + _blocks(input.numel() * bits, 8)], dtype=torch.uint8)
 
 
 def _qsgd_dequantize(
-    codes: Tensor, size: int, bits: int, *, dtype: torch.dtype = torch.float32
+    codes: Tensor,
+    size: int,
+    bits: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    bucket: int = 1024,
 ) -> Tensor:
     return codes.new_empty([size], dtype=dtype)
 

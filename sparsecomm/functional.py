@@ -192,9 +192,15 @@ def threshold_gaussian(gradient: Tensor, k: int, *, residual: Tensor | None = No
 
 
 def qsgd_quantize(
-    input: Tensor, bits: Literal[2, 4, 8], *, seed: int, operation: int = 0, stream: int = 0
+    input: Tensor,
+    bits: Literal[2, 4, 8],
+    *,
+    seed: int,
+    operation: int = 0,
+    stream: int = 0,
+    bucket: Literal[512, 1024] = 1024,
 ) -> Tensor:
-    """QSGD of buckets of 1,024 entries, in the format that travels on the wire.
+    """QSGD of buckets of 512 or 1,024 entries, in the format that travels on the wire.
 
     An entry becomes one of 2^(bits-1) - 1 levels of either sign of the largest magnitude in its
     bucket, at random, so that its expectation is the entry itself.
@@ -203,31 +209,44 @@ def qsgd_quantize(
         input: [...] of float32 or float64, all finite.
         seed, operation, stream: what the random numbers depend on; the same ones give the same
             bytes. ``stream`` is 32 bits.
+        bucket: how many consecutive entries share a scale.
 
     Returns:
-        uint8, one scale a bucket and ``bits`` an entry: ceil(N / 1024) * itemsize +
+        uint8, one scale a bucket and ``bits`` an entry: ceil(N / bucket) * itemsize +
         ceil(N * bits / 8) bytes.
 
-    O(N). Source: Alistarh et al. 2017, as in SparCML section 6.
+    O(N), one pass over memory. Source: Alistarh et al. 2017, as in SparCML section 6.
     """
-    codes: Tensor = _ops.qsgd_quantize(input, bits, seed=seed, operation=operation, stream=stream)
+    codes: Tensor = _ops.qsgd_quantize(
+        input, bits, seed=seed, operation=operation, stream=stream, bucket=bucket
+    )
     return codes
 
 
 def qsgd_dequantize(
-    codes: Tensor, size: int, bits: Literal[2, 4, 8], *, dtype: torch.dtype = torch.float32
+    codes: Tensor,
+    size: int,
+    bits: Literal[2, 4, 8],
+    *,
+    dtype: torch.dtype = torch.float32,
+    bucket: Literal[512, 1024] = 1024,
 ) -> Tensor:
     """The ``size`` values, of the dtype that was quantised, that ``codes`` stand for. O(size).
 
     Bytes that :func:`qsgd_quantize` cannot have made raise ``ValueError``.
     """
-    values: Tensor = _ops.qsgd_dequantize(codes, size, bits, dtype=dtype)
+    values: Tensor = _ops.qsgd_dequantize(codes, size, bits, dtype=dtype, bucket=bucket)
     return values
 
 
-def qsgd_dequantize_add_(dense: Tensor, codes: Tensor, bits: Literal[2, 4, 8]) -> Tensor:
-    """Adds what ``codes`` stand for to ``dense``, of the dtype that was quantised; returns it."""
-    _ops.qsgd_dequantize_add(dense, codes, bits)
+def qsgd_dequantize_add_(
+    dense: Tensor, codes: Tensor, bits: Literal[2, 4, 8], *, bucket: Literal[512, 1024] = 1024
+) -> Tensor:
+    """Adds what ``codes`` stand for to ``dense``, of the dtype that was quantised; returns it.
+
+    Bytes that :func:`qsgd_quantize` cannot have made raise ``ValueError`` and change nothing.
+    """
+    _ops.qsgd_dequantize_add(dense, codes, bits, bucket=bucket)
     return dense
 
 

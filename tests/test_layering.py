@@ -35,7 +35,7 @@ FOLDERS = (
 TORCH = {"torch", "ATen", "c10", "pybind11", "caffe2", "Python.h"}
 # First part of the path -> the folders that may include it.
 THIRD_PARTY = {
-    "hwy": {"kernels"},
+    "hwy": {"kernels", "wire"},
     "cub": {"kernels"},
     "cuda_runtime.h": {"kernels"},
     "mpi.h": {"transport"},
@@ -125,7 +125,7 @@ CASES = {
     "relative": ("wire/frame.cc", '#include "../engine/e.h"\n', "names no folder"),
     "standard library": ("wire/frame.cc", "#include <vector>\n#include <sys/stat.h>\n", None),
     "SIMD in its place": ("kernels/simd.cc", '#include "hwy/highway.h"\n', None),
-    "SIMD elsewhere": ("wire/simd.cc", "#include <hwy/highway.h>\n", "only kernels may"),
+    "SIMD elsewhere": ("sparse/simd.cc", "#include <hwy/highway.h>\n", "only kernels, wire may"),
     "a folder of no rank": ("util/x.h", "\n", "not in one of the folders"),
     "environment": ("base/b.cc", 'auto x = std::getenv("X");\n', "environment"),
     "environment, in torch": ("torch/b.cc", 'auto x = secure_getenv("X");\n', "environment"),

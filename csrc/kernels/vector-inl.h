@@ -12,7 +12,7 @@
 #include "base/dtype.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
-#include "kernels/lanes.h"
+#include "base/lanes.h"
 #include "kernels/magnitude.h"
 
 HWY_BEFORE_NAMESPACE();

@@ -9,6 +9,7 @@
 #include "tensor_span.h"
 #include "wire/codecs.h"
 #include "wire/frame.h"
+#include "wire/index_kernels.h"
 #include "wire/sorted.h"
 
 namespace py = pybind11;
@@ -52,13 +53,14 @@ std::optional<std::size_t> encode_indices(std::string const& codec, at::Tensor c
           "indices must be strictly increasing positions of [", first_index, ", first_index + ",
           extent, ")");
   std::size_t const bytes =
-      index_codec(codec).encode(positions, first_index, extent, bytes_of(out));
+      index_codec(codec).encode(index_kernels(), positions, first_index, extent, bytes_of(out));
   return bytes == does_not_fit ? std::nullopt : std::optional(bytes);
 }
 
 void decode_indices(std::string const& codec, at::Tensor const& in, std::uint32_t first_index,
                     std::uint32_t extent, at::Tensor const& indices) {
-  index_codec(codec).decode(bytes_of(in), first_index, extent, indices_of(indices));
+  index_codec(codec).decode(index_kernels(), bytes_of(in), first_index, extent,
+                            indices_of(indices));
 }
 
 void round_tensor(std::string const& codec, at::Tensor const& values, std::uint64_t seed,

@@ -16,6 +16,7 @@
 #include "sparse/sum.h"
 #include "tensor_span.h"
 #include "torch_executor.h"
+#include "wire/qsgd.h"
 
 namespace py = pybind11;
 
@@ -55,6 +56,7 @@ class Kernels {
   Kernels(std::string const& target, std::int64_t threads)
       : table_(table_named(kernel_tables<T>(), target)),
         blocks_(table_named(block_kernel_tables(), target)),
+        qsgd_(table_named(qsgd_kernel_tables<V>(), target)),
         executor_(make_executor(threads)) {}
 
   bool all_finite(at::Tensor const& x) const {
@@ -119,6 +121,23 @@ class Kernels {
         *executor_, blocks_);
   }
 
+  std::size_t qsgd_quantize(at::Tensor const& x, int bits, std::size_t bucket, std::uint64_t seed,
+                            at::Tensor const& codes) const {
+    QsgdFormat const format{bits, bucket};
+    auto const values = span_of<V>(x, scalar_type<V>(), "x");
+    sparsecomm::qsgd_quantize<V>(qsgd_, format, values, {.seed = seed},
+                                 codes_of(codes, format, values.size()), *executor_);
+    return format.bytes(values.size(), sizeof(V));
+  }
+
+  void qsgd_add(at::Tensor const& codes, int bits, std::size_t bucket,
+                at::Tensor const& dense) const {
+    QsgdFormat const format{bits, bucket};
+    auto const values = span_of<V>(dense, scalar_type<V>(), "dense");
+    sparsecomm::qsgd_add<V>(qsgd_, format, codes_of(codes, format, values.size()), values,
+                            *executor_);
+  }
+
  private:
   static std::span<T> elements(at::Tensor const& tensor, char const* name) {
     return span_of<T>(tensor, scalar_type<T>(), name);
@@ -143,8 +162,18 @@ class Kernels {
     return out.indices.size() - packed_slack;
   }
 
+  static std::span<std::byte> codes_of(at::Tensor const& codes, QsgdFormat format,
+                                       std::size_t count) {
+    auto const room = span_of<std::byte>(codes, at::kByte, "codes");
+    std::size_t const bytes = format.bytes(count, sizeof(V));
+    require(bytes <= room.size(), count, " values take ", bytes, " bytes, codes have ",
+            room.size());
+    return room.first(bytes);
+  }
+
   KernelTable<T> const& table_;
   BlockKernelTable const& blocks_;
+  QsgdKernels<V> const& qsgd_;
   std::shared_ptr<Executor const> executor_;
   SelectionScratch<V> selection_;
   ThresholdScratch<V> threshold_;
@@ -171,7 +200,11 @@ void bind(py::module_& module, char const* name) {
       .def("top_k_per_bucket", &K::top_k_per_bucket, released(), py::arg("x"), py::arg("bucket"),
            py::arg("k"), py::arg("indices"), py::arg("values"))
       .def("block_scan", &K::block_scan, released(), py::arg("x"), py::arg("block_bytes"),
-           py::arg("bitmap"), py::arg("numbers"), py::arg("blocks"));
+           py::arg("bitmap"), py::arg("numbers"), py::arg("blocks"))
+      .def("qsgd_quantize", &K::qsgd_quantize, released(), py::arg("x"), py::arg("bits"),
+           py::arg("bucket"), py::arg("seed"), py::arg("codes"))
+      .def("qsgd_add", &K::qsgd_add, released(), py::arg("codes"), py::arg("bits"),
+           py::arg("bucket"), py::arg("dense"));
 }
 
 // Adds up sorted streams of f32 over [0, numel); returns how many entries the sum has.

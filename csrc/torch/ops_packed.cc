@@ -6,7 +6,7 @@
 #include "kernels/block_scan.h"
 #include "ops.h"
 #include "sparse/sum.h"
-#include "wire/codecs.h"
+#include "wire/qsgd.h"
 #include "wire/sorted.h"
 
 namespace sparsecomm::ops {
@@ -14,9 +14,10 @@ namespace {
 
 // ---- QSGD, in the wire format
 
-ValueCodecEntry const& qsgd_codec(std::int64_t bits) {
+QsgdFormat qsgd_format(std::int64_t bits, std::int64_t bucket) {
   require(bits == 2 || bits == 4 || bits == 8, "bits = ", bits, " is none of 2, 4, 8");
-  return *find_value_codec(value_codec_named(concat("qsgd", bits)));
+  require(bucket == 512 || bucket == 1024, "bucket = ", bucket, " is none of 512, 1024");
+  return {static_cast<int>(bits), static_cast<std::size_t>(bucket)};
 }
 
 template <class F>
@@ -28,44 +29,59 @@ decltype(auto) visit_values(at::ScalarType dtype, char const* name, F&& f) {
 }
 
 at::Tensor qsgd_quantize_cpu(at::Tensor const& input, std::int64_t bits, std::int64_t seed,
-                             std::int64_t operation, std::int64_t stream) {
-  ValueCodecEntry const& codec = qsgd_codec(bits);
+                             std::int64_t operation, std::int64_t stream, std::int64_t bucket) {
+  QsgdFormat const format = qsgd_format(bits, bucket);
   require(stream >= 0 && stream <= std::numeric_limits<std::uint32_t>::max(), "stream = ", stream,
           " is not in [0, 2^32)");
   RoundingKey const key{static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(operation),
                         static_cast<std::uint32_t>(stream)};
   return visit_values(input.scalar_type(), "input", [&]<class V>() {
-    at::Tensor const rounded = input.clone(at::MemoryFormat::Contiguous);
-    auto const values = entries<V>(rounded);
-    auto const bytes = codec.encoded_bytes(values.size(), sizeof(V));
-    at::Tensor codes = at::empty({static_cast<std::int64_t>(bytes)}, at::kByte);
-    functions<V>(codec).round(values, key);
-    functions<V>(codec).encode(values, entries<std::byte>(codes));
+    at::Tensor const from = input.contiguous();
+    auto const values = entries<const V>(from);
+    at::Tensor codes =
+        at::empty({static_cast<std::int64_t>(format.bytes(values.size(), sizeof(V)))}, at::kByte);
+    qsgd_quantize<V>(qsgd_kernels<V>(), format, values, key, entries<std::byte>(codes),
+                     *executor());
     return codes;
   });
 }
 
-at::Tensor qsgd_dequantize_cpu(at::Tensor const& codes, std::int64_t size, std::int64_t bits,
-                               at::ScalarType dtype) {
-  ValueCodecEntry const& codec = qsgd_codec(bits);
-  auto const count = static_cast<std::size_t>(require_count(size, "size"));
+void require_codes(at::Tensor const& codes, QsgdFormat format, std::int64_t size,
+                   at::ScalarType dtype) {
   require(codes.scalar_type() == at::kByte, "codes are of ", at::toString(codes.scalar_type()),
           ", must be of uint8");
+  auto const bytes = static_cast<std::int64_t>(
+      format.bytes(static_cast<std::size_t>(size), c10::elementSize(dtype)));
+  require(codes.numel() == bytes, size, " values of ", at::toString(dtype), " in ", format.bits,
+          " bits, ", format.bucket, " to a bucket, take ", bytes, " bytes, not ", codes.numel());
+}
+
+at::Tensor qsgd_dequantize_cpu(at::Tensor const& codes, std::int64_t size, std::int64_t bits,
+                               at::ScalarType dtype, std::int64_t bucket) {
+  QsgdFormat const format = qsgd_format(bits, bucket);
+  require_count(size, "size");
   return visit_values(dtype, "dtype", [&]<class V>() {
-    auto const bytes = static_cast<std::int64_t>(codec.encoded_bytes(count, sizeof(V)));
-    require(codes.numel() == bytes, size, " values of ", at::toString(dtype), " in ", bits,
-            " bits take ", bytes, " bytes, not ", codes.numel());
+    require_codes(codes, format, size, dtype);
     at::Tensor const from = codes.contiguous();
     at::Tensor values = at::empty({size}, dtype);
-    functions<V>(codec).decode(entries<const std::byte>(from), entries<V>(values));
+    qsgd_decode<V>(qsgd_kernels<V>(), format, entries<const std::byte>(from), entries<V>(values),
+                   *executor());
     return values;
   });
 }
 
-void qsgd_dequantize_add_cpu(at::Tensor const& dense, at::Tensor const& codes, std::int64_t bits) {
-  // Decoded first: what is malformed leaves `dense` as it was.
-  at::Tensor const values = qsgd_dequantize_cpu(codes, dense.numel(), bits, dense.scalar_type());
-  dense.add_(values.view(dense.sizes()));
+void qsgd_dequantize_add_cpu(at::Tensor const& dense, at::Tensor const& codes, std::int64_t bits,
+                             std::int64_t bucket) {
+  QsgdFormat const format = qsgd_format(bits, bucket);
+  visit_values(dense.scalar_type(), "dense", [&]<class V>() {
+    require_codes(codes, format, dense.numel(), dense.scalar_type());
+    require_apart(dense, codes, "dense and codes");
+    at::Tensor const from = codes.contiguous();
+    InPlace const target(dense, "dense");
+    qsgd_add<V>(qsgd_kernels<V>(), format, entries<const std::byte>(from),
+                entries<V>(target.contiguous()), *executor());
+    target.store();
+  });
 }
 
 // ---- blocks

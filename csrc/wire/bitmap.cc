@@ -6,11 +6,12 @@
 
 #include "base/error.h"
 #include "wire/codecs.h"
+#include "wire/index_kernels.h"
 
 namespace sparsecomm::bitmap {
 
-std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-                   std::uint32_t extent, std::span<std::byte> out) {
+std::size_t encode(IndexKernels const&, std::span<const std::uint32_t> indices,
+                   std::uint32_t first_index, std::uint32_t extent, std::span<std::byte> out) {
   std::size_t const length = bytes(indices.size(), extent);
   if (length > out.size()) return does_not_fit;
   std::ranges::fill(out.first(length), std::byte{0});
@@ -21,13 +22,16 @@ std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_i
   return length;
 }
 
-void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
-            std::span<std::uint32_t> indices) {
+void decode(IndexKernels const& kernels, std::span<const std::byte> in, std::uint32_t first_index,
+            std::uint32_t extent, std::span<std::uint32_t> indices) {
   std::size_t const length = bytes(indices.size(), extent);
   require<MalformedFrame>(in.size() == length, "bitmap indices: index_bytes is ", in.size(),
                           ", must be ", length, " for extent ", extent);
-  std::size_t count = 0;
-  for (std::size_t at = 0; at < in.size(); at += sizeof(std::uint64_t)) {
+  // As long as there is room for what ones() may write beyond.
+  Ones const found = kernels.ones(
+      in, first_index, indices.size() - std::min(indices.size(), ones_slack), indices.data());
+  std::size_t count = found.count;
+  for (std::size_t at = found.bytes; at < in.size(); at += sizeof(std::uint64_t)) {
     std::uint64_t word = 0;
     std::memcpy(&word, in.data() + at, std::min(sizeof(word), in.size() - at));
     auto const ones = static_cast<std::size_t>(std::popcount(word));

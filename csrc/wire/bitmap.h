@@ -7,14 +7,19 @@
 #include <cstdint>
 #include <span>
 
-namespace sparsecomm::bitmap {
+namespace sparsecomm {
+
+struct IndexKernels;
+
+namespace bitmap {
 
 constexpr std::size_t bytes(std::size_t, std::size_t extent) { return (extent + 7) / 8; }
 constexpr double expected_bits(double density) { return 1 / density; }
 
-std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-                   std::uint32_t extent, std::span<std::byte> out);
-void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
-            std::span<std::uint32_t> indices);
+std::size_t encode(IndexKernels const& kernels, std::span<const std::uint32_t> indices,
+                   std::uint32_t first_index, std::uint32_t extent, std::span<std::byte> out);
+void decode(IndexKernels const& kernels, std::span<const std::byte> in, std::uint32_t first_index,
+            std::uint32_t extent, std::span<std::uint32_t> indices);
 
-}  // namespace sparsecomm::bitmap
+}  // namespace bitmap
+}  // namespace sparsecomm

@@ -7,7 +7,7 @@
 
 #include "wire/bitmap.h"
 #include "wire/delta.h"
-#include "wire/sorted.h"
+#include "wire/index_kernels.h"
 
 namespace sparsecomm {
 namespace {
@@ -18,21 +18,22 @@ constexpr std::size_t raw32_bytes(std::size_t count, std::size_t) {
   return count * sizeof(std::uint32_t);
 }
 
-std::size_t raw32_encode(std::span<const std::uint32_t> indices, std::uint32_t, std::uint32_t,
-                         std::span<std::byte> out) {
+std::size_t raw32_encode(IndexKernels const&, std::span<const std::uint32_t> indices, std::uint32_t,
+                         std::uint32_t, std::span<std::byte> out) {
   if (indices.size_bytes() > out.size()) return does_not_fit;
   if (!indices.empty()) std::memcpy(out.data(), indices.data(), indices.size_bytes());
   return indices.size_bytes();
 }
 
-void raw32_decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
+void raw32_decode(IndexKernels const& kernels, std::span<const std::byte> in,
+                  std::uint32_t first_index, std::uint32_t extent,
                   std::span<std::uint32_t> indices) {
   require<MalformedFrame>(in.size() == indices.size_bytes(), "raw32 indices: index_bytes is ",
                           in.size(), ", must be ", indices.size_bytes(), " for count ",
                           indices.size());
   if (indices.empty()) return;
   std::memcpy(indices.data(), in.data(), in.size());
-  require<MalformedFrame>(strictly_increasing(indices),
+  require<MalformedFrame>(kernels.strictly_increasing(indices),
                           "raw32 indices: not strictly increasing among ", indices.size());
   std::uint64_t const end = std::uint64_t{first_index} + extent;
   require<MalformedFrame>(indices.front() >= first_index, "raw32 indices: first index is ",

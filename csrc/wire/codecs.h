@@ -22,12 +22,17 @@ enum class ValueCodec : std::uint8_t {
   qsgd2 = 4,
   qsgd4 = 5,
   qsgd8 = 6,
+  qsgd2_512 = 7,
+  qsgd4_512 = 8,
+  qsgd8_512 = 9,
 };
 
 // A codec by name, or the one that takes the fewest bytes (the same numbers as IndexCodec).
 enum class IndexCodecChoice : std::uint8_t { smallest, raw32, delta, bitmap };
 
 inline constexpr std::size_t does_not_fit = std::numeric_limits<std::size_t>::max();
+
+struct IndexKernels;  // of index_kernels.h
 
 // One line per index codec; tests, frames and docs iterate the table index_codecs.
 struct IndexCodecEntry {
@@ -36,14 +41,14 @@ struct IndexCodecEntry {
   std::string_view description;
   // Encodes strictly increasing positions of [first_index, first_index + extent), which encode()
   // does not check (encode_sparse() does), to the front of `out`. Returns their length in bytes, or
-  // does_not_fit, having written anything to `out`.
-  std::size_t (*encode)(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-                        std::uint32_t extent, std::span<std::byte> out);
+  // does_not_fit, having written anything to `out`. The bytes are the same whatever the kernels.
+  std::size_t (*encode)(IndexKernels const& kernels, std::span<const std::uint32_t> indices,
+                        std::uint32_t first_index, std::uint32_t extent, std::span<std::byte> out);
   // Fills `indices` (its size is the count) from all of `in`; throws MalformedFrame unless the
   // bytes decode to strictly increasing positions of [first_index, first_index + extent) and are
   // used up exactly.
-  void (*decode)(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
-                 std::span<std::uint32_t> indices);
+  void (*decode)(IndexKernels const& kernels, std::span<const std::byte> in,
+                 std::uint32_t first_index, std::uint32_t extent, std::span<std::uint32_t> indices);
   // The least and the most bytes that `count` > 0 positions of `extent` can take: equal where that
   // does not depend on the positions.
   std::size_t (*min_bytes)(std::size_t count, std::size_t extent);
@@ -97,8 +102,8 @@ struct ValueCodecEntry {
 
 std::span<const ValueCodecEntry> value_codecs();
 
-// The values of a bucket of QSGD; a payload is a whole number of bytes for every so many values in
-// any codec.
+// The values of the largest bucket of QSGD; a payload is a whole number of bytes, and of buckets,
+// for every so many values in any codec.
 inline constexpr std::size_t value_bucket = 1024;
 
 template <class V>
@@ -131,10 +136,10 @@ ValueCodecEntry const& value_codec_for(ValueCodec id, DType dtype);
 // meets a value that is not finite. O(n).
 //
 // f16 and bf16 round to nearest even; what would become infinite becomes the largest finite value.
-// QSGD quantises buckets of 1,024 consecutive values, each by the largest magnitude in it, to s =
-// 1, 7 or 127 levels of either sign. A value between two levels becomes either, so that its
-// expectation is the value itself, with a variance of at most (scale / s)^2 / 4; -0 becomes 0.
-// What is rounded already stays as it is.
+// QSGD quantises buckets of 1,024 (qsgd4) or 512 (qsgd4_512) consecutive values, each by the
+// largest magnitude in it, to s = 1, 7 or 127 levels of either sign. A value between two levels
+// becomes either, so that its expectation is the value itself, with a variance of at most (scale /
+// s)^2 / 4; -0 becomes 0. What is rounded already stays as it is.
 template <class V>
 void round_values(ValueCodec codec, std::span<V> values, RoundingKey const& key);
 

@@ -9,6 +9,7 @@
 
 #include "base/error.h"
 #include "wire/codecs.h"
+#include "wire/index_kernels.h"
 
 namespace sparsecomm::delta {
 namespace {
@@ -22,36 +23,24 @@ constexpr std::size_t blocks_of(std::size_t count) { return (count + block_size 
 
 using Words = std::array<std::uint32_t, block_size>;
 
-// The loops of fixed length below are ones that compilers vectorise.
 struct Gaps {
   Words gap;  // zero-padded to a whole block: zeros add nothing to the sums
   std::size_t size;
   std::uint32_t mean;
   std::uint32_t all_bits;  // of all gaps, or-ed
 
-  Gaps(std::span<const std::uint32_t> indices, std::uint32_t next) : size(indices.size()) {
+  Gaps(IndexKernels const& kernels, std::span<const std::uint32_t> indices, std::uint32_t next)
+      : size(indices.size()) {
     if (size == block_size) {
-      for (std::size_t i = 1; i < block_size; ++i) gap[i] = indices[i] - indices[i - 1] - 1;
+      all_bits = kernels.gaps(indices.data(), next, gap.data());
     } else {
       gap.fill(0);
+      gap[0] = indices[0] - next;
       for (std::size_t i = 1; i < size; ++i) gap[i] = indices[i] - indices[i - 1] - 1;
+      all_bits = 0;
+      for (std::uint32_t const g : gap) all_bits |= g;
     }
-    gap[0] = indices[0] - next;
     mean = static_cast<std::uint32_t>((indices[size - 1] - next - (size - 1)) / size);
-    all_bits = 0;
-    for (std::uint32_t const g : gap) all_bits |= g;
-  }
-
-  // The bits that the high parts take beyond one each, if an exception took max_unary. All gaps of
-  // a set sum to less than 2^32.
-  std::uint32_t unary_cost(std::uint32_t parameter) const {
-    std::uint32_t sum = 0;
-    if (all_bits >> parameter <= max_unary) {
-      for (std::uint32_t const g : gap) sum += g >> parameter;
-    } else {
-      for (std::uint32_t const g : gap) sum += std::min(g >> parameter, max_unary);
-    }
-    return sum;
   }
 
   std::uint32_t exceptions(std::uint32_t parameter) const {
@@ -75,7 +64,7 @@ struct Plan {
 // The parameter of the fewest bits, exactly. Upwards of 2^b > mean gap the high parts take fewer
 // than n bits in all, so a larger b cannot save the n it adds; downwards the unary cost only grows,
 // which ends the search.
-Plan plan_block(Gaps const& gaps) {
+Plan plan_block(IndexKernels const& kernels, Gaps const& gaps) {
   auto const n = static_cast<std::uint32_t>(gaps.size);
   std::uint32_t parameter =
       std::min<std::uint32_t>(max_parameter, std::uint32_t(std::bit_width(gaps.mean)));
@@ -87,7 +76,8 @@ Plan plan_block(Gaps const& gaps) {
   std::uint32_t best_exceptions = 0;
   std::uint32_t least_bits = ~0u;
   for (;; --parameter) {
-    std::uint32_t const unary = gaps.unary_cost(parameter);
+    // The bits that the high parts take beyond one each, if an exception took max_unary.
+    std::uint32_t const unary = kernels.high_bits(gaps.gap.data(), parameter);
     std::uint32_t const exceptions = gaps.exceptions(parameter);
     std::uint32_t const bits = n * (parameter + 1) + unary + (exceptions > 0 ? 8 : 0);
     if (bits < least_bits) {
@@ -119,48 +109,75 @@ std::byte* put_exceptions(std::byte* out, Gaps const& gaps, Plan const& plan) {
   return highs;
 }
 
-// Two gaps at a time: their low parts take at most 62 bits.
-std::byte* put_low_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
-  constexpr std::size_t half = block_size / 2;
-  std::array<std::uint64_t, half> pairs;
-  std::uint64_t const mask = (std::uint64_t{1} << plan.parameter) - 1;
-  for (std::size_t i = 0; i < half; ++i) {
-    pairs[i] = (gaps.gap[2 * i] & mask) | (gaps.gap[2 * i + 1] & mask) << plan.parameter;
-  }
-  std::array<std::uint64_t, half> words;
-  std::uint64_t pending = 0;
-  std::uint32_t fill = 0;
-  std::size_t word = 0;
-  for (std::uint64_t const pair : pairs) {
-    pending |= pair << fill;
-    words[word] = pending;
-    std::uint32_t const next = fill + 2 * plan.parameter;
+// Bits one behind another, lowest first.
+class BitWriter {
+ public:
+  explicit BitWriter(std::uint64_t* words) : words_(words) {}
+
+  // The lowest `length` bits of `bits`, 0 to 64; the others are zeros.
+  void append(std::uint64_t bits, std::uint32_t length) {
+    pending_ |= bits << fill_;
+    *words_ = pending_;
+    std::uint32_t const next = fill_ + length;
     std::uint32_t const full = next >> 6;
     // What did not fit; a shift by 64 is done in two.
-    pending = full == 0 ? pending : (pair >> 1) >> (63 - fill);
-    word += full;
-    fill = next & 63;
+    pending_ = full == 0 ? pending_ : (bits >> 1) >> (63 - fill_);
+    words_ += full;
+    fill_ = next & 63;
   }
-  words[word] = pending;
+  // Writes what is left; a word more than is full.
+  void finish() { *words_ = pending_; }
+
+ private:
+  std::uint64_t* words_;
+  std::uint64_t pending_ = 0;
+  std::uint32_t fill_ = 0;
+};
+
+// Two gaps at a time, whose low parts take at most 62 bits, or four.
+std::byte* put_low_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
+  constexpr std::size_t half = block_size / 2;
+  std::uint32_t const parameter = plan.parameter;
+  std::array<std::uint64_t, half> pairs;
+  std::uint64_t const mask = (std::uint64_t{1} << parameter) - 1;
+  for (std::size_t i = 0; i < half; ++i) {
+    pairs[i] = (gaps.gap[2 * i] & mask) | (gaps.gap[2 * i + 1] & mask) << parameter;
+  }
+  std::array<std::uint64_t, half + 1> words;
+  BitWriter writer(words.data());
+  if (parameter <= 16) {
+    for (std::size_t i = 0; i < half; i += 2) {
+      writer.append(pairs[i] | pairs[i + 1] << 2 * parameter, 4 * parameter);
+    }
+  } else {
+    for (std::uint64_t const pair : pairs) writer.append(pair, 2 * parameter);
+  }
+  writer.finish();
   return put(out, words.data(), plan.low_bytes);
 }
 
+// The ones of gaps, one behind another: four at a time where theirs fit into a word.
 std::byte* put_high_parts(std::byte* out, Gaps const& gaps, Plan const& plan) {
-  std::array<std::uint64_t, block_size*(max_unary + 1) / 64 + 1> words;
-  std::size_t word = 0;
-  std::uint64_t pending = 0;
-  std::uint32_t bit = 0;
-  for (std::size_t i = 0; i < gaps.size; ++i) {
-    std::uint32_t const high = gaps.gap[i] >> plan.parameter;
-    bit += high > max_unary ? 0 : high;
-    if (bit >= 64) {
-      words[word++] = pending;
-      pending = 0;
-      bit -= 64;
+  std::array<std::uint64_t, block_size*(max_unary + 1) / 64 + 2> words;
+  BitWriter writer(words.data());
+  std::uint32_t const parameter = plan.parameter;
+  if (gaps.size == block_size && gaps.all_bits >> parameter < 16) {
+    for (std::size_t i = 0; i < block_size; i += 4) {
+      std::uint32_t const first = gaps.gap[i] >> parameter;
+      std::uint32_t const second = first + 1 + (gaps.gap[i + 1] >> parameter);
+      std::uint32_t const third = second + 1 + (gaps.gap[i + 2] >> parameter);
+      std::uint32_t const fourth = third + 1 + (gaps.gap[i + 3] >> parameter);
+      constexpr std::uint64_t one = 1;
+      writer.append(one << first | one << second | one << third | one << fourth, fourth + 1);
     }
-    pending |= std::uint64_t{1} << bit++;
+  } else {
+    for (std::size_t i = 0; i < gaps.size; ++i) {
+      std::uint32_t const high = gaps.gap[i] >> parameter;
+      std::uint32_t const zeros = high > max_unary ? 0 : high;
+      writer.append(std::uint64_t{1} << zeros, zeros + 1);
+    }
   }
-  words[word] = pending;
+  writer.finish();
   return put(out, words.data(), plan.high_bytes);
 }
 
@@ -188,25 +205,14 @@ class Reader {
   std::span<const std::byte> in_;
 };
 
-// 8 bytes at `offset`, with zeros for those behind the end.
-std::uint64_t load_word(std::span<const std::byte> in, std::size_t offset) {
-  std::uint64_t word = 0;
-  if (offset + sizeof(word) <= in.size()) [[likely]] {
-    std::memcpy(&word, in.data() + offset, sizeof(word));
-  } else if (offset < in.size()) {
-    std::memcpy(&word, in.data() + offset, in.size() - offset);
-  }
-  return word;
-}
-
-// Low parts, readable 8 bytes at a time: copied where the input ends too soon behind them.
+// Low parts, readable 16 bytes at a time: copied where the input ends too soon behind them.
 class LowParts {
  public:
   LowParts(Reader& reader, std::size_t count, std::uint32_t parameter) {
     auto const packed = reader.take(bytes_of(count * parameter), "low parts");
     std::size_t const spare = count * parameter % 8;
     valid(spare == 0 || std::uint8_t(packed.back()) >> spare == 0, "padding of low parts is not 0");
-    if (reader.left().size() >= sizeof(std::uint64_t)) [[likely]] {
+    if (reader.left().size() >= most_read) [[likely]] {
       bytes_ = packed.data();
     } else {
       copy_.fill(std::byte{0});
@@ -220,8 +226,9 @@ class LowParts {
   std::byte const* data() const { return bytes_; }
 
  private:
+  static constexpr std::size_t most_read = 16;
   std::byte const* bytes_;
-  std::array<std::byte, bytes_of(block_size* max_parameter) + sizeof(std::uint64_t)> copy_;
+  std::array<std::byte, bytes_of(block_size* max_parameter) + most_read> copy_;
 };
 
 struct Exceptions {
@@ -258,8 +265,9 @@ std::uint64_t apply(Exceptions const& exceptions, std::uint32_t parameter, std::
 }
 
 // Decodes one block whose first index is at least `next`; returns one more than its last index.
-std::uint64_t decode_block(Reader& reader, std::uint64_t next, std::uint64_t end,
-                           std::uint32_t extent, std::span<std::uint32_t> indices) {
+std::uint64_t decode_block(IndexKernels const& kernels, Reader& reader, std::uint64_t next,
+                           std::uint64_t end, std::uint32_t extent,
+                           std::span<std::uint32_t> indices) {
   std::uint8_t const tag = reader.take_byte("block parameter");
   std::uint32_t const parameter = tag & ~exceptions_flag;
   valid(parameter <= max_parameter, "block parameter is ", parameter, ", must be at most ",
@@ -268,33 +276,31 @@ std::uint64_t decode_block(Reader& reader, std::uint64_t next, std::uint64_t end
   if ((tag & exceptions_flag) != 0) exceptions = take_exceptions(reader, indices.size());
   LowParts const low_parts(reader, indices.size(), parameter);
 
-  auto const high_parts = reader.left();
   std::size_t const longest = indices.size() * (max_unary + 1);
-  // Bounds the sums below as well, far from overflow.
-  std::size_t const most_bits = std::min(high_parts.size() * 8, longest);
+  auto const high_parts = reader.left().first(std::min(reader.left().size(), bytes_of(longest)));
+  std::array<std::uint32_t, block_size + ones_slack> ones;
+  std::size_t const found = kernels.ones(high_parts, 0, indices.size(), ones.data()).count;
+  valid(found >= indices.size(), "high parts end after ", found, " of ", indices.size(), " gaps");
+  std::size_t const bit = ones[indices.size() - 1];
+
   std::byte const* const lows = low_parts.data();
-  std::uint64_t const mask = (std::uint64_t{1} << parameter) - 1;
-  std::uint64_t low_sum = next;
-  std::uint64_t index = 0;
-  std::size_t low_bit = 0;
-  std::size_t base = 0;
-  std::size_t bit = 0;
-  std::uint64_t word = load_word(high_parts, 0);
-  for (std::size_t i = 0; i < indices.size(); ++i) {
-    while (word == 0) {
-      base += 64;
-      valid(base < most_bits, "high parts end after ", i, " of ", indices.size(), " gaps");
-      word = load_word(high_parts, base / 8);
+  std::uint64_t low_sum = 0;
+  auto const start = static_cast<std::uint32_t>(next);
+  if (indices.size() == block_size && parameter <= max_join_parameter) [[likely]] {
+    // Less than 2^31.
+    low_sum = kernels.join(lows, parameter, start, ones.data(), indices.data());
+  } else {
+    std::uint64_t const mask = (std::uint64_t{1} << parameter) - 1;
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      std::uint64_t low;
+      std::memcpy(&low, lows + i * parameter / 8, sizeof(low));
+      low_sum += low >> i * parameter % 8 & mask;
+      indices[i] = static_cast<std::uint32_t>(next + low_sum +
+                                              (std::uint64_t{ones[i] - i} << parameter) + i);
     }
-    bit = base + static_cast<std::size_t>(std::countr_zero(word));
-    word &= word - 1;
-    std::uint64_t low;
-    std::memcpy(&low, lows + low_bit / 8, sizeof(low));
-    low_sum += (low >> (low_bit % 8)) & mask;
-    low_bit += parameter;
-    index = low_sum + (std::uint64_t{bit - i} << parameter) + i;
-    indices[i] = static_cast<std::uint32_t>(index);
   }
+  std::size_t const last = indices.size() - 1;
+  std::uint64_t index = next + low_sum + (std::uint64_t{bit - last} << parameter) + last;
   valid(bit < longest, "high parts is ", bit + 1, " bits, must be at most ", longest);
   auto const packed = reader.take(bit / 8 + 1, "high parts");
   valid(std::uint8_t(packed.back()) >> (bit % 8) == 1, "padding of high parts is not 0");
@@ -306,15 +312,15 @@ std::uint64_t decode_block(Reader& reader, std::uint64_t next, std::uint64_t end
 
 }  // namespace
 
-std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index, std::uint32_t,
-                   std::span<std::byte> out) {
+std::size_t encode(IndexKernels const& kernels, std::span<const std::uint32_t> indices,
+                   std::uint32_t first_index, std::uint32_t, std::span<std::byte> out) {
   std::byte* to = out.data();
   std::byte const* const end = to + out.size();
   std::uint32_t next = first_index;
   while (!indices.empty()) {
     auto const part = indices.first(std::min(block_size, indices.size()));
-    Gaps const gaps(part, next);
-    Plan const plan = plan_block(gaps);
+    Gaps const gaps(kernels, part, next);
+    Plan const plan = plan_block(kernels, gaps);
     if (plan.bytes() > static_cast<std::size_t>(end - to)) return does_not_fit;
     *to++ = std::byte(plan.parameter | (plan.exceptions > 0 ? exceptions_flag : 0u));
     if (plan.exceptions > 0) to = put_exceptions(to, gaps, plan);
@@ -326,14 +332,14 @@ std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_i
   return static_cast<std::size_t>(to - out.data());
 }
 
-void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
-            std::span<std::uint32_t> indices) {
+void decode(IndexKernels const& kernels, std::span<const std::byte> in, std::uint32_t first_index,
+            std::uint32_t extent, std::span<std::uint32_t> indices) {
   Reader reader(in);
   std::uint64_t const end = std::uint64_t{first_index} + extent;
   std::uint64_t next = first_index;
   while (!indices.empty()) {
     auto const block = indices.first(std::min(block_size, indices.size()));
-    next = decode_block(reader, next, end, extent, block);
+    next = decode_block(kernels, reader, next, end, extent, block);
     indices = indices.subspan(block.size());
   }
   valid(reader.left().empty(), "trailing bytes: ", reader.left().size(), ", must be 0");

@@ -17,19 +17,24 @@
 #include <cstdint>
 #include <span>
 
-namespace sparsecomm::delta {
+namespace sparsecomm {
+
+struct IndexKernels;
+
+namespace delta {
 
 inline constexpr std::size_t block_size = 128;
 // The bits that an exception takes: its position and its high part. A unary code longer than that
 // is one.
 inline constexpr std::uint32_t max_unary = 40;
 
-std::size_t encode(std::span<const std::uint32_t> indices, std::uint32_t first_index,
-                   std::uint32_t extent, std::span<std::byte> out);
-void decode(std::span<const std::byte> in, std::uint32_t first_index, std::uint32_t extent,
-            std::span<std::uint32_t> indices);
+std::size_t encode(IndexKernels const& kernels, std::span<const std::uint32_t> indices,
+                   std::uint32_t first_index, std::uint32_t extent, std::span<std::byte> out);
+void decode(IndexKernels const& kernels, std::span<const std::byte> in, std::uint32_t first_index,
+            std::uint32_t extent, std::span<std::uint32_t> indices);
 std::size_t min_bytes(std::size_t count, std::size_t extent);
 std::size_t max_bytes(std::size_t count, std::size_t extent);
 double expected_bits(double density);
 
-}  // namespace sparsecomm::delta
+}  // namespace delta
+}  // namespace sparsecomm

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "wire/header.h"
+#include "wire/index_kernels.h"
 #include "wire/sorted.h"
 
 namespace sparsecomm {
@@ -213,8 +214,8 @@ EncodedIndices encode_indices(IndexCodecChoice choice, std::span<const std::uint
   EncodedIndices best{nullptr, limit + 1};
   IndexCodecEntry const* written = nullptr;
   auto const attempt = [&](IndexCodecEntry const& entry) {
-    std::size_t const bytes =
-        entry.encode(indices, first_index, extent, out.first(std::min(best.bytes - 1, out.size())));
+    std::size_t const bytes = entry.encode(index_kernels(), indices, first_index, extent,
+                                           out.first(std::min(best.bytes - 1, out.size())));
     written = &entry;
     if (bytes != does_not_fit) best = {&entry, bytes};
   };
@@ -227,7 +228,7 @@ EncodedIndices encode_indices(IndexCodecChoice choice, std::span<const std::uint
     if (allows(choice, entry.id) && !fixed(entry)) attempt(entry);
   }
   if (best.codec != nullptr && best.codec != written && best.bytes <= out.size()) {
-    best.codec->encode(indices, first_index, extent, out.first(best.bytes));
+    best.codec->encode(index_kernels(), indices, first_index, extent, out.first(best.bytes));
   }
   return best;
 }
@@ -374,7 +375,8 @@ void decode_sparse(FrameView const& frame, std::uint32_t first_index, std::uint3
   }
   Growth<V> growth(indices, values, h.count);
   find_index_codec(h.index_codec)
-      ->decode(frame.indices, h.first_index, h.extent, {growth.indices(), h.count});
+      ->decode(index_kernels(), frame.indices, h.first_index, h.extent,
+               {growth.indices(), h.count});
   get_values<V>(*find_value_codec(h.value_codec), frame.values, {growth.values(), h.count});
   growth.release(h.count);
 }

@@ -29,7 +29,7 @@ BUCKET = 512  # of which SparCML takes the largest few, and of a QSGD scale
 BLOCK_BYTES = 1024
 STREAMS = 8  # that are summed
 STRIDE = 127  # of a sampled threshold
-QSGD = ("qsgd2", "qsgd4", "qsgd8")
+QSGD_BITS = (2, 4, 8)
 
 DESCRIPTION = """\
 Measures the kernels of one instruction set on this machine, in turn with passes over the same
@@ -50,7 +50,8 @@ kernels:
   sampled      the threshold of a strided sample (stride {STRIDE}) of gradient + residual
   exact_top_k  exactly the k largest, ties by the lowest index
   bucket_top_k the same of each {BUCKET} entries
-  qsgd*        values rounded at random to 2, 4 or 8 bits; packed
+  qsgd*        values rounded at random to 2, 4 or 8 bits, packed (GB/s of values)
+  qsgd*_add    those unpacked and added to values (GB/s of values)
   block_scan   the blocks of {BLOCK_BYTES} bytes that hold a bit, listed and copied
   sum          {STREAMS} sorted streams of density * numel pairs each, added up (float32)
 
@@ -300,17 +301,15 @@ def kernels(
     ).to(dtype)
     streams = make_streams(numel, k, seed)
     total = _C.SparseSum()
-    rounded = torch.empty(numel, dtype=wide)
-    exact = x.to(wide)
-    encoded = torch.empty(2 * numel + 8 * numel // BUCKET + 64, dtype=torch.uint8)
+    exact, exact_sum = x.to(wide), torch.empty(numel, dtype=wide)
+    codes = {
+        bits: torch.empty(numel * bits // 8 + 8 * numel // BUCKET + 64, dtype=torch.uint8)
+        for bits in QSGD_BITS
+    }
 
     def refill() -> None:
         gradient.copy_(x)
         residual.zero_()
-
-    def quantise(codec: str) -> None:
-        _C.round_values(codec, rounded, seed, 0, 0)
-        _C.encode_values(codec, rounded, encoded)
 
     return [
         Case(
@@ -361,14 +360,24 @@ def kernels(
         ),
         *(
             Case(
-                codec,
+                f"qsgd{bits}",
                 kept,
-                partial(quantise, codec),
-                lambda: rounded.copy_(exact),
-                baselines=("copy",),
-                target="wire",
+                partial(own.qsgd_quantize, exact, bits, BUCKET, seed, codes[bits]),
+                baselines=("read", "copy"),
+                target=target,
             )
-            for codec in QSGD
+            for bits in QSGD_BITS
+        ),
+        *(
+            Case(
+                f"qsgd{bits}_add",
+                kept,
+                partial(own.qsgd_add, codes[bits], bits, BUCKET, exact_sum),
+                exact_sum.zero_,
+                baselines=("read", "copy"),
+                target=target,
+            )
+            for bits in QSGD_BITS
         ),
         Case(
             "sum",

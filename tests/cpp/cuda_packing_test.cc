@@ -11,7 +11,7 @@
 
 #include "cuda/device_memory.h"
 #include "fills.h"
-#include "wire/codecs.h"
+#include "wire/qsgd.h"
 
 namespace sparsecomm::cuda {
 namespace {
@@ -23,30 +23,30 @@ using test::shuffle;
 using test::workspace;
 
 template <class V>
-void check_qsgd(Fill<V> const& fill, std::size_t size, int bits, std::mt19937_64& random) {
-  SCOPED_TRACE(testing::Message() << fill.name << ", size " << size << ", bits " << bits);
-  ValueCodecEntry const& codec =
-      value_codec_for(value_codec_named(concat("qsgd", bits)), dtype_of<V>());
+void check_qsgd(Fill<V> const& fill, std::size_t size, QsgdFormat format, std::mt19937_64& random) {
+  SCOPED_TRACE(testing::Message() << fill.name << ", size " << size << ", bits " << format.bits
+                                  << ", bucket " << format.bucket);
   RoundingKey const key{random(), random(), static_cast<std::uint32_t>(random())};
   std::vector<V> values(size);
   for (V& value : values) value = fill.draw(random);
-  ValueFunctions<V> const& wire = functions<V>(codec);
-  std::vector<std::byte> expected(codec.encoded_bytes(size, sizeof(V)));
+  QsgdKernels<V> const& scalar = qsgd_kernel_tables<V>().front();
+  std::vector<std::byte> expected(format.bytes(size, sizeof(V)));
   Array<V> const input(values), rounded(size), dense(std::vector<V>(size, V{3}));
   Array<std::byte> const codes(std::vector<std::byte>(expected.size() + 1, std::byte{0x77}));
   One<std::uint32_t> const not_finite;
   auto const& kernels = library().values<V>();
-  kernels.qsgd_quantize(input.data(), size, bits, 1024, key, codes.data() + 1, rounded.data(),
-                        not_finite.data(), nullptr);
+  kernels.qsgd_quantize(input.data(), size, format.bits, format.bucket, key, codes.data() + 1,
+                        rounded.data(), not_finite.data(), nullptr);
   bool const finite = std::ranges::all_of(values, [](V v) { return std::isfinite(v); });
   ASSERT_EQ(not_finite.get() == 0, finite);
   if (!finite) return;
-  wire.round(values, key);
-  wire.encode(values, expected);
+  qsgd_round<V>(scalar, format, values, key);
+  qsgd_encode<V>(scalar, format, values, expected);
   expect_equal(rounded.get(), values);
   auto const actual = codes.get();
   EXPECT_TRUE(std::equal(expected.begin(), expected.end(), actual.begin() + 1));
-  kernels.qsgd_dequantize_add(codes.data() + 1, size, bits, 1024, dense.data(), nullptr);
+  kernels.qsgd_dequantize_add(codes.data() + 1, size, format.bits, format.bucket, dense.data(),
+                              nullptr);
   auto const sums = dense.get();
   for (std::size_t i = 0; i < size; ++i) ASSERT_TRUE(same(sums[i], V{3} + values[i])) << i;
 }
@@ -54,9 +54,12 @@ void check_qsgd(Fill<V> const& fill, std::size_t size, int bits, std::mt19937_64
 TEST(CudaPacking, QsgdHasTheBitsOfTheWire) {
   std::mt19937_64 random(16);
   for (int const bits : {2, 4, 8}) {
-    for (std::size_t const size : {1, 5, 1023, 1024, 3001}) {
-      for (auto const& fill : fills<float>()) check_qsgd<float>(fill, size, bits, random);
-      for (auto const& fill : fills<double>()) check_qsgd<double>(fill, size, bits, random);
+    for (std::size_t const bucket : {512, 1024}) {
+      for (std::size_t const size : {1, 5, 1023, 1024, 3001}) {
+        QsgdFormat const format{bits, bucket};
+        for (auto const& fill : fills<float>()) check_qsgd<float>(fill, size, format, random);
+        for (auto const& fill : fills<double>()) check_qsgd<double>(fill, size, format, random);
+      }
     }
   }
 }

@@ -370,7 +370,7 @@ TEST(Frame, RefusalsNameTheField) {
       {"dense", 5, {1}, "frame: index_codec is 1, must be 0 (none)"},
       {"empty", 5, {1}, "frame: index_codec is 1, must be 0 (none)"},
       {"raw32", 6, {0}, "frame: value_codec is 0, must be a known codec in a frame with values"},
-      {"qsgd4", 6, {7}, "frame: value_codec is 7, must be a known codec in a frame with values"},
+      {"qsgd4", 6, {10}, "frame: value_codec is 10, must be a known codec in a frame with values"},
       {"qsgd4", 6, {6}, "frame: value_bytes is 7, must be 9 for count 5 in codec qsgd8"},
       {"half", 6, {2}, "frame: value_codec is 2, must be 1 (raw) for dtype f16"},
       {"ints", 6, {6}, "frame: value_codec is 6, must be 1 (raw) for dtype i32"},

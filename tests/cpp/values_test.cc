@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "value_sets.h"
 #include "wire/codecs.h"
 #include "wire/frame.h"
 #include "wire/philox.h"
@@ -17,11 +18,8 @@
 namespace sparsecomm {
 namespace {
 
-template <class V>
-bool same_bits(std::vector<V> const& a, std::vector<V> const& b) {
-  return a.size() == b.size() &&
-         (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(V)) == 0);
-}
+using test::same_bits;
+using test::value_sets;
 
 template <class V>
 std::vector<std::byte> encoded(ValueCodecEntry const& codec, std::vector<V> const& values) {
@@ -38,50 +36,6 @@ template <class V>
 std::vector<V> rounded(ValueCodec codec, std::vector<V> values, RoundingKey const& key) {
   round_values<V>(codec, values, key);
   return values;
-}
-
-template <class V>
-struct ValueSet {
-  std::string name;
-  std::vector<V> values;
-};
-
-template <class V>
-std::vector<ValueSet<V>> value_sets() {
-  using Limits = std::numeric_limits<V>;
-  std::vector<ValueSet<V>> sets{
-      {"empty", {}},
-      {"zeros", std::vector<V>(5, V{0})},
-      {"negative_zeros", std::vector<V>(1030, V(-0.0))},
-      {"one", {V(-3.7)}},
-      {"least", {Limits::denorm_min()}},
-      {"subnormal", {Limits::min() / 3, -Limits::min() / 7, Limits::denorm_min(), V(-0.0)}},
-      {"least_normal", {Limits::min(), -Limits::min() * V(1.5), Limits::denorm_min() * 5}},
-      {"largest", {Limits::max(), -Limits::max(), Limits::max() / 3, 1, Limits::min(), 0}},
-      {"beyond_f16", {V(65504), V(65519), V(65520), V(-70000), V(6e-8), V(-2.9e-8), V(1e-9)}},
-      {"equal", std::vector<V>(2000, V(0.1))},
-  };
-  std::mt19937_64 generator(17);
-  std::normal_distribution<double> normal;
-  for (std::size_t size : {3u, 4u, 1023u, 1024u, 1025u, 3000u}) {
-    ValueSet<V> set{concat("normal_", size), {}};
-    for (std::size_t i = 0; i < size; ++i) set.values.push_back(V(normal(generator)));
-    sets.push_back(set);
-  }
-  for (double spread : {1.0, 5.0, 20.0}) {
-    ValueSet<V> set{concat("log_normal_", spread), {}};
-    for (std::size_t i = 0; i < 1500; ++i) {
-      set.values.push_back(V(normal(generator) * std::exp(spread * normal(generator))));
-    }
-    sets.push_back(set);
-  }
-  // Every value that is a few times the least there is.
-  for (int largest : {2, 3, 7, 8, 11, 100, 126, 127, 128, 129, 190, 253, 254, 255, 500}) {
-    ValueSet<V> set{concat("units_", largest), {}};
-    for (int i = -largest; i <= largest; ++i) set.values.push_back(V(i) * Limits::denorm_min());
-    sets.push_back(set);
-  }
-  return sets;
 }
 
 class ValueCodecs : public testing::TestWithParam<ValueCodecEntry const*> {
@@ -315,126 +269,6 @@ constexpr std::array quantisers{ValueCodec::qsgd2, ValueCodec::qsgd4, ValueCodec
 
 int top_level(ValueCodec codec) {
   return codec == ValueCodec::qsgd2 ? 1 : codec == ValueCodec::qsgd4 ? 7 : 127;
-}
-
-// By definition, one value at a time: |x| / scale * s lies between two levels; the upper one is
-// taken with the probability of the distance from the lower one.
-template <class V>
-std::vector<V> oracle(ValueCodec codec, std::vector<V> values, RoundingKey const& key) {
-  V const s = V(top_level(codec));
-  for (std::size_t first = 0; first < values.size(); first += 1024) {
-    std::size_t const size = std::min<std::size_t>(1024, values.size() - first);
-    V scale = 0;
-    for (std::size_t i = 0; i < size; ++i) scale = std::max(scale, std::abs(values[first + i]));
-    for (std::size_t i = 0; i < size; ++i) {
-      V& value = values[first + i];
-      auto const words =
-          philox4x32({std::uint32_t(first / 4 + i % 256), key.stream, std::uint32_t(key.operation),
-                      std::uint32_t(key.operation >> 32)},
-                     {std::uint32_t(key.seed), std::uint32_t(key.seed >> 32)});
-      int const kept = sizeof(V) == 4 ? 24 : 31;
-      V const uniform = std::ldexp(V(words[i / 256] >> (32 - kept)), -kept);
-      if (scale == 0) {
-        value = 0;
-        continue;
-      }
-      V const position = std::abs(value) / scale * s;
-      V level = std::floor(position);
-      if (uniform < position - level) ++level;
-      auto const value_of = [&](V l) {
-        if (l == s) return scale;
-        return scale > 1 ? (scale / 128 * l) / s * 128 : (scale * l) / s;
-      };
-      V const nearest = value_of(std::floor(position + V(0.5)));
-      V const rounded = nearest == std::abs(value) ? nearest : value_of(level);
-      value = rounded == 0 ? V{0} : std::copysign(rounded, value);
-    }
-  }
-  return values;
-}
-
-template <class V>
-class Qsgd : public testing::Test {};
-using ValueTypes = testing::Types<float, double>;
-TYPED_TEST_SUITE(Qsgd, ValueTypes);
-
-TYPED_TEST(Qsgd, IsWhatThePlainDefinitionGives) {
-  using V = TypeParam;
-  for (ValueCodec codec : quantisers) {
-    for (auto const& set : value_sets<V>()) {
-      SCOPED_TRACE(concat(set.name, " ", int(codec)));
-      for (RoundingKey const& key : {RoundingKey{}, {~0ull - 5, 1ull << 40 | 3, 77}}) {
-        EXPECT_TRUE(same_bits(rounded(codec, set.values, key), oracle(codec, set.values, key)));
-      }
-    }
-  }
-}
-
-TYPED_TEST(Qsgd, EveryPartOfTheKeyMatters) {
-  using V = TypeParam;
-  std::vector<V> values;
-  for (int i = 0; i < 3000; ++i) values.push_back(V(std::sin(i)));
-  for (ValueCodec codec : quantisers) {
-    auto const at = [&](RoundingKey const& key) { return rounded(codec, values, key); };
-    auto const base = at({1, 1, 1});
-    EXPECT_EQ(base, at({1, 1, 1}));
-    for (RoundingKey const& key : {RoundingKey{2, 1, 1},
-                                   {1, 2, 1},
-                                   {1, 1, 2},
-                                   {1 + (1ull << 32), 1, 1},
-                                   {1, 1 + (1ull << 32), 1}}) {
-      EXPECT_NE(base, at(key));
-    }
-    // Buckets of the same values are rounded differently.
-    std::vector<V> twice(values.begin(), values.begin() + 1024);
-    twice.insert(twice.end(), values.begin(), values.begin() + 1024);
-    round_values<V>(codec, twice, {1, 1, 1});
-    EXPECT_FALSE(std::equal(twice.begin(), twice.begin() + 1024, twice.begin() + 1024));
-  }
-}
-
-// Over many keys: the error of each value has mean 0 (bounded by 5.5 standard errors, which one of
-// 1,024 values exceeds once in 25,000 seeds), and the variance of a choice between two levels,
-// which is at most (scale / s)^2 / 4.
-TYPED_TEST(Qsgd, IsUnbiasedWithTheVarianceOfAChoiceBetweenTwoLevels) {
-  using V = TypeParam;
-  constexpr int rounds = 2000;
-  std::mt19937_64 generator(23);
-  std::normal_distribution<double> normal;
-  std::vector<V> values(1024);
-  for (V& value : values) value = V(normal(generator));
-  double scale = 0;
-  for (V value : values) scale = std::max(scale, std::abs(double(value)));
-  for (ValueCodec codec : quantisers) {
-    SCOPED_TRACE(int(codec));
-    double const step = scale / top_level(codec);
-    std::vector<double> sum(values.size());
-    double squares = 0;
-    for (int round = 0; round < rounds; ++round) {
-      auto const result = rounded<V>(codec, values, {99, std::uint64_t(round), 0});
-      for (std::size_t i = 0; i < values.size(); ++i) {
-        double const error = double(result[i]) - double(values[i]);
-        ASSERT_LE(std::abs(error), step * 1.00001);
-        sum[i] += error;
-        squares += error * error;
-      }
-    }
-    double expected_squares = 0;
-    double total = 0;
-    for (std::size_t i = 0; i < values.size(); ++i) {
-      double const position = std::abs(double(values[i])) / step;
-      double const fraction = position - std::floor(position);
-      double const variance = fraction * (1 - fraction) * step * step;
-      expected_squares += rounds * variance;
-      total += sum[i];
-      // A value very close to a level moves too seldom for the normal law.
-      if (fraction * (1 - fraction) * rounds < 20) continue;
-      EXPECT_LE(std::abs(sum[i]) / std::sqrt(rounds * variance), 5.5) << "value " << i;
-    }
-    EXPECT_LE(std::abs(total) / std::sqrt(expected_squares), 4.0);
-    EXPECT_NEAR(squares / expected_squares, 1, 0.01);
-    EXPECT_LE(squares, rounds * double(values.size()) * step * step / 4);
-  }
 }
 
 TEST(QsgdFormat, IsAsDocumented) {

@@ -19,6 +19,7 @@
 #include "wire/codecs.h"
 #include "wire/frame.h"
 #include "wire/header.h"
+#include "wire/index_kernels.h"
 
 namespace sparsecomm::fuzz {
 
@@ -159,22 +160,41 @@ inline void codec(std::span<const std::byte> in) {
   auto const all = index_codecs();
   IndexCodecEntry const& entry = all[std::size_t(in[0]) % all.size()];
   std::vector<std::uint32_t> indices(count);
-  entry.decode(in.subspan(prefix), first_index, extent, indices);
+  auto const tables = index_kernel_tables();
+  auto const accepts = [&](IndexKernels const& kernels, std::vector<std::uint32_t>& to) {
+    try {
+      entry.decode(kernels, in.subspan(prefix), first_index, extent, to);
+      return true;
+    } catch (MalformedFrame const&) {
+      return false;
+    }
+  };
+  bool const accepted = accepts(tables.front(), indices);
+  for (IndexKernels const& kernels : tables.subspan(1)) {
+    std::vector<std::uint32_t> found(count);
+    check(accepts(kernels, found) == accepted, "targets differ in what they refuse");
+    check(!accepted || found == indices, "targets differ in what they decode");
+  }
+  if (!accepted) return;
   check_positions(indices, first_index, extent);
-  std::vector<std::byte> out(entry.max_bytes(count, extent));
-  std::size_t const length = entry.encode(indices, first_index, extent, out);
-  check(length != does_not_fit, "encoded size above its bound");
-  check(count == 0 || length >= entry.min_bytes(count, extent), "encoded size below its bound");
-  out.resize(length);
-  out.shrink_to_fit();
-  check(entry.encode(indices, first_index, extent, out) == length, "an exact fit does not fit");
-  check(length == 0 || entry.encode(indices, first_index, extent,
-                                    std::span(out).first(length - 1)) == does_not_fit,
-        "too little room fits");
-  entry.encode(indices, first_index, extent, out);
-  std::vector<std::uint32_t> again(count);
-  entry.decode(out, first_index, extent, again);
-  check(again == indices, "indices changed in codec");
+  for (IndexKernels const& kernels : tables) {
+    std::vector<std::byte> out(entry.max_bytes(count, extent));
+    auto const encode = [&](std::span<std::byte> to) {
+      return entry.encode(kernels, indices, first_index, extent, to);
+    };
+    std::size_t const length = encode(out);
+    check(length != does_not_fit, "encoded size above its bound");
+    check(count == 0 || length >= entry.min_bytes(count, extent), "encoded size below its bound");
+    out.resize(length);
+    out.shrink_to_fit();
+    check(encode(out) == length, "an exact fit does not fit");
+    check(length == 0 || encode(std::span(out).first(length - 1)) == does_not_fit,
+          "too little room fits");
+    encode(out);
+    std::vector<std::uint32_t> again(count);
+    entry.decode(kernels, out, first_index, extent, again);
+    check(again == indices, "indices changed in codec");
+  }
 }
 
 // in: value codec, values. Any values are refused or rounded to what arrives unchanged.

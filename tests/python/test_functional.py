@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from sparsecomm import _C
 from sparsecomm import functional as sf
 from sparsecomm.fake_kernels import packed_dtype
 
@@ -232,21 +233,45 @@ def test_threads_do_not_matter() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", [2, 4, 8])
 @pytest.mark.parametrize("size", [0, 1, 1_023, 1_024, 5_001])
-def test_qsgd(size: int, bits: Any, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("bucket", [512, 1_024])
+def test_qsgd(size: int, bits: Any, dtype: torch.dtype, bucket: Any) -> None:
     x = randn(size, dtype=dtype)
-    codes = sf.qsgd_quantize(x, bits, seed=3)
-    assert same(codes, sf.qsgd_quantize(x, bits, seed=3))
-    values = sf.qsgd_dequantize(codes, size, bits, dtype=dtype)
+    codes = sf.qsgd_quantize(x, bits, seed=3, bucket=bucket)
+    assert same(codes, sf.qsgd_quantize(x, bits, seed=3, bucket=bucket))
+    values = sf.qsgd_dequantize(codes, size, bits, dtype=dtype, bucket=bucket)
     levels = 2 ** (bits - 1) - 1
-    for bucket, rounded in zip(x.split(1_024), values.split(1_024), strict=True):
-        scale = bucket.abs().max() if len(bucket) else 1.0
-        assert torch.all((bucket - rounded).abs() <= scale / levels * (1 + 1e-5))
+    for part, rounded in zip(x.split(bucket), values.split(bucket), strict=True):
+        scale = part.abs().max() if len(part) else 1.0
+        assert torch.all((part - rounded).abs() <= scale / levels * (1 + 1e-5))
         position = rounded.abs() / scale * levels
         assert torch.all((position - position.round()).abs() < 1e-3)
     dense = randn(size, dtype=dtype, seed=1)
     expected = dense + values
-    assert sf.qsgd_dequantize_add_(dense, codes, bits) is dense
+    assert sf.qsgd_dequantize_add_(dense, codes, bits, bucket=bucket) is dense
     assert same(dense, expected)
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_is_what_the_wire_carries(bits: Any) -> None:
+    x = randn(5_001)
+    for bucket, codec in ((512, f"qsgd{bits}_512"), (1_024, f"qsgd{bits}")):
+        rounded = x.clone()
+        _C.round_values(codec, rounded, 3, 4, 5)
+        codes = sf.qsgd_quantize(x, bits, seed=3, operation=4, stream=5, bucket=bucket)
+        sent = torch.empty_like(codes)
+        assert _C.encode_values(codec, rounded, sent) == len(codes)
+        assert same(sent, codes)
+        assert same(sf.qsgd_dequantize(codes, len(x), bits, bucket=bucket), rounded)
+
+
+def test_malformed_codes_change_nothing() -> None:
+    dense = randn(5_000)
+    before = dense.clone()
+    codes = sf.qsgd_quantize(dense, 4, seed=1)
+    codes[-1] = 0xFF
+    with pytest.raises(ValueError, match="code of a level is 15, must be at most 14"):
+        sf.qsgd_dequantize_add_(dense, codes, 4)
+    assert same(dense, before)
 
 
 def test_qsgd_is_unbiased() -> None:
@@ -355,6 +380,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "threshold's k": (lambda: sf.threshold_exact(VECTOR, 0), "k = 0 is below 1"),
     "stride": (lambda: sf.threshold_sampled(VECTOR, 1, stride=0), "stride = 0 is below 1"),
     "bits": (lambda: sf.qsgd_quantize(VECTOR, 3, seed=0), "bits = 3 is none of 2, 4, 8"),  # type: ignore[arg-type]
+    "QSGD's bucket": (
+        lambda: sf.qsgd_quantize(VECTOR, 4, seed=0, bucket=100),  # type: ignore[arg-type]
+        "bucket = 100 is none of 512, 1024",
+    ),
     "QSGD of half": (lambda: sf.qsgd_quantize(VECTOR.half(), 4, seed=0), "is of Half"),
     "QSGD of NaN": (lambda: sf.qsgd_quantize(VECTOR * math.nan, 4, seed=0), "value 0 of 8 is nan"),
     "too few codes": (
@@ -446,7 +475,11 @@ def cases() -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
         "threshold_exact": [((x, 10), {}), ((x.half(), 10), {"residual": y})],
         "threshold_sampled": [((x, 10), {"stride": 5, "phase": 1, "residual": y})],
         "threshold_gaussian": [((x.double(), 10), {})],
-        "qsgd_quantize": [((x, bits), {"seed": 1}) for bits in (2, 4, 8)],
+        "qsgd_quantize": [
+            ((x, bits), {"seed": 1, "bucket": bucket})
+            for bits in (2, 4, 8)
+            for bucket in (512, 1024)
+        ],
         "qsgd_dequantize": [((sf.qsgd_quantize(x, 4, seed=1), 2_100, 4), {})],
         "qsgd_dequantize_add": [((y, sf.qsgd_quantize(x, 4, seed=1), 4), {})],
         "block_scan": [((x * (x > 2), 8), {}), ((torch.zeros(100).half(), 8), {})],

@@ -46,6 +46,19 @@ def test_kernels_against_torch(target: str, dtype: torch.dtype) -> None:
     least = x.abs().double()[order[-1]]
     assert kernels.exact_threshold(x, torch.zeros_like(residual), 100) == least
 
+    exact = x.to(values.dtype)
+    codes, expected = (torch.zeros(2 * NUMEL, dtype=torch.uint8) for _ in range(2))
+    for bits, codec in ((2, "qsgd2"), (4, "qsgd4"), (8, "qsgd8_512")):
+        bucket = 512 if codec.endswith("_512") else 1024
+        rounded = exact.clone()
+        _C.round_values(codec, rounded, 7, 0, 0)
+        size = _C.encode_values(codec, rounded, expected)
+        assert kernels.qsgd_quantize(exact, bits, bucket, 7, codes) == size
+        assert torch.equal(codes[:size], expected[:size])
+        total = exact.clone()
+        kernels.qsgd_add(codes, bits, bucket, total)
+        assert torch.equal(total, exact + rounded)
+
     x[5] = torch.nan
     assert not kernels.all_finite(x)
 
@@ -67,6 +80,8 @@ def test_mistakes_are_named() -> None:
         kernels.all_finite(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="room for 64 entries more"):
         kernels.select(torch.zeros(3), 1.0, torch.zeros(3, dtype=torch.uint32), torch.zeros(3))
+    with pytest.raises(ValueError, match="3 values take 6 bytes, codes have 5"):
+        kernels.qsgd_quantize(torch.zeros(3), 4, 512, 0, torch.zeros(5, dtype=torch.uint8))
 
 
 def test_bench_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -75,7 +90,7 @@ def test_bench_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert main([*command, "--dtype", "bfloat16", "--target", "scalar"]) == 0
     rows = json.loads(file.read_text())
     assert "# 20000 bfloat16, density 0.01, 1 thread(s)" in capsys.readouterr().out
-    assert {"select", "fused", "exact_top_k", "block_scan", "qsgd4", "sum"} <= {
+    assert {"select", "fused", "exact_top_k", "block_scan", "qsgd4", "qsgd4_add", "sum"} <= {
         row["kernel"] for row in rows
     }
     for row in rows:

@@ -151,9 +151,9 @@ struct ValueKernels {
                      std::size_t count, std::uint32_t first_index, V* before,
                      std::uint32_t* outside, Stream stream);
 
-  // The value codec qsgd2, qsgd4 or qsgd8 (`bits`) of wire/codecs.h, with buckets of 512 or 1,024
-  // values: `out` becomes what encoding the values rounded with `key` gives; `rounded`, if any,
-  // those values. Sets *not_finite to 1 where a value is NaN or Inf: `out` is then of no use.
+  // QSGD as wire/qsgd.h has it, in `bits` bits and buckets of 512 or 1,024 values: `out` becomes
+  // what encoding the values rounded with `key` gives; `rounded`, if any, those values. Sets
+  // *not_finite to 1 where a value is NaN or Inf: `out` is then of no use.
   void (*qsgd_quantize)(V const* values, std::size_t size, int bits, std::size_t bucket,
                         RoundingKey const& key, std::byte* out, V* rounded,
                         std::uint32_t* not_finite, Stream stream);
