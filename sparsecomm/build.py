@@ -14,6 +14,7 @@ from sparsecomm import _C, transports
 __version__ = version("sparsecomm")
 # Present where sparsecomm was built with nvcc.
 CUDA_LIBRARY = Path(_C.__file__).with_name("_cuda.so")
+_C.use_cuda_library(str(CUDA_LIBRARY))
 
 
 def build_info() -> dict[str, Any]:

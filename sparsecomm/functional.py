@@ -1,9 +1,12 @@
 """Selection and compression as functions on tensors, over the operators ``torch.ops.sparsecomm``.
 
-They work under ``torch.compile(fullgraph=True)`` and ``torch.export``. Tensors are dense and on the
-CPU; others raise ``NotImplementedError``. Gradients are of float32, float64, float16 or bfloat16,
-of any shape and strides; an entry's index is its position in row-major order, an int32, so that
-there may be up to 2^31 entries. What is kept or packed of an entry is of the *packed dtype*:
+They work under ``torch.compile(fullgraph=True)`` and ``torch.export``. Tensors are dense, and all
+on the CPU or on one CUDA device; others raise ``NotImplementedError``, as CUDA tensors do where
+sparsecomm was built without CUDA kernels. On a device the current stream is used, the caller waits
+for it where a size or a check depends on values, and results have the CPU's bits (a gaussian
+threshold but for rounding). Gradients are of float32, float64, float16 or bfloat16, of any shape
+and strides; an entry's index is its position in row-major order, an int32, so that there may be up
+to 2^31 entries. What is kept or packed of an entry is of the *packed dtype*:
 float64 for float64, float32 for all others. Arguments outside of what is said here raise
 ``ValueError``.
 

@@ -1,77 +1,13 @@
 #include "compress/device_gradient.h"
 
 #include <algorithm>
-#include <array>
 #include <type_traits>
 #include <utility>
 
-#include "kernels/gaussian.h"
+#include "compress/device_threshold.h"
 
 namespace sparsecomm {
 namespace {
-
-// While it lives, this thread works on the context's device.
-class OnDevice {
- public:
-  OnDevice(cuda::Runtime const& runtime, cuda::Context context) : runtime_(runtime) {
-    runtime_.enter(context);
-  }
-  ~OnDevice() { runtime_.leave(); }
-  OnDevice(OnDevice const&) = delete;
-  OnDevice& operator=(OnDevice const&) = delete;
-
- private:
-  cuda::Runtime const& runtime_;
-};
-
-// What scratch of `capacity` becomes when it must hold `size`: selections vary from step to step,
-// and growing costs a wait for the device.
-constexpr std::size_t grown(std::size_t capacity, std::size_t size) {
-  return std::max(size, capacity + capacity / 2);
-}
-
-// Scratch on the device, as Buffer is in the processor's memory.
-template <class E>
-class DeviceBuffer {
- public:
-  E* take(DeviceQueue const& queue, std::size_t size) {
-    if (size > capacity_) {
-      std::size_t const capacity = grown(capacity_, size);
-      queue.library->runtime.synchronize(queue.stream);  // which may still use the former one
-      capacity_ = 0;
-      memory_.reset();
-      memory_ = queue.allocate(capacity * sizeof(E));
-      capacity_ = capacity;
-    }
-    return static_cast<E*>(memory_.get());
-  }
-
- private:
-  std::shared_ptr<void> memory_;
-  std::size_t capacity_ = 0;
-};
-
-// Host memory that copies to and from the device do not wait for.
-template <class E>
-class PinnedBuffer {
- public:
-  std::span<E> take(DeviceQueue const& queue, std::size_t size) {
-    if (size > capacity_) {
-      cuda::Runtime const& runtime = queue.library->runtime;
-      std::size_t const capacity = grown(capacity_, size);
-      runtime.synchronize(queue.stream);
-      capacity_ = 0;
-      memory_.reset();
-      memory_ = {runtime.allocate_pinned(capacity * sizeof(E)), runtime.free_pinned};
-      capacity_ = capacity;
-    }
-    return {static_cast<E*>(memory_.get()), size};
-  }
-
- private:
-  std::unique_ptr<void, void (*)(void*) noexcept> memory_{nullptr, nullptr};
-  std::size_t capacity_ = 0;
-};
 
 template <class T>
 class DeviceGradient final : public LocalGradient<T> {
@@ -79,16 +15,13 @@ class DeviceGradient final : public LocalGradient<T> {
   using V = accumulate_t<T>;
 
   DeviceGradient(ThresholdSchedule schedule, std::uint64_t extent, DeviceQueue queue)
-      : extent_(extent),
-        queue_(std::move(queue)),
-        stream_(queue_.stream),
-        context_(runtime().context(queue_.device)) {
+      : extent_(extent), queue_(std::move(queue)), stream_(queue_.stream), find_(queue_) {
     follow(schedule);
   }
 
   ~DeviceGradient() override {
     try {
-      auto const on = on_device();
+      OnDevice const on(queue_);
       runtime().synchronize(stream_);  // before the memory goes
     } catch (...) {  // the device has failed, and said so to whoever waited for a result
     }
@@ -97,7 +30,7 @@ class DeviceGradient final : public LocalGradient<T> {
   void bind(std::vector<Segment<T>> segments) override { segments_ = std::move(segments); }
 
   bool all_finite() override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     Flags* const flags = flags_.take(queue_, 1);
     if (!flags_cleared_) runtime().zero(flags, sizeof(Flags), stream_);
     flags_cleared_ = true;
@@ -106,7 +39,7 @@ class DeviceGradient final : public LocalGradient<T> {
       kernels().all_finite(segment.gradient.data(), segment.gradient.size(), &flags->not_finite,
                            stream_);
     }
-    Flags const now = fetch(flags, host_flags_);
+    Flags const now = fetch(queue_, flags, host_flags_);
     require<Error>(now.outside == 0, "an index lies outside of a gradient of ", extent_,
                    " entries on a CUDA device; a bug of sparsecomm: please report it");
     return now.not_finite == 0;
@@ -118,32 +51,17 @@ class DeviceGradient final : public LocalGradient<T> {
       threshold_.ties = k;
       return;
     }
-    if (k >= extent_) {
-      threshold_ = {};
-      return;
-    }
-    auto const on = on_device();
     if (source == ThresholdSource::gaussian) {
-      threshold_ = gaussian(k);
-      return;
-    }
-    std::size_t const stride =
-        source == ThresholdSource::sampled ? sampled_stride(extent_, k, threshold_stride) : 0;
-    cuda::SelectionState* const state = state_.take(queue_, 1);
-    library().begin({}, state, stream_);
-    void* const workspace = workspace_.take(queue_, library().threshold_workspace(extent_, stride));
-    if (stride == 0) {
-      kernels().exact_threshold(segments_, k, state, workspace, stream_);
+      threshold_ = find_.gaussian(segments_, k);
+    } else if (source == ThresholdSource::sampled) {
+      threshold_ = find_.sampled(segments_, k, threshold_stride, step);
     } else {
-      kernels().sampled_threshold(segments_, k, stride, step, state, workspace, stream_);
+      threshold_ = find_.exact(segments_, k);
     }
-    cuda::SelectionState const found = fetch(state, host_state_);
-    threshold_ = {from_magnitude_bits<V>(static_cast<magnitude_bits_t<V>>(found.magnitude)),
-                  found.ties};
   }
 
   SparseView<V> select(std::uint64_t k) override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     residual_is_clear_ = false;
     std::uint64_t const limit = selection_limit(extent_, k);
     // All memory first: once the residual has changed, what was taken out of it must reach the
@@ -169,7 +87,7 @@ class DeviceGradient final : public LocalGradient<T> {
       kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
       first += arguments.size;
     }
-    std::size_t const count = fetch(state, host_state_).count();
+    std::size_t const count = fetch(queue_, state, host_state_).count();
     runtime().copy(indices.data(), out.indices, count * sizeof(std::uint32_t), stream_);
     runtime().copy(values.data(), out.values, count * sizeof(V), stream_);
     runtime().synchronize(stream_);
@@ -178,7 +96,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void flush() override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     T* copy = flushed_.take(queue_, extent_);
     for (Segment<T> const& segment : segments_) {
       std::size_t const size = segment.gradient.size();
@@ -194,7 +112,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void keep(SparseView<V> rejected) override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     V* const before = before_.take(queue_, rejected.nnz());
     outside();
     auto const [indices, values] = upload(rejected, rejected_);
@@ -208,7 +126,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void restore() override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     auto const& residuals = library().template kernels<V>();
     auto const put_back = [&](std::span<const std::uint32_t> sorted, std::uint32_t const* indices,
                               V const* values) {
@@ -249,7 +167,7 @@ class DeviceGradient final : public LocalGradient<T> {
   double threshold() const override { return static_cast<double>(threshold_.magnitude); }
 
   void store(StreamView<V> const& result, V divisor) override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     if (!result.is_dense) {
       auto const [indices, values] = upload(result.sparse, result_);
       for_each_part(result.sparse.indices, [&](Segment<T> const& segment, std::uint32_t first,
@@ -267,14 +185,14 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void fill(T value) override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     for (Segment<T> const& segment : segments_) {
       kernels().fill(segment.gradient.data(), segment.gradient.size(), value, stream_);
     }
   }
 
   std::span<T> gather() override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     auto const flat = flat_.take(queue_, extent_);
     T* to = flat.data();
     for (Segment<T> const& segment : segments_) {
@@ -286,7 +204,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void spread() override {
-    auto const on = on_device();
+    OnDevice const on(queue_);
     T const* from = flat_.take(queue_, extent_).data();
     for (Segment<T> const& segment : segments_) {
       runtime().copy(segment.gradient.data(), from, segment.gradient.size_bytes(), stream_);
@@ -298,7 +216,6 @@ class DeviceGradient final : public LocalGradient<T> {
   struct Flags {
     std::uint32_t not_finite, outside;
   };
-  using Counts = std::array<std::uint32_t, histogram_bins>;
   struct Upload {
     PinnedBuffer<std::uint32_t> host_indices;
     PinnedBuffer<V> host_values;
@@ -309,37 +226,7 @@ class DeviceGradient final : public LocalGradient<T> {
   cuda::Library const& library() const { return *queue_.library; }
   cuda::Kernels<T> const& kernels() const { return library().template kernels<T>(); }
   cuda::Runtime const& runtime() const { return library().runtime; }
-  OnDevice on_device() const { return {runtime(), context_}; }
   std::uint32_t* outside() { return &flags_.take(queue_, 1)->outside; }
-
-  template <class E>
-  E fetch(E const* from, PinnedBuffer<E>& through) {
-    E* const to = through.take(queue_, 1).data();
-    runtime().copy(to, from, sizeof(E), stream_);
-    runtime().synchronize(stream_);
-    return *to;
-  }
-
-  Threshold<V> gaussian(std::uint64_t k) {
-    void* const workspace = workspace_.take(queue_, library().threshold_workspace(extent_, 0));
-    Moments* const moments = moments_.take(queue_, 1);
-    Counts* const counts = counts_.take(queue_, 1);
-    runtime().zero(moments, sizeof(Moments), stream_);
-    runtime().zero(counts, sizeof(Counts), stream_);
-    for (Segment<T> const& segment : segments_) {
-      kernels().moments(segment.gradient.data(), segment.residual.data(), segment.gradient.size(),
-                        moments, workspace, stream_);
-    }
-    GaussianBins const bins = gaussian_bins<V>(fetch(moments, host_moments_), extent_, k);
-    for (Segment<T> const& segment : segments_) {
-      kernels().magnitude_histogram(segment.gradient.data(), segment.residual.data(),
-                                    segment.gradient.size(), bins.shift, bins.base, counts->data(),
-                                    stream_);
-    }
-    std::array<std::uint64_t, histogram_bins> wide;
-    std::ranges::copy(fetch(counts, host_counts_), wide.begin());
-    return gaussian_cut<V>(bins, wide, k);
-  }
 
   // The stream has read what was uploaded before when a step begins: all_finite() waits for it.
   template <class E>
@@ -374,7 +261,7 @@ class DeviceGradient final : public LocalGradient<T> {
   std::uint64_t extent_;
   DeviceQueue queue_;
   cuda::Stream stream_;
-  cuda::Context context_;
+  DeviceThreshold<T> find_;
   ThresholdSchedule schedule_;
   Threshold<V> threshold_;
   std::vector<Segment<T>> segments_;
@@ -385,10 +272,6 @@ class DeviceGradient final : public LocalGradient<T> {
   DeviceBuffer<cuda::SelectionState> state_;
   PinnedBuffer<cuda::SelectionState> host_state_;
   DeviceBuffer<std::byte> workspace_;
-  DeviceBuffer<Moments> moments_;
-  PinnedBuffer<Moments> host_moments_;
-  DeviceBuffer<Counts> counts_;
-  PinnedBuffer<Counts> host_counts_;
 
   // What restore() takes back: the selection, what keep() added to, what flush() sent.
   DeviceBuffer<std::uint32_t> indices_;

@@ -2,23 +2,13 @@
 // through pinned memory.
 #pragma once
 
-#include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <memory>
 
+#include "compress/device_queue.h"
 #include "compress/local_gradient.h"
-#include "kernels/cuda/library.h"
 
 namespace sparsecomm {
-
-// Where the kernels run, and where their memory comes from.
-struct DeviceQueue {
-  cuda::Library const* library = nullptr;
-  int device = 0;
-  cuda::Stream stream = nullptr;  // stays as long as what uses the queue
-  // Memory of the device, fit for use on the stream at once, aligned to 16 bytes.
-  std::function<std::shared_ptr<void>(std::size_t bytes)> allocate;
-};
 
 // The gradient and the residual that are bound lie in the device's memory, and what made them has
 // been enqueued on the stream, or the stream waits for it. The same results as those of

@@ -6,6 +6,7 @@
 
 #include "bindings.h"
 #include "kernels/cuda_library.h"
+#include "ops_cuda.h"
 
 namespace py = pybind11;
 
@@ -115,6 +116,9 @@ void bind_cuda(py::module_& module) {
       return error.what();
     }
   });
+  // Of the operators; see ops_cuda.h.
+  module.def("use_cuda_library", &ops::use_cuda_library, py::arg("file"),
+             py::arg("emulated") = false);
   py::class_<CudaSelection>(module, "CudaSelection")
       .def(py::init<std::string const&, at::Tensor, at::Tensor, std::int64_t>(), py::arg("file"),
            py::arg("gradient"), py::arg("residual"), py::arg("limit"))

@@ -1,5 +1,5 @@
-// torch.ops.sparsecomm: the schemas. ops_*.cc implement them for CPU tensors, fake_kernels.py says
-// what shapes come out, functional.py what the operators do.
+// torch.ops.sparsecomm: the schemas. ops_*.cc implement them for CPU and CUDA tensors,
+// fake_kernels.py says what shapes come out, functional.py what the operators do.
 #include "ops.h"
 
 #include <ATen/MemoryOverlap.h>
@@ -41,11 +41,12 @@ constexpr Schema schemas[] = {
     {"scatter", "(Tensor(a!) dense, Tensor indices, Tensor values, *, float divisor=1.0) -> ()"},
 };
 
-// For tensors of any backend but the CPU's: also where torch has one that we have never heard of.
+// For tensors of any other backend: also where torch has one that we have never heard of.
 void refuse(c10::OperatorHandle const& op, torch::jit::Stack* stack) {
   std::string found;
   auto const look_at = [&](at::Tensor const& tensor) {
-    if (tensor.defined() && !(tensor.is_cpu() && tensor.layout() == at::kStrided)) {
+    bool const known = tensor.defined() && (tensor.is_cpu() || tensor.is_cuda());
+    if (tensor.defined() && !(known && tensor.layout() == at::kStrided)) {
       found = concat(tensor.layout(), " tensors on ", tensor.device());
     }
   };
@@ -54,8 +55,9 @@ void refuse(c10::OperatorHandle const& op, torch::jit::Stack* stack) {
     if (argument.isTensorList()) std::ranges::for_each(argument.toTensorVector(), look_at);
   }
   TORCH_CHECK_VALUE(!found.empty(), op.schema().name(), " needs at least one tensor");
-  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(), " takes dense tensors on the CPU, not ",
-                              found, "; give it tensor.cpu(), or tensor.to_dense()");
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
+                              " takes dense tensors on the CPU or a CUDA device, not ", found,
+                              "; give it tensor.cpu(), or tensor.to_dense()");
 }
 
 }  // namespace

@@ -106,6 +106,11 @@ class InPlace {
   at::Tensor tensor_, contiguous_;
 };
 
+inline void require_same_device(at::Tensor const& one, at::Tensor const& other, char const* name) {
+  require(one.device() == other.device(), name, " is on ", other.device().str(), ", not on ",
+          one.device().str(), " as the others; move it there");
+}
+
 // Throws where the two share memory.
 void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names);
 

@@ -1,10 +1,11 @@
 // What becomes of selected values: rounded to few bits, summed, written back; and blocks.
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include "base/buffer.h"
 #include "kernels/block_scan.h"
-#include "ops.h"
+#include "ops_cuda.h"
 #include "sparse/sum.h"
 #include "wire/qsgd.h"
 #include "wire/sorted.h"
@@ -28,20 +29,56 @@ decltype(auto) visit_values(at::ScalarType dtype, char const* name, F&& f) {
   return f.template operator()<double>();
 }
 
-at::Tensor qsgd_quantize_cpu(at::Tensor const& input, std::int64_t bits, std::int64_t seed,
-                             std::int64_t operation, std::int64_t stream, std::int64_t bucket) {
+template <class V>
+at::Tensor quantize_on_device(at::Tensor const& input, QsgdFormat format, RoundingKey const& key) {
+  DeviceCall const call(input);
+  at::Tensor const x = input.contiguous();
+  auto const values = entries<const V>(x);
+  at::Tensor const codes = call.workspace(format.bytes(values.size(), sizeof(V)));
+  at::Tensor const not_finite = call.zeroed<std::uint32_t>();
+  call.library().template values<V>().qsgd_quantize(
+      values.data(), values.size(), format.bits, format.bucket, key,
+      entries<std::byte>(codes).data(), nullptr, entries<std::uint32_t>(not_finite).data(),
+      call.stream());
+  require(call.template read<std::uint32_t>(not_finite) == 0,
+          "input has a value that is not finite; QSGD has no level for it");
+  return codes;
+}
+
+template <class V>
+at::Tensor dequantize_on_device(at::Tensor const& codes, std::int64_t size, QsgdFormat format) {
+  DeviceCall const call(codes);
+  auto const from = entries<const std::byte>(codes);
+  auto const count = static_cast<std::size_t>(size);
+  at::Tensor const invalid = call.zeroed<std::uint32_t>();
+  auto const& kernels = call.library().template values<V>();
+  kernels.qsgd_check(from.data(), count, format.bits, format.bucket,
+                     entries<std::uint32_t>(invalid).data(), call.stream());
+  require(call.template read<std::uint32_t>(invalid) == 0,
+          "codes are none that qsgd_quantize makes: a scale is negative or not finite, a level is "
+          "too large, or the padding is not 0");
+  // To which adding changes nothing, not even the sign of a zero.
+  at::Tensor values = call.empty(size, scalar_type<V>).fill_(-0.0);
+  kernels.qsgd_dequantize_add(from.data(), count, format.bits, format.bucket,
+                              entries<V>(values).data(), call.stream());
+  return values;
+}
+
+at::Tensor qsgd_quantize(at::Tensor const& input, std::int64_t bits, std::int64_t seed,
+                         std::int64_t operation, std::int64_t stream, std::int64_t bucket) {
   QsgdFormat const format = qsgd_format(bits, bucket);
   require(stream >= 0 && stream <= std::numeric_limits<std::uint32_t>::max(), "stream = ", stream,
           " is not in [0, 2^32)");
   RoundingKey const key{static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(operation),
                         static_cast<std::uint32_t>(stream)};
   return visit_values(input.scalar_type(), "input", [&]<class V>() {
+    if (on_device(input)) return quantize_on_device<V>(input, format, key);
     at::Tensor const from = input.contiguous();
     auto const values = entries<const V>(from);
     at::Tensor codes =
         at::empty({static_cast<std::int64_t>(format.bytes(values.size(), sizeof(V)))}, at::kByte);
-    qsgd_quantize<V>(qsgd_kernels<V>(), format, values, key, entries<std::byte>(codes),
-                     *executor());
+    sparsecomm::qsgd_quantize<V>(qsgd_kernels<V>(), format, values, key, entries<std::byte>(codes),
+                                 *executor());
     return codes;
   });
 }
@@ -56,13 +93,14 @@ void require_codes(at::Tensor const& codes, QsgdFormat format, std::int64_t size
           " bits, ", format.bucket, " to a bucket, take ", bytes, " bytes, not ", codes.numel());
 }
 
-at::Tensor qsgd_dequantize_cpu(at::Tensor const& codes, std::int64_t size, std::int64_t bits,
-                               at::ScalarType dtype, std::int64_t bucket) {
+at::Tensor qsgd_dequantize(at::Tensor const& codes, std::int64_t size, std::int64_t bits,
+                           at::ScalarType dtype, std::int64_t bucket) {
   QsgdFormat const format = qsgd_format(bits, bucket);
   require_count(size, "size");
   return visit_values(dtype, "dtype", [&]<class V>() {
     require_codes(codes, format, size, dtype);
     at::Tensor const from = codes.contiguous();
+    if (on_device(codes)) return dequantize_on_device<V>(from, size, format);
     at::Tensor values = at::empty({size}, dtype);
     qsgd_decode<V>(qsgd_kernels<V>(), format, entries<const std::byte>(from), entries<V>(values),
                    *executor());
@@ -70,9 +108,17 @@ at::Tensor qsgd_dequantize_cpu(at::Tensor const& codes, std::int64_t size, std::
   });
 }
 
-void qsgd_dequantize_add_cpu(at::Tensor const& dense, at::Tensor const& codes, std::int64_t bits,
-                             std::int64_t bucket) {
+void qsgd_dequantize_add(at::Tensor const& dense, at::Tensor const& codes, std::int64_t bits,
+                         std::int64_t bucket) {
   QsgdFormat const format = qsgd_format(bits, bucket);
+  require_same_device(dense, codes, "codes");
+  if (on_device(dense)) {
+    // Decoded first: what is malformed leaves `dense` as it was.
+    at::Tensor const values =
+        qsgd_dequantize(codes, dense.numel(), bits, dense.scalar_type(), bucket);
+    dense.add_(values.view(dense.sizes()));
+    return;
+  }
   visit_values(dense.scalar_type(), "dense", [&]<class V>() {
     require_codes(codes, format, dense.numel(), dense.scalar_type());
     require_apart(dense, codes, "dense and codes");
@@ -86,13 +132,42 @@ void qsgd_dequantize_add_cpu(at::Tensor const& dense, at::Tensor const& codes, s
 
 // ---- blocks
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> block_scan_cpu(at::Tensor const& input,
-                                                              std::int64_t block) {
+using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Triple scan_on_device(at::Tensor const& x, std::int64_t block, std::int64_t blocks) {
+  DeviceCall const call(x);
+  auto const block_bytes = static_cast<std::size_t>(block) * x.itemsize();
+  require(block_bytes % 4 == 0, "blocks of ", block_bytes,
+          " bytes: choose a positive multiple of 4");
+  at::Tensor const bitmap =
+      call.empty(blocks / 64 + (blocks % 64 != 0), at::kLong).zero_();  // the last word's end too
+  at::Tensor const numbers = call.empty(blocks, at::kInt);
+  at::Tensor const copies = at::empty({blocks, block}, x.options());
+  at::Tensor const count = call.zeroed<std::uint64_t>();
+  at::Tensor const workspace =
+      call.workspace(call.library().block_workspace(static_cast<std::size_t>(blocks)));
+  call.library().block_scan(
+      static_cast<std::byte const*>(x.data_ptr()), x.nbytes(), block_bytes,
+      entries<std::uint32_t>(bitmap).data(), entries<std::uint32_t>(numbers).data(),
+      static_cast<std::byte*>(copies.data_ptr()), entries<std::uint64_t>(count).data(),
+      workspace.data_ptr(), call.stream());
+  auto const found = static_cast<std::int64_t>(call.read<std::uint64_t>(count));
+  at::Tensor const found_numbers = numbers.narrow(0, 0, found).clone();
+  at::Tensor const found_blocks = copies.narrow(0, 0, found).clone();
+  std::int64_t const held = x.numel() % block;
+  if (found > 0 && held != 0 && found_numbers[found - 1].item<std::int64_t>() + 1 == blocks) {
+    found_blocks[found - 1].narrow(0, held, block - held).zero_();
+  }
+  return {bitmap, found_numbers, found_blocks};
+}
+
+Triple block_scan_op(at::Tensor const& input, std::int64_t block) {
   require(block >= 1 && block <= most_entries, "block = ", block, " is not in [1, 2^31]");
   std::int64_t const size = input.numel();
   std::int64_t const blocks = size / block + (size % block != 0);
   require_int32_indices(blocks, "input, in blocks,");
   at::Tensor const x = input.contiguous();
+  if (on_device(input)) return scan_on_device(x, block, blocks);
   at::Tensor bitmap = at::empty({blocks / 64 + (blocks % 64 != 0)}, at::kLong);
   Buffer<std::uint32_t> numbers;
   Buffer<std::byte> copies;
@@ -126,32 +201,83 @@ std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, s
   require(contiguous.numel() == nnz, contiguous.numel(), " indices but ", nnz,
           " values: give one value for each");
   auto const indices = positions(contiguous);
+  if (indices.empty()) return indices;
   // A negative index is a large one here.
-  auto const largest = indices.empty() ? indices.end() : std::ranges::max_element(indices);
-  require(indices.empty() || *largest < size, "index ",
-          indices.empty() ? 0 : static_cast<std::int32_t>(*largest), " is not in [0, ", size, ")");
+  std::uint32_t const largest = [&] {
+    if (!on_device(contiguous)) return *std::ranges::max_element(indices);
+    auto const [low, high] = at::aminmax(contiguous);
+    auto const least = low.item<std::int32_t>();
+    return static_cast<std::uint32_t>(least < 0 ? least : high.item<std::int32_t>());
+  }();
+  require(largest < size, "index ", static_cast<std::int32_t>(largest), " is not in [0, ", size,
+          ")");
   return indices;
+}
+
+// Throws unless these are the entries of a sparse vector's values.
+template <class V>
+void require_values(at::Tensor const& indices, at::Tensor const& values) {
+  require_type<V>(values, "a vector's values");
+  require(values.dim() == 1, "values must be vectors, not of shape ", values.sizes());
+  require_same_device(indices, values, "a vector's values");
+}
+
+constexpr std::string_view not_increasing =
+    " are not strictly increasing; sort them, and add up those that are equal";
+
+template <class V>
+Pair sum_on_device(at::TensorList indices, at::TensorList values, std::int64_t size) {
+  DeviceCall const call(indices[0]);
+  cuda::UnionKernels const& kernels = call.library().unions;
+  auto const extent = static_cast<std::size_t>(size);
+  at::Tensor const workspace = call.workspace(kernels.workspace(extent));
+  kernels.clear(extent, workspace.data_ptr(), call.stream());
+  std::vector<at::Tensor> own_indices, own_values;
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    require_values<V>(indices[i], values[i]);
+    require_same_device(indices[0], indices[i], "a vector");
+    own_indices.push_back(indices[i].contiguous());
+    own_values.push_back(values[i].contiguous());
+    auto const own = checked_positions(own_indices[i], own_values[i].numel(), size);
+    at::Tensor const invalid = call.zeroed<std::uint32_t>();
+    kernels.mark(own.data(), own.size(), extent, workspace.data_ptr(),
+                 entries<std::uint32_t>(invalid).data(), call.stream());
+    require(call.template read<std::uint32_t>(invalid) == 0, "the indices of vector ", i,
+            not_increasing);
+  }
+  at::Tensor const count = call.zeroed<std::uint64_t>();
+  kernels.number(extent, workspace.data_ptr(), entries<std::uint64_t>(count).data(), call.stream());
+  auto const total = static_cast<std::int64_t>(call.template read<std::uint64_t>(count));
+  Pair const sum{call.empty(total, at::kInt), call.empty(total, scalar_type<V>).fill_(-0.0)};
+  kernels.list(extent, workspace.data_ptr(), entries<std::uint32_t>(std::get<0>(sum)).data(),
+               call.stream());
+  for (std::size_t i = 0; i < indices.size(); ++i) {
+    auto const own = positions(own_indices[i]);
+    kernels.template add<V>()(own.data(), entries<const V>(own_values[i]).data(), own.size(),
+                              extent, workspace.data_ptr(), entries<V>(std::get<1>(sum)).data(),
+                              call.stream());
+  }
+  return sum;
 }
 
 template <class V>
 Pair sum_of(at::TensorList indices, at::TensorList values, std::int64_t size) {
+  if (on_device(indices[0])) return sum_on_device<V>(indices, values, size);
   SparseSum<V> sum;
   sum.reset(0, static_cast<std::uint64_t>(size));
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    require_type<V>(values[i], "a vector's values");
-    require(values[i].dim() == 1, "values must be vectors, not of shape ", values[i].sizes());
+    require_values<V>(indices[i], values[i]);
     at::Tensor const own_indices = indices[i].contiguous();
     at::Tensor const own_values = values[i].contiguous();
     auto const own = checked_positions(own_indices, own_values.numel(), size);
-    require(strictly_increasing(own), "the indices of vector ", i,
-            " are not strictly increasing; sort them, and add up those that are equal");
+    require(strictly_increasing(own), "the indices of vector ", i, not_increasing);
     sum.add({own, entries<const V>(own_values)});
   }
   auto const total = sum.sum();
   return copy_packed<V>(total.indices, total.values);
 }
 
-Pair sparse_sum_cpu(at::TensorList indices, at::TensorList values, std::int64_t size) {
+Pair sparse_sum(at::TensorList indices, at::TensorList values, std::int64_t size) {
   require(!indices.empty() && indices.size() == values.size(), indices.size(), " indices and ",
           values.size(), " values: give as many of both, and at least one");
   require(size >= 0 && size <= most_entries, "size = ", size, " is not in [0, 2^31]");
@@ -170,32 +296,46 @@ Pair sparse_sum_cpu(at::TensorList indices, at::TensorList values, std::int64_t 
   }
 }
 
-void scatter_cpu(at::Tensor const& dense, at::Tensor const& indices, at::Tensor const& values,
-                 double divisor) {
+void scatter_op(at::Tensor const& dense, at::Tensor const& indices, at::Tensor const& values,
+                double divisor) {
   visit_gradient(dense, "dense", [&]<class T>() {
     using V = accumulate_t<T>;
     require_int32_indices(dense.numel(), "dense");
     require_type<V>(values, "values");
+    require_same_device(dense, indices, "indices");
+    require_same_device(dense, values, "values");
     at::Tensor const from_indices = indices.contiguous();
     at::Tensor const from_values = values.contiguous();
     auto const to = checked_positions(from_indices, values.numel(), dense.numel());
     InPlace const target(dense, "dense");
     require_apart(dense, values, "dense and values");
-    scatter<T>(entries<T>(target.contiguous()), to, entries<const V>(from_values),
-               static_cast<V>(divisor), 0);
+    auto const out = entries<T>(target.contiguous());
+    auto const from = entries<const V>(from_values);
+    if (on_device(dense)) {
+      DeviceCall const call(dense);
+      at::Tensor const outside = call.zeroed<std::uint32_t>();
+      call.library().template kernels<T>().scatter(
+          out.data(), out.size(), to.data(), from.data(), to.size(), static_cast<V>(divisor), 0,
+          entries<std::uint32_t>(outside).data(), call.stream());
+    } else {
+      scatter<T>(out, to, from, static_cast<V>(divisor), 0);
+    }
     target.store();
   });
 }
 
+void implement(torch::Library& library) {
+  library.impl("qsgd_quantize", TORCH_FN(Operator<&qsgd_quantize>::call));
+  library.impl("qsgd_dequantize", TORCH_FN(Operator<&qsgd_dequantize>::call));
+  library.impl("qsgd_dequantize_add", TORCH_FN(Operator<&qsgd_dequantize_add>::call));
+  library.impl("block_scan", TORCH_FN(Operator<&block_scan_op>::call));
+  library.impl("sparse_sum", TORCH_FN(Operator<&sparse_sum>::call));
+  library.impl("scatter", TORCH_FN(Operator<&scatter_op>::call));
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) {
-  library.impl("qsgd_quantize", TORCH_FN(Operator<&qsgd_quantize_cpu>::call));
-  library.impl("qsgd_dequantize", TORCH_FN(Operator<&qsgd_dequantize_cpu>::call));
-  library.impl("qsgd_dequantize_add", TORCH_FN(Operator<&qsgd_dequantize_add_cpu>::call));
-  library.impl("block_scan", TORCH_FN(Operator<&block_scan_cpu>::call));
-  library.impl("sparse_sum", TORCH_FN(Operator<&sparse_sum_cpu>::call));
-  library.impl("scatter", TORCH_FN(Operator<&scatter_cpu>::call));
-}
+TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) { implement(library); }
+TORCH_LIBRARY_IMPL(sparsecomm, CUDA, library) { implement(library); }
 
 }  // namespace sparsecomm::ops

@@ -4,7 +4,7 @@
 #include "base/buffer.h"
 #include "kernels/parallel.h"
 #include "kernels/top_k.h"
-#include "ops.h"
+#include "ops_cuda.h"
 
 namespace sparsecomm::ops {
 namespace {
@@ -44,6 +44,7 @@ void require_companion(at::Tensor const& tensor, at::Tensor const& gradient, cha
   require_type<V>(tensor, name);
   require(tensor.sizes() == gradient.sizes(), name, " has the shape ", tensor.sizes(),
           ", the gradient ", gradient.sizes(), "; give both the same");
+  require_same_device(gradient, tensor, name);
 }
 
 // What fused_error_feedback works on. The k largest are chosen at the threshold of `gradient` and
@@ -77,12 +78,63 @@ Pair feed_back(FusedArguments<T> arguments, std::optional<Threshold<accumulate_t
   return room.copy(found.count);
 }
 
-Pair fused_error_feedback_cpu(at::Tensor const& gradient, at::Tensor const& residual,
-                              std::optional<at::Tensor> const& threshold,
-                              std::optional<at::Tensor> const& ties, std::optional<std::int64_t> k,
-                              std::optional<std::int64_t> limit, double scale,
-                              std::optional<at::Tensor> const& momentum, double factor,
-                              bool mask_momentum) {
+// The same on a device, with the same steps.
+template <class T>
+Pair feed_back(DeviceCall const& call, FusedArguments<T> const& arguments,
+               std::optional<Threshold<accumulate_t<T>>> const& threshold, std::uint64_t k,
+               std::size_t limit) {
+  using V = accumulate_t<T>;
+  auto const& kernels = call.library().template kernels<T>();
+  std::size_t const size = arguments.gradient.size();
+  if (!threshold) limit = std::min<std::uint64_t>(limit, k);
+  DeviceSelection<V> selection(call, size, limit);
+  cuda::ErrorFeedbackArguments<T> on_device{.gradient = arguments.gradient.data(),
+                                            .residual = arguments.residual.data(),
+                                            .size = size,
+                                            .scale = arguments.scale};
+  if (!arguments.momentum.empty()) {
+    on_device.momentum = arguments.momentum.data();
+    on_device.momentum_factor = arguments.factor;
+    on_device.mask_momentum = arguments.mask_momentum;
+  }
+  auto const run = [&] {
+    kernels.fused_error_feedback(on_device, selection.state(), selection.packed(),
+                                 selection.workspace(), call.stream());
+  };
+  bool mask_later = false;
+  if (threshold) {
+    selection.begin(*threshold);
+  } else {
+    if (arguments.scale != 1 || on_device.momentum != nullptr) {
+      DeviceSelection<V> none(call, size, 0);
+      none.begin({std::numeric_limits<V>::max(), 0});
+      kernels.fused_error_feedback(on_device, none.state(), none.packed(), none.workspace(),
+                                   call.stream());
+      mask_later = on_device.momentum != nullptr && arguments.mask_momentum;
+      on_device = {.gradient = on_device.gradient, .residual = on_device.residual, .size = size};
+    }
+    Segment<T> const all{arguments.gradient, arguments.residual};
+    selection.begin(DeviceThreshold<T>(call.queue()).exact({&all, 1}, k));
+  }
+  run();
+  Pair const found = selection.found();
+  if (mask_later) {
+    auto const count = static_cast<std::size_t>(std::get<0>(found).numel());
+    at::Tensor const zeros = at::zeros_like(std::get<1>(found));
+    at::Tensor outside = call.zeroed<std::uint32_t>();
+    call.library().template kernels<V>().scatter(
+        arguments.momentum.data(), size, positions(std::get<0>(found)).data(),
+        entries<V>(zeros).data(), count, V{1}, 0, entries<std::uint32_t>(outside).data(),
+        call.stream());
+  }
+  return found;
+}
+
+Pair fused_feedback(at::Tensor const& gradient, at::Tensor const& residual,
+                    std::optional<at::Tensor> const& threshold,
+                    std::optional<at::Tensor> const& ties, std::optional<std::int64_t> k,
+                    std::optional<std::int64_t> limit, double scale,
+                    std::optional<at::Tensor> const& momentum, double factor, bool mask_momentum) {
   return visit_gradient(gradient, "gradient", [&]<class T>() {
     using V = accumulate_t<T>;
     require_int32_indices(gradient.numel(), "gradient");
@@ -103,13 +155,16 @@ Pair fused_error_feedback_cpu(at::Tensor const& gradient, at::Tensor const& resi
     InPlace const g(gradient, "gradient");
     InPlace const r(residual, "residual");
     InPlace const u(momentum ? *momentum : at::empty({0}, scalar_type<V>), "momentum");
-    Pair packed = feed_back<T>({.gradient = entries<T>(g.contiguous()),
-                                .residual = entries<V>(r.contiguous()),
-                                .scale = static_cast<V>(scale),
-                                .momentum = entries<V>(u.contiguous()),
-                                .factor = static_cast<V>(factor),
-                                .mask_momentum = mask_momentum},
-                               cut, require_count(k.value_or(0), "k"), most);
+    FusedArguments<T> const arguments{.gradient = entries<T>(g.contiguous()),
+                                      .residual = entries<V>(r.contiguous()),
+                                      .scale = static_cast<V>(scale),
+                                      .momentum = entries<V>(u.contiguous()),
+                                      .factor = static_cast<V>(factor),
+                                      .mask_momentum = mask_momentum};
+    std::uint64_t const wanted = require_count(k.value_or(0), "k");
+    Pair packed = on_device(gradient)
+                      ? feed_back<T>(DeviceCall(gradient), arguments, cut, wanted, most)
+                      : feed_back<T>(arguments, cut, wanted, most);
     g.store();
     r.store();
     u.store();
@@ -117,14 +172,24 @@ Pair fused_error_feedback_cpu(at::Tensor const& gradient, at::Tensor const& resi
   });
 }
 
-Pair select_cpu(at::Tensor const& input, at::Tensor const& threshold,
-                std::optional<at::Tensor> const& ties, std::optional<std::int64_t> limit) {
+Pair select_entries(at::Tensor const& input, at::Tensor const& threshold,
+                    std::optional<at::Tensor> const& ties, std::optional<std::int64_t> limit) {
   return visit_gradient(input, "input", [&]<class T>() {
     using V = accumulate_t<T>;
     require_int32_indices(input.numel(), "input");
     std::size_t const most = most_packed(input.numel(), limit);
     Threshold<V> cut = threshold_of<V>(threshold, ties);
     at::Tensor const x = input.contiguous();
+    if (on_device(input)) {
+      DeviceCall const call(input);
+      auto const from = entries<const T>(x);
+      DeviceSelection<V> selection(call, from.size(), most);
+      selection.begin(cut);
+      call.library().template kernels<T>().select(from.data(), from.size(), 0, selection.state(),
+                                                  selection.packed(), selection.workspace(),
+                                                  call.stream());
+      return selection.found();
+    }
     Room<V> const room(most);
     SelectionScratch<V> scratch;
     return room.copy(
@@ -132,7 +197,59 @@ Pair select_cpu(at::Tensor const& input, at::Tensor const& threshold,
   });
 }
 
-Pair top_k_cpu(at::Tensor const& input, std::int64_t k, std::optional<std::int64_t> bucket) {
+// The k largest of a row of more than max_bucket entries, in place of `to`.
+template <class T>
+void top_k_of_row(DeviceCall const& call, std::span<const T> x, std::uint64_t k,
+                  cuda::Packed<accumulate_t<T>> to, DeviceThreshold<T>& threshold) {
+  using V = accumulate_t<T>;
+  auto const select = [&](Threshold<V> const& cut) {
+    DeviceSelection<V> selection(call, x.size(), 0);
+    call.library().begin(cuda::begin_selection(cut, k), selection.state(), call.stream());
+    call.library().template kernels<T>().select(x.data(), x.size(), 0, selection.state(), to,
+                                                selection.workspace(), call.stream());
+    return selection.count();
+  };
+  Segment<T> const all{{const_cast<T*>(x.data()), x.size()}, {}};  // which thresholds only read
+  std::uint64_t const found = k < x.size() ? select(threshold.exact({&all, 1}, k)) : 0;
+  if (found == k) return;
+  // All that are not zero, and zeros: those that equal the smallest magnitude there is.
+  cuda::SelectionState state{};
+  state.limit = k;
+  state.ties = k == x.size() ? k : k - found;
+  DeviceSelection<V> selection(call, x.size(), 0);
+  call.library().begin(state, selection.state(), call.stream());
+  call.library().template kernels<T>().select(x.data(), x.size(), 0, selection.state(), to,
+                                              selection.workspace(), call.stream());
+}
+
+template <class T>
+Pair top_k_on_device(at::Tensor const& x, std::size_t row, std::optional<std::int64_t> bucket,
+                     std::size_t k, std::size_t count) {
+  using V = accumulate_t<T>;
+  DeviceCall const call(x);
+  auto const from = entries<const T>(x);
+  Pair out{call.empty(static_cast<std::int64_t>(count), at::kInt),
+           call.empty(static_cast<std::int64_t>(count), scalar_type<V>)};
+  if (count == 0) return out;
+  cuda::Packed<V> to{entries<std::uint32_t>(std::get<0>(out)).data(),
+                     entries<V>(std::get<1>(out)).data()};
+  if (bucket || row <= max_bucket) {
+    call.library().template kernels<T>().top_k_per_bucket(
+        from.data(), from.size(), row, bucket ? static_cast<std::size_t>(*bucket) : row, k, to,
+        call.stream());
+    return out;
+  }
+  std::size_t const each = std::min(k, row);
+  DeviceThreshold<T> threshold(call.queue());
+  for (std::size_t begin = 0; begin < from.size(); begin += row) {
+    top_k_of_row<T>(call, from.subspan(begin, row), each, to, threshold);
+    to.indices += each;
+    to.values += each;
+  }
+  return out;
+}
+
+Pair top_k(at::Tensor const& input, std::int64_t k, std::optional<std::int64_t> bucket) {
   return visit_gradient(input, "input", [&]<class T>() {
     using V = accumulate_t<T>;
     require(input.dim() > 0, "input has no dimension; give it at least one");
@@ -148,6 +265,10 @@ Pair top_k_cpu(at::Tensor const& input, std::int64_t k, std::optional<std::int64
     auto const count = static_cast<std::size_t>(c10::multiply_integers(sizes));
 
     at::Tensor const x = input.contiguous();
+    if (on_device(input)) {
+      auto const [indices, values] = top_k_on_device<T>(x, row, bucket, each, count);
+      return Pair{indices.view(sizes), values.view(sizes)};
+    }
     Room<V> const room(count);
     PackedSpan<V> const out = room.packed();
     if (count > 0 && bucket) {
@@ -162,10 +283,10 @@ Pair top_k_cpu(at::Tensor const& input, std::int64_t k, std::optional<std::int64
   });
 }
 
-// find(segments of T) -> Threshold.
-template <class F>
+// find(segments of T) -> Threshold; find_on_device(DeviceThreshold<T>, segments of T) too.
+template <class F, class G>
 Pair find_threshold(at::Tensor const& gradient, std::optional<at::Tensor> const& residual,
-                    std::int64_t k, F&& find) {
+                    std::int64_t k, F&& find, G&& find_on_device) {
   return visit_gradient(gradient, "gradient", [&]<class T>() {
     using V = accumulate_t<T>;
     require(k >= 1, "k = ", k, " is below 1");
@@ -174,53 +295,76 @@ Pair find_threshold(at::Tensor const& gradient, std::optional<at::Tensor> const&
     std::optional<at::Tensor> r;
     if (residual) r = residual->contiguous();
     Segment<T> const all = segment_of<T>(g, r);
-    Threshold<V> const found =
-        find(std::span<const Segment<T>>(&all, 1), static_cast<std::uint64_t>(k));
+    std::span<const Segment<T>> const segments(&all, 1);
+    auto const count = static_cast<std::uint64_t>(k);
+    Threshold<V> found;
+    if (on_device(gradient)) {
+      DeviceCall const call(gradient);
+      found = find_on_device(DeviceThreshold<T>(call.queue()), segments, count);
+    } else {
+      found = find(segments, count);
+    }
     auto const ties = std::min<std::uint64_t>(found.ties, std::numeric_limits<std::int64_t>::max());
-    return Pair{at::scalar_tensor(found.magnitude, scalar_type<V>),
-                at::scalar_tensor(static_cast<std::int64_t>(ties), at::kLong)};
+    auto const options = gradient.options();
+    return Pair{at::scalar_tensor(found.magnitude, options.dtype(scalar_type<V>)),
+                at::scalar_tensor(static_cast<std::int64_t>(ties), options.dtype(at::kLong))};
   });
 }
 
-Pair threshold_exact_cpu(at::Tensor const& gradient, std::int64_t k,
-                         std::optional<at::Tensor> const& residual) {
-  return find_threshold(gradient, residual, k,
-                        []<class T>(std::span<const Segment<T>> segments, std::uint64_t count) {
-                          ThresholdScratch<accumulate_t<T>> scratch;
-                          return exact_threshold<T>(segments, count, scratch, *executor());
-                        });
+Pair threshold_exact(at::Tensor const& gradient, std::int64_t k,
+                     std::optional<at::Tensor> const& residual) {
+  return find_threshold(
+      gradient, residual, k,
+      []<class T>(std::span<const Segment<T>> segments, std::uint64_t count) {
+        ThresholdScratch<accumulate_t<T>> scratch;
+        return exact_threshold<T>(segments, count, scratch, *executor());
+      },
+      [](auto&& device, auto segments, std::uint64_t count) {
+        return device.exact(segments, count);
+      });
 }
 
-Pair threshold_sampled_cpu(at::Tensor const& gradient, std::int64_t k,
-                           std::optional<at::Tensor> const& residual, std::int64_t stride,
-                           std::int64_t phase) {
+Pair threshold_sampled(at::Tensor const& gradient, std::int64_t k,
+                       std::optional<at::Tensor> const& residual, std::int64_t stride,
+                       std::int64_t phase) {
   require(stride >= 1, "stride = ", stride, " is below 1");
   auto const first = static_cast<std::size_t>(require_count(phase, "phase"));
-  return find_threshold(gradient, residual, k,
-                        [&]<class T>(std::span<const Segment<T>> segments, std::uint64_t n) {
-                          ThresholdScratch<accumulate_t<T>> scratch;
-                          return sampled_threshold<T>(segments, n, static_cast<std::size_t>(stride),
-                                                      first, scratch, *executor());
-                        });
+  return find_threshold(
+      gradient, residual, k,
+      [&]<class T>(std::span<const Segment<T>> segments, std::uint64_t n) {
+        ThresholdScratch<accumulate_t<T>> scratch;
+        return sampled_threshold<T>(segments, n, static_cast<std::size_t>(stride), first, scratch,
+                                    *executor());
+      },
+      [&](auto&& device, auto segments, std::uint64_t n) {
+        return device.sampled(segments, n, static_cast<std::size_t>(stride), first);
+      });
 }
 
-Pair threshold_gaussian_cpu(at::Tensor const& gradient, std::int64_t k,
-                            std::optional<at::Tensor> const& residual) {
-  return find_threshold(gradient, residual, k,
-                        []<class T>(std::span<const Segment<T>> segments, std::uint64_t count) {
-                          return gaussian_threshold<T>(segments, count);
-                        });
+Pair threshold_gaussian(at::Tensor const& gradient, std::int64_t k,
+                        std::optional<at::Tensor> const& residual) {
+  return find_threshold(
+      gradient, residual, k,
+      []<class T>(std::span<const Segment<T>> segments, std::uint64_t count) {
+        return gaussian_threshold<T>(segments, count);
+      },
+      [](auto&& device, auto segments, std::uint64_t count) {
+        return device.gaussian(segments, count);
+      });
+}
+
+void implement(torch::Library& library) {
+  library.impl("fused_error_feedback", TORCH_FN(Operator<&fused_feedback>::call));
+  library.impl("select", TORCH_FN(Operator<&select_entries>::call));
+  library.impl("top_k", TORCH_FN(Operator<&top_k>::call));
+  library.impl("threshold_exact", TORCH_FN(Operator<&threshold_exact>::call));
+  library.impl("threshold_sampled", TORCH_FN(Operator<&threshold_sampled>::call));
+  library.impl("threshold_gaussian", TORCH_FN(Operator<&threshold_gaussian>::call));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) {
-  library.impl("fused_error_feedback", TORCH_FN(Operator<&fused_error_feedback_cpu>::call));
-  library.impl("select", TORCH_FN(Operator<&select_cpu>::call));
-  library.impl("top_k", TORCH_FN(Operator<&top_k_cpu>::call));
-  library.impl("threshold_exact", TORCH_FN(Operator<&threshold_exact_cpu>::call));
-  library.impl("threshold_sampled", TORCH_FN(Operator<&threshold_sampled_cpu>::call));
-  library.impl("threshold_gaussian", TORCH_FN(Operator<&threshold_gaussian_cpu>::call));
-}
+TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) { implement(library); }
+TORCH_LIBRARY_IMPL(sparsecomm, CUDA, library) { implement(library); }
 
 }  // namespace sparsecomm::ops

@@ -16,10 +16,6 @@ c10::Stream pool_stream(c10::Device device, cuda::Library const& library) {
   return c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
 }
 
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
-
 void enqueue_wait(c10::Stream const& later, c10::Stream const& earlier) {
   c10::Event event(earlier.device_type());
   event.record(earlier);
@@ -28,11 +24,12 @@ void enqueue_wait(c10::Stream const& later, c10::Stream const& earlier) {
 
 }  // namespace
 
-SideStream::SideStream(c10::Device device, cuda::Library const& library)
-    : library_(library), stream_(pool_stream(device, library)) {}
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
-DeviceQueue SideStream::queue() const {
-  auto const allocate = [stream = stream_](std::size_t bytes) -> std::shared_ptr<void> {
+DeviceQueue queue_on(c10::Stream stream, cuda::Library const& library) {
+  auto const allocate = [stream](std::size_t bytes) -> std::shared_ptr<void> {
     // Of this stream's pool: what the allocator gives may still be in use on another one.
     c10::StreamGuard const guard(stream);
     auto const memory = std::make_shared<at::Tensor>(
@@ -40,9 +37,14 @@ DeviceQueue SideStream::queue() const {
                   at::TensorOptions().dtype(at::kByte).device(stream.device())));
     return {memory, memory->data_ptr()};
   };
-  return {&library_, stream_.device_index(), static_cast<cuda::Stream>(stream_.native_handle()),
-          allocate};
+  // Tests have CUDA's kernels run on the processor, whose streams have no handle.
+  bool const is_cuda = stream.device_type() == c10::DeviceType::CUDA;
+  return {&library, library.runtime.context(is_cuda ? stream.device_index() : 0),
+          is_cuda ? static_cast<cuda::Stream>(stream.native_handle()) : nullptr, allocate};
 }
+
+SideStream::SideStream(c10::Device device, cuda::Library const& library)
+    : library_(library), stream_(pool_stream(device, library)) {}
 
 void SideStream::wait_for_current() const { enqueue_wait(stream_, current_stream(device())); }
 

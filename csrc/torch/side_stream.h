@@ -13,6 +13,10 @@
 
 namespace sparsecomm {
 
+c10::Stream current_stream(c10::Device device);
+// For kernels on the stream; memory comes from torch's allocator.
+DeviceQueue queue_on(c10::Stream stream, cuda::Library const& library);
+
 class SideStream {
  public:
   // One of torch's pool. Throws InvalidArgument where the library has no device.
@@ -20,8 +24,7 @@ class SideStream {
 
   c10::Device device() const { return stream_.device(); }
   c10::Stream stream() const { return stream_; }
-  // For kernels on this stream; memory comes from torch's allocator.
-  DeviceQueue queue() const;
+  DeviceQueue queue() const { return queue_on(stream_, library_); }
 
   // What is enqueued here from now on waits for what this thread's current stream has now; the
   // other way round. Neither blocks the caller.

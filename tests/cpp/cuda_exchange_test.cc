@@ -18,6 +18,8 @@
 namespace sparsecomm::test {
 namespace {
 
+DeviceQueue queue() { return {&library(), library().runtime.context(0), nullptr, allocate}; }
+
 struct Case {
   std::string algorithm;
   int ranks = 2;
@@ -60,7 +62,7 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
     options.collective.partition_period = 2;
     std::unique_ptr<LocalGradient<T>> local;
     if (on_device) {
-      local = make_device_gradient<T>(c.schedule, c.numel, {&library(), 0, nullptr, allocate});
+      local = make_device_gradient<T>(c.schedule, c.numel, queue());
     }
     auto const exchange = std::make_shared<GradientExchange<T>>("test", c.numel, options,
                                                                 communicator, std::move(local));
@@ -143,7 +145,7 @@ std::vector<std::byte> two_groups(bool on_device) {
     for (std::size_t const size : sizes) {
       std::unique_ptr<LocalGradient<float>> local;
       if (on_device) {
-        local = make_device_gradient<float>({}, size, {&library(), 0, nullptr, allocate});
+        local = make_device_gradient<float>({}, size, queue());
       }
       exchanges.push_back(std::make_shared<GradientExchange<float>>(
           "test", size, ExchangeOptions{}, communicator, std::move(local)));
@@ -209,8 +211,7 @@ struct Problem {
   }
 
   Array<float> gradient, residual;
-  std::unique_ptr<LocalGradient<float>> local =
-      make_device_gradient<float>({}, size, {&library(), 0, nullptr, allocate});
+  std::unique_ptr<LocalGradient<float>> local = make_device_gradient<float>({}, size, queue());
 };
 
 TEST(CudaFailure, NoAllocationThatFailsLosesAnEntry) {
@@ -262,7 +263,7 @@ TEST(CudaDevices, AGradientOnTheSecondOpensNoOther) {
     EXPECT_EQ(emulator::device(), 0);
     {
       auto const local = make_device_gradient<float>(
-          {}, 500, {&library(), 1, nullptr, [&](std::size_t bytes) {
+          {}, 500, {&library(), runtime.context(1), nullptr, [&](std::size_t bytes) {
                       EXPECT_EQ(emulator::device(), 1);  // or torch's allocator would open 0
                       return allocate(bytes);
                     }});

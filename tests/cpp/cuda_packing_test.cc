@@ -11,6 +11,9 @@
 
 #include "cuda/device_memory.h"
 #include "fills.h"
+#include "kernels/top_k.h"
+#include "sparse/sum.h"
+#include "wire/codecs.h"
 #include "wire/qsgd.h"
 
 namespace sparsecomm::cuda {
@@ -153,6 +156,143 @@ TEST(CudaPacking, AddSparseKeepsWhatStoodThere) {
   EXPECT_EQ(outside.get(), 0u);
   add(3);
   EXPECT_EQ(outside.get(), 1u);
+}
+
+TYPED_TEST(CudaScatter, TopKPerBucketEqualsTheScalarOne) {
+  using T = TypeParam;
+  using V = accumulate_t<T>;
+  std::mt19937_64 random(19);
+  for (auto const& fill : fills<V>()) {
+    for (std::size_t const row : {1, 17, 700, 5000}) {
+      std::size_t const rows = 1 + random() % 3;
+      std::size_t const offset = random() % 3;
+      std::vector<T> x(offset + rows * row);
+      for (T& value : x) value = T(fill.draw(random));
+      // Few buckets: each is a block of 256 fibres.
+      std::size_t const bucket =
+          std::vector<std::size_t>{row / 5 + 1, 512, max_bucket}[random() % 3];
+      std::vector<std::size_t> const ks{0, 1, bucket / 7 + 1, bucket, 2 * row};
+      for (std::size_t const k : {ks[random() % 5], bucket / 3 + 1}) {
+        SCOPED_TRACE(testing::Message() << fill.name << ", " << rows << " rows of " << row
+                                        << ", bucket " << bucket << ", k " << k);
+        std::size_t const count = rows * bucket_top_k_count(row, bucket, k);
+        std::vector<std::uint32_t> expected_indices(count);
+        std::vector<V> expected_values(count);
+        top_k_per_bucket<T>(std::span<T const>(x).subspan(offset), row, bucket, k,
+                            {expected_indices, expected_values}, inline_executor(),
+                            kernel_tables<T>().front());
+        Array<T> const device(x);
+        Array<std::uint32_t> const indices(count);
+        Array<V> const values(count);
+        shuffle(random(), 2);
+        library().kernels<T>().top_k_per_bucket(device.data() + offset, rows * row, row, bucket, k,
+                                                {indices.data(), values.data()}, nullptr);
+        EXPECT_EQ(indices.get(), expected_indices);
+        expect_equal(values.get(), expected_values);
+      }
+    }
+  }
+}
+
+template <class V>
+void check_sum(std::size_t size, std::size_t streams, double density, std::mt19937_64& random) {
+  SCOPED_TRACE(testing::Message() << streams << " of " << size << ", density " << density);
+  SparseSum<V> scalar;
+  scalar.reset(0, size);
+  UnionKernels const& kernels = library().unions;
+  auto const space = workspace(kernels.workspace(size));
+  One<std::uint32_t> const invalid;
+  One<std::uint64_t> const count(77);
+  kernels.clear(size, space.data(), nullptr);
+  std::vector<Array<std::uint32_t>> indices;
+  std::vector<Array<V>> values;
+  for (std::size_t s = 0; s < streams; ++s) {
+    std::vector<std::uint32_t> own;
+    std::vector<V> numbers;
+    for (std::size_t i = 0; i < size; ++i) {
+      if (static_cast<double>(random() % 1000) >= density * 1000) continue;
+      own.push_back(static_cast<std::uint32_t>(i));
+      numbers.push_back(static_cast<V>(static_cast<double>(random() % 2001) - 1000) / V(8));
+    }
+    scalar.add({own, numbers});
+    indices.emplace_back(own);
+    values.emplace_back(numbers);
+    shuffle(random(), 3);
+    kernels.mark(indices[s].data(), own.size(), size, space.data(), invalid.data(), nullptr);
+  }
+  EXPECT_EQ(invalid.get(), 0u);
+  kernels.number(size, space.data(), count.data(), nullptr);
+  auto const expected = scalar.sum();
+  ASSERT_EQ(count.get(), expected.nnz());
+  Array<std::uint32_t> const places(expected.nnz());
+  Array<V> const sums(std::vector<V>(expected.nnz(), V(-0.0)));
+  kernels.list(size, space.data(), places.data(), nullptr);
+  for (std::size_t s = 0; s < streams; ++s) {
+    kernels.add<V>()(indices[s].data(), values[s].data(), indices[s].size(), size, space.data(),
+                     sums.data(), nullptr);
+  }
+  EXPECT_TRUE(std::ranges::equal(places.get(), expected.indices));
+  EXPECT_TRUE(std::ranges::equal(sums.get(), expected.values));
+}
+
+TEST(CudaPacking, SumsOfSparseVectorsEqualTheScalarOnes) {
+  std::mt19937_64 random(20);
+  for (std::size_t const size : {0, 1, 31, 32, 33, 8191, 30000}) {
+    for (double const density : {0.001, 0.2, 1.0}) {
+      check_sum<float>(size, 1 + random() % 5, density, random);
+      check_sum<double>(size, 2, density, random);
+      check_sum<std::int32_t>(size, 3, density, random);
+      check_sum<std::int64_t>(size, 2, density, random);
+    }
+  }
+}
+
+TEST(CudaPacking, ASumSeesWhatIsNoSparseVector) {
+  UnionKernels const& kernels = library().unions;
+  auto const space = workspace(kernels.workspace(100));
+  for (auto const& wrong : {std::vector<std::uint32_t>{3, 3}, {5, 4}, {100}, {0, 0xffffffffu}}) {
+    One<std::uint32_t> const invalid;
+    Array<std::uint32_t> const indices(wrong);
+    kernels.clear(100, space.data(), nullptr);
+    kernels.mark(indices.data(), wrong.size(), 100, space.data(), invalid.data(), nullptr);
+    EXPECT_EQ(invalid.get(), 1u);
+  }
+}
+
+TEST(CudaPacking, CodesThatNoQuantizerMakesAreSeen) {
+  for (int const bits : {2, 4, 8}) {
+    ValueCodecEntry const& codec =
+        value_codec_for(value_codec_named(concat("qsgd", bits)), DType::f32);
+    constexpr std::size_t size = 1029;
+    std::vector<float> values(size, 1.5f);
+    std::vector<std::byte> good(codec.encoded_bytes(size, 4));
+    functions<float>(codec).encode(values, good);
+    auto const is_invalid = [&](std::vector<std::byte> const& codes) {
+      Array<std::byte> const device(codes);
+      One<std::uint32_t> const invalid;
+      library().values_f32.qsgd_check(device.data(), size, bits, 1024, invalid.data(), nullptr);
+      bool const seen = invalid.get() == 1;
+      std::vector<float> decoded(size);
+      bool refused = false;
+      try {
+        functions<float>(codec).decode(codes, decoded);
+      } catch (MalformedFrame const&) {
+        refused = true;
+      }
+      EXPECT_EQ(seen, refused);
+      return seen;
+    };
+    EXPECT_FALSE(is_invalid(good));
+    std::mt19937_64 random(21);
+    int seen = 0;
+    for (int i = 0; i < 100; ++i) {
+      auto codes = good;
+      codes[random() % 2 == 0 ? random() % 4 : codes.size() - 1] = static_cast<std::byte>(random());
+      seen += is_invalid(codes);
+    }
+    EXPECT_GT(seen, 2);
+    EXPECT_LT(seen, 100);
+  }
 }
 
 }  // namespace

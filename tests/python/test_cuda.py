@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,15 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 import sparsecomm
 from sparsecomm import _C, OkTopkState, ThresholdSchedule, TopkState
+from sparsecomm import functional as sf
 from sparsecomm.build import CUDA_LIBRARY, build_info
+from sparsecomm.fake_kernels import packed_dtype
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "tests"
 PROBLEM = (
@@ -27,9 +32,11 @@ PROBLEM = (
 )
 
 
+skip_without_gpu = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "none")
+
+
 def needs_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    skip = pytest.mark.skipif(bool(PROBLEM), reason=PROBLEM or "none")
-    return pytest.mark.cuda(skip(function))
+    return pytest.mark.cuda(skip_without_gpu(function))
 
 
 # ---- without a GPU
@@ -84,6 +91,222 @@ def test_compute_sanitizer(name: str, tool: str) -> None:
         pytest.skip("compute-sanitizer is not on PATH")
     command = [sanitizer, "--tool", tool, "--error-exitcode", "1", device_test(name)]
     subprocess.run([*command, "--gtest_brief=1"], check=True, timeout=580)
+
+
+# ---- the operators: the same results as on the processor
+
+EMULATOR = BUILD / "libcuda_emulated_module.so"
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
+
+
+def on_the_gpu(call: Callable[..., Any], arguments: Any) -> Any:
+    moved = tree_map_only(torch.Tensor, lambda x: x.cuda(), arguments)
+    result = call(*moved)
+    for before, after in zip(tree_leaves(arguments), tree_leaves(moved), strict=True):
+        if isinstance(before, torch.Tensor):
+            before.copy_(after)
+    assert all(leaf.is_cuda for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+    return tree_map_only(torch.Tensor, lambda x: x.cpu(), result)
+
+
+def on_the_emulator(call: Callable[..., Any], arguments: Any) -> Any:
+    """The CUDA implementation and its kernels, but on the processor and its tensors."""
+    _C.use_cuda_library(str(EMULATOR), emulated=True)
+    try:
+        return call(*arguments)
+    finally:
+        _C.use_cuda_library(str(CUDA_LIBRARY))
+
+
+needs_emulator = pytest.mark.skipif(
+    not EMULATOR.exists(), reason="the emulator is not built; make test-cpp builds it"
+)
+devices = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(on_the_emulator, marks=needs_emulator, id="emulator"),
+        pytest.param(on_the_gpu, marks=[pytest.mark.cuda, skip_without_gpu], id="gpu"),
+    ],
+)
+
+
+def check_equal(device: Callable[..., Any], call: Callable[..., Any], *arguments: Any) -> None:
+    """Of results and of what is changed in place: the same bits, a NaN's payload aside."""
+    copies = tree_map_only(torch.Tensor, lambda x: x.clone(), arguments)
+    expected, actual = call(*arguments), device(call, copies)
+    before, after = tree_leaves((expected, arguments)), tree_leaves((actual, copies))
+    for a, b in zip(after, before, strict=True):
+        if not isinstance(a, torch.Tensor):
+            continue
+        assert (a.dtype, a.shape) == (b.dtype, b.shape)
+        assert torch.equal(a.isnan(), b.isnan())
+        assert torch.equal(a.nan_to_num(), b.nan_to_num())
+        assert torch.equal(a.signbit(), b.signbit()) or a.isnan().any()
+
+
+def inputs(dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    for size in (0, 1, 17, 700, 9_001):
+        x = torch.randn(size, dtype=torch.float64, generator=generator)
+        yield x.to(dtype)
+        yield (2 * x).round().to(dtype)  # zeros and ties
+    yield torch.zeros(300, dtype=dtype)
+    x = torch.randn(5_000, dtype=torch.float64, generator=generator)
+    x[7], x[4_999], x[:100] = math.nan, -math.inf, -0.0
+    yield x.to(dtype)
+    yield x.to(dtype).reshape(50, 100).T
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_selections_equal_the_processors(device: Callable[..., Any], dtype: torch.dtype) -> None:
+    for x in inputs(dtype):
+        residual = x.to(packed_dtype(dtype)).flip(0).contiguous()
+        check_equal(device, lambda x: sf.select(x, 1.0), x)
+        check_equal(device, lambda x: sf.select(x, 0.5, limit=9), x)
+        for k in (1, 40, 10_000):
+            check_equal(device, lambda x, r, k=k: sf.threshold_exact(x, k, residual=r), x, residual)
+            check_equal(device, lambda x, k=k: sf.threshold_exact(x, k), x)
+            check_equal(device, lambda x, k=k: sf.threshold_sampled(x, k, phase=3), x)
+            check_equal(device, lambda x, k=k: sf.top_k(x, k), x)
+            check_equal(device, lambda x, k=k: sf.top_k(x, k, bucket=100), x)
+            check_equal(
+                device, lambda g, r, k=k: sf.fused_error_feedback(g, r, k=k), x.clone(), residual
+            )
+        for mask in (False, True):
+            for cut in ({"k": 20}, {"threshold": 1.0}, {"threshold": 0.5, "limit": 7}):
+                check_equal(
+                    device,
+                    lambda g, r, u, cut=cut, mask=mask: sf.fused_error_feedback(
+                        g, r, momentum=u, scale=0.5, factor=0.9, mask_momentum=mask, **cut
+                    ),
+                    x.clone(),
+                    residual.clone(),
+                    residual / 3,
+                )
+
+
+@devices
+def test_gaussian_thresholds_are_near_the_processors(device: Callable[..., Any]) -> None:
+    x = torch.randn(20_000, generator=torch.Generator().manual_seed(4))
+    expected = sf.threshold_gaussian(x, 200)
+    actual = device(lambda x: sf.threshold_gaussian(x, 200), [x])
+    torch.testing.assert_close(actual.magnitude, expected.magnitude)
+    assert torch.equal(actual.ties, expected.ties)
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_qsgd_equals_the_processors(
+    device: Callable[..., Any], bits: Any, dtype: torch.dtype
+) -> None:
+    for x in inputs(dtype):
+        if not x.isfinite().all():
+            with pytest.raises(ValueError, match="finite"):
+                device(lambda x: sf.qsgd_quantize(x, bits, seed=1), [x])
+            continue
+        check_equal(device, lambda x: sf.qsgd_quantize(x, bits, seed=1, operation=2, stream=3), x)
+        codes, size = sf.qsgd_quantize(x, bits, seed=5), x.numel()
+        check_equal(device, lambda c, n=size: sf.qsgd_dequantize(c, n, bits, dtype=dtype), codes)
+        check_equal(device, lambda x, c: sf.qsgd_dequantize_add_(x, c, bits), x.clone(), codes)
+    codes = sf.qsgd_quantize(torch.ones(2, dtype=dtype), bits, seed=5)
+    codes[dtype.itemsize - 1] = 0xFF  # of the scale
+    with pytest.raises(ValueError, match="codes are none that qsgd_quantize makes"):
+        device(lambda c: sf.qsgd_dequantize(c, 2, bits, dtype=dtype), [codes])
+
+
+@devices
+def test_block_scans_equal_the_processors(device: Callable[..., Any]) -> None:
+    for dtype in (*DTYPES, torch.int64):
+        for size in (0, 1, 63, 6_400, 7_777):
+            x = torch.zeros(size, dtype=dtype)
+            x[size // 3 : size // 2] = -1
+            if size:
+                x[-1] = 1
+            for block in (2, 12, 64, 10_000):
+                check_equal(device, lambda x, b=block: sf.block_scan(x, b), x)
+    with pytest.raises(ValueError, match="multiple of 4"):
+        device(lambda x: sf.block_scan(x, 3), [torch.ones(9, dtype=torch.float16)])
+
+
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
+def test_sums_and_scatters_equal_the_processors(
+    device: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(5)
+    for size in (1, 100, 20_000):
+        vectors = []
+        for density in (0.0, 0.01, 0.5, 1.0):
+            chosen = torch.rand(size, generator=generator) < density
+            values = torch.randn(int(chosen.sum()), generator=generator) * 100
+            vectors.append((chosen.nonzero().flatten().to(torch.int32), values.to(dtype)))
+        check_equal(device, lambda v, n=size: sf.sparse_sum(v, n), vectors)
+        if dtype.is_floating_point:
+            dense = torch.randn(size, generator=generator).to(dtype)
+            check_equal(device, lambda d, v: sf.scatter_(d, *v, divisor=3.0), dense, vectors[2])
+    one = torch.ones(1, dtype=dtype)
+    two = torch.ones(2, dtype=dtype)
+    increasing, inside = "not strictly increasing", r"index 5 is not in \[0, 5"
+    for wrong, match in (([4, 4], increasing), ([0, 5], inside)):
+        vector = (torch.tensor(wrong, dtype=torch.int32), two)
+        with pytest.raises(ValueError, match=match):
+            device(lambda v: sf.sparse_sum([v], 5), [vector])
+    if dtype.is_floating_point:
+        arguments = [torch.ones(5, dtype=dtype), torch.tensor([-1], dtype=torch.int32), one]
+        with pytest.raises(ValueError, match=r"index -1 is not in \[0, 5"):
+            device(sf.scatter_, arguments)
+
+
+def test_every_operator_has_a_cuda_implementation() -> None:
+    for name in (
+        *("fused_error_feedback", "select", "top_k", "threshold_exact", "threshold_sampled"),
+        *("threshold_gaussian", "qsgd_quantize", "qsgd_dequantize", "qsgd_dequantize_add"),
+        *("block_scan", "sparse_sum", "scatter"),
+    ):
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sparsecomm::{name}", "CUDA"), name
+
+
+def test_without_the_library_an_operator_says_what_to_do(tmp_path: Path) -> None:
+    _C.use_cuda_library(str(tmp_path / "_cuda.so"), emulated=True)
+    try:
+        with pytest.raises(NotImplementedError, match="nvcc on PATH") as caught:
+            sf.select(torch.ones(3), 1.0)
+    finally:
+        _C.use_cuda_library(str(CUDA_LIBRARY))
+    assert str(tmp_path / "_cuda.so") in str(caught.value)
+    sf.select(torch.ones(3), 1.0)
+
+
+def test_shapes_on_a_device_are_known_without_one() -> None:
+    with FakeTensorMode():
+        x = torch.empty(100, device="cuda")
+        for result in (
+            sf.top_k(x, 3),
+            sf.threshold_exact(x, 3),
+            sf.qsgd_quantize(x, 4, seed=1),
+        ):
+            assert all(leaf.device.type == "cuda" for leaf in tree_leaves(result))
+
+
+@needs_gpu
+def test_operators_on_the_gpu_compile() -> None:
+    def step(gradient: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        packed = sf.fused_error_feedback(gradient, residual, k=10)
+        return sf.scatter_(torch.zeros_like(residual), *packed)
+
+    gradient, residual = torch.randn(1_000, device="cuda"), torch.zeros(1_000, device="cuda")
+    torch.library.opcheck(torch.ops.sparsecomm.select, (gradient, torch.tensor(1.0)))
+    torch.library.opcheck(torch.ops.sparsecomm.top_k, (gradient, 10))
+    expected = step(gradient.clone(), residual.clone())
+    assert torch.equal(torch.compile(step, fullgraph=True)(gradient, residual), expected)
+
+
+@needs_gpu
+def test_operators_refuse_tensors_of_two_devices() -> None:
+    with pytest.raises(ValueError, match="residual is on cpu, not on cuda:0"):
+        sf.fused_error_feedback(torch.ones(3, device="cuda"), torch.ones(3), k=1)
 
 
 # ---- the hook: 2 ranks that share the GPU

@@ -22,7 +22,8 @@ __global__ void __launch_bounds__(block_threads)
   double sum = 0;
   double squares = 0;
   for (std::size_t i = grid_thread(); i < size; i += grid_threads()) {
-    auto const value = static_cast<double>(residual[i] + widened(gradient[i]));
+    auto const entry = widened(gradient[i]);
+    auto const value = static_cast<double>(residual == nullptr ? entry : residual[i] + entry);
     sum += value;
     squares += value * value;
   }

@@ -1,5 +1,8 @@
 #include <cuda.h>
 
+#include <map>
+#include <mutex>
+
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/tables.h"
 
@@ -56,11 +59,16 @@ void require_success(CUresult status, char const* call) {
 Context context(int device) {
   static auto const get = driver<CUresult (*)(CUdevice*, int)>("cuDeviceGet");
   static auto const retain = driver<CUresult (*)(CUcontext*, CUdevice)>("cuDevicePrimaryCtxRetain");
-  CUdevice handle{};
-  Context made = nullptr;
-  require_success(get(&handle, device), "cuDeviceGet");
-  require_success(retain(&made, handle), "cuDevicePrimaryCtxRetain");
-  return made;
+  static std::mutex mutex;
+  static std::map<int, Context> contexts;
+  std::lock_guard const lock(mutex);
+  Context& context = contexts[device];
+  if (context == nullptr) {
+    CUdevice handle{};
+    require_success(get(&handle, device), "cuDeviceGet");
+    require_success(retain(&context, handle), "cuDevicePrimaryCtxRetain");
+  }
+  return context;
 }
 
 void enter(Context context) {
@@ -79,6 +87,7 @@ template <class T>
 Kernels<T> kernels() {
   Kernels<T> table;
   add_selection_kernels(table);
+  add_bucket_kernels(table);
   add_threshold_kernels(table);
   add_gaussian_kernels(table);
   add_dense_kernels(table);
@@ -108,6 +117,7 @@ Library const sparsecomm_cuda_library{
     kernels<BFloat16>(),
     value_kernels<float>(),
     value_kernels<double>(),
+    union_kernels(),
     {allocate_pinned, free_pinned, copy, zero, synchronize, device_count, context, enter, leave},
 };
 

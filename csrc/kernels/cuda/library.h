@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <span>
 #include <string>
+#include <type_traits>
 
 #include "kernels/kernels.h"
 #include "kernels/magnitude.h"
@@ -106,6 +107,12 @@ struct Kernels {
   void (*select)(T const* x, std::size_t size, std::uint32_t first_index, SelectionState* state,
                  Packed<V> out, void* workspace, Stream stream);
 
+  // Packs the k entries of largest magnitude of every `bucket` (1 to max_bucket) entries of each
+  // row of x, as top_k_per_bucket of kernels/top_k.h does: `out` has room for size / row *
+  // bucket_top_k_count(row, bucket, k). Reads N.
+  void (*top_k_per_bucket)(T const* x, std::size_t size, std::size_t row, std::size_t bucket,
+                           std::size_t k, Packed<V> out, Stream stream);
+
   // Sets magnitude and ties of the state to those of exact_threshold, of |gradient + residual|. A
   // residual without memory counts as zeros. The spans' memory is the device's, the list the
   // host's. Workspace: threshold_workspace(). Reads 2N at most 3 times (6 for double), as a rule
@@ -117,6 +124,8 @@ struct Kernels {
                             std::size_t stride, std::size_t phase, SelectionState* state,
                             void* workspace, Stream stream);
 
+  // In this and the next, null counts as a residual of zeros.
+  //
   // Adds to *total the sums of gradient + residual and of its squares. In an order of its own, the
   // same in every run: equal to the scalar kernel's but for rounding. Workspace:
   // threshold_workspace(size, 0). Reads 2N.
@@ -157,9 +166,48 @@ struct ValueKernels {
   void (*qsgd_quantize)(V const* values, std::size_t size, int bits, std::size_t bucket,
                         RoundingKey const& key, std::byte* out, V* rounded,
                         std::uint32_t* not_finite, Stream stream);
+  // Sets *invalid to 1 where the codes are none that qsgd_quantize makes.
+  void (*qsgd_check)(std::byte const* codes, std::size_t size, int bits, std::size_t bucket,
+                     std::uint32_t* invalid, Stream stream);
   // dense[i] += the value of code i. The codes come from qsgd_quantize: not validated.
   void (*qsgd_dequantize_add)(std::byte const* codes, std::size_t size, int bits,
                               std::size_t bucket, V* dense, Stream stream);
+};
+
+// The sum of sparse vectors of `size` entries: clear(), mark() each vector, number(), list(), and
+// add_*() each, one after another, which fixes the order of additions. In between, the workspace
+// stays as it is. O(size / 32 + entries).
+struct UnionKernels {
+  std::size_t (*workspace)(std::size_t size);  // bytes
+  void (*clear)(std::size_t size, void* workspace, Stream stream);
+  // Sets *invalid to 1 where the indices are not strictly increasing, or not below `size`.
+  void (*mark)(std::uint32_t const* indices, std::size_t count, std::size_t size, void* workspace,
+               std::uint32_t* invalid, Stream stream);
+  void (*number)(std::size_t size, void* workspace, std::uint64_t* count, Stream stream);
+  // The sum's indices, as many as number() counted, in order.
+  void (*list)(std::size_t size, void* workspace, std::uint32_t* indices, Stream stream);
+
+  // sums[place of indices[i]] += values[i]; sums that begin as -0.0 become the first value itself.
+  template <class V>
+  using Add = void (*)(std::uint32_t const* indices, V const* values, std::size_t count,
+                       std::size_t size, void* workspace, V* sums, Stream stream);
+  Add<float> add_f32;
+  Add<double> add_f64;
+  Add<std::int32_t> add_i32;
+  Add<std::int64_t> add_i64;
+
+  template <class V>
+  Add<V> add() const {
+    if constexpr (std::is_same_v<V, float>) {
+      return add_f32;
+    } else if constexpr (std::is_same_v<V, double>) {
+      return add_f64;
+    } else if constexpr (std::is_same_v<V, std::int32_t>) {
+      return add_i32;
+    } else {
+      return add_i64;
+    }
+  }
 };
 
 // Pinned host memory, copies and waiting. Streams and events are their owner's.
@@ -171,7 +219,7 @@ struct Runtime {
   void (*zero)(void* memory, std::size_t bytes, Stream stream);
   void (*synchronize)(Stream stream);  // waits; throws what went wrong on the device
   int (*device_count)();
-  // The device's context, which is made where there is none, and stays.
+  // The device's context, which is made where there is none, and stays. Any thread may call it.
   Context (*context)(int device);
   // Until leave(), this thread works on the context's device; then on what it did before. Unlike
   // cudaSetDevice, neither opens any other device.
@@ -200,6 +248,7 @@ struct Library {
   Kernels<BFloat16> bf16;
   ValueKernels<float> values_f32;
   ValueKernels<double> values_f64;
+  UnionKernels unions;
   Runtime runtime;
 
   template <class T>

@@ -147,6 +147,27 @@ __global__ void __launch_bounds__(block_threads)
   }
 }
 
+template <class V>
+__global__ void __launch_bounds__(block_threads)
+    check_bucket(std::byte const* codes, std::size_t size, int bits, unsigned bucket,
+                 std::uint32_t* invalid) {
+  std::size_t const number = blockIdx.x;
+  std::size_t const left = size - number * bucket;
+  auto const entries = left < bucket ? static_cast<unsigned>(left) : bucket;
+  std::byte const* const from =
+      codes + number * (sizeof(V) + bucket * static_cast<unsigned>(bits) / 8);
+  unsigned const per_byte = 8u / static_cast<unsigned>(bits);
+  for (unsigned i = threadIdx.x; i < divided_up(entries, per_byte) * per_byte; i += block_threads) {
+    auto const byte = static_cast<unsigned>(from[sizeof(V) + i / per_byte]);
+    unsigned const code = byte >> i % per_byte * static_cast<unsigned>(bits) & ((1u << bits) - 1);
+    if (code > (i < entries ? 2u * static_cast<unsigned>(top_level(bits)) : 0u)) *invalid = 1;
+  }
+  if (threadIdx.x > 0) return;
+  std::uint64_t scale = 0;
+  for (unsigned b = 0; b < sizeof(V); ++b) scale |= static_cast<std::uint64_t>(from[b]) << 8 * b;
+  if (scale > largest_finite_bits<V>) *invalid = 1;
+}
+
 void check(char const* call, int bits, std::size_t bucket) {
   require(bits == 2 || bits == 4 || bits == 8, call, ": codes of ", bits,
           " bits: there are 2, 4 and 8");
@@ -165,6 +186,15 @@ void qsgd_quantize(V const* values, std::size_t size, int bits, std::size_t buck
 }
 
 template <class V>
+void qsgd_check(std::byte const* codes, std::size_t size, int bits, std::size_t bucket,
+                std::uint32_t* invalid, Stream stream) {
+  check("qsgd_check", bits, bucket);
+  if (size == 0) return;
+  launch("qsgd_check", check_bucket<V>, divided_up(size, bucket), block_threads, stream, codes,
+         size, bits, bucket, invalid);
+}
+
+template <class V>
 void qsgd_dequantize_add(std::byte const* codes, std::size_t size, int bits, std::size_t bucket,
                          V* dense, Stream stream) {
   check("qsgd_dequantize_add", bits, bucket);
@@ -178,6 +208,7 @@ void qsgd_dequantize_add(std::byte const* codes, std::size_t size, int bits, std
 template <class V>
 void add_qsgd_kernels(ValueKernels<V>& table) {
   table.qsgd_quantize = qsgd_quantize<V>;
+  table.qsgd_check = qsgd_check<V>;
   table.qsgd_dequantize_add = qsgd_dequantize_add<V>;
 }
 

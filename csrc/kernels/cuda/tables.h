@@ -15,6 +15,9 @@ template <class T>
 void add_threshold_kernels(Kernels<T>& table);
 
 template <class T>
+void add_bucket_kernels(Kernels<T>& table);
+
+template <class T>
 void add_gaussian_kernels(Kernels<T>& table);
 
 template <class T>
@@ -23,6 +26,8 @@ template <class V>
 void add_sparse_kernels(ValueKernels<V>& table);
 template <class V>
 void add_qsgd_kernels(ValueKernels<V>& table);
+
+UnionKernels union_kernels();
 
 std::size_t block_workspace(std::size_t blocks);
 void block_scan(std::byte const* bytes, std::size_t size, std::size_t block_bytes,
