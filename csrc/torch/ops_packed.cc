@@ -121,11 +121,13 @@ template <class V>
 Pair sum_of(at::TensorList indices, at::TensorList values, std::int64_t size) {
   SparseSum<V> sum;
   sum.reset(0, static_cast<std::uint64_t>(size));
+  std::vector<at::Tensor> kept;  // what the sum reads
   for (std::size_t i = 0; i < indices.size(); ++i) {
     require_type<V>(values[i], "a vector's values");
     require(values[i].dim() == 1, "values must be vectors, not of shape ", values[i].sizes());
     at::Tensor const own_indices = indices[i].contiguous();
     at::Tensor const own_values = values[i].contiguous();
+    kept.insert(kept.end(), {own_indices, own_values});
     auto const own = checked_positions(own_indices, own_values.numel(), size);
     require(strictly_increasing(own), "the indices of vector ", i,
             " are not strictly increasing; sort them, and add up those that are equal");
