@@ -1,10 +1,12 @@
 // What becomes of selected values: rounded to few bits, summed, written back; and blocks.
 #include <algorithm>
+#include <string>
 #include <vector>
 
 #include "base/buffer.h"
 #include "kernels/block_scan.h"
 #include "ops.h"
+#include "sparse/intersection.h"
 #include "sparse/sum.h"
 #include "wire/codecs.h"
 #include "wire/sorted.h"
@@ -117,21 +119,55 @@ std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, s
   return indices;
 }
 
+std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t nnz,
+                                              std::int64_t size, std::string const& whose) {
+  auto const indices = checked_positions(contiguous, nnz, size);
+  require(strictly_increasing(indices), "the indices of ", whose,
+          " are not strictly increasing; sort them, and add up those that are equal");
+  return indices;
+}
+
+// Calls f.template operator()<V>() for the element type V of a vector's values.
+template <class F>
+decltype(auto) visit_sparse_values(at::Tensor const& values, F&& f) {
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return f.template operator()<float>();
+    case at::kDouble:
+      return f.template operator()<double>();
+    case at::kInt:
+      return f.template operator()<std::int32_t>();
+    case at::kLong:
+      return f.template operator()<std::int64_t>();
+    default:
+      throw InvalidArgument(concat("values are of ", at::toString(values.scalar_type()),
+                                   "; convert them to float32, float64, int32 or int64"));
+  }
+}
+
+void require_size(std::int64_t size) {
+  require(size >= 0 && size <= most_entries, "size = ", size, " is not in [0, 2^31]");
+}
+
+// As contiguous memory.
+template <class V>
+at::Tensor checked_values(at::Tensor const& values, char const* name) {
+  require_type<V>(values, name);
+  require(values.dim() == 1, "values must be vectors, not of shape ", values.sizes());
+  return values.contiguous();
+}
+
 template <class V>
 Pair sum_of(at::TensorList indices, at::TensorList values, std::int64_t size) {
   SparseSum<V> sum;
   sum.reset(0, static_cast<std::uint64_t>(size));
   std::vector<at::Tensor> kept;  // what the sum reads
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    require_type<V>(values[i], "a vector's values");
-    require(values[i].dim() == 1, "values must be vectors, not of shape ", values[i].sizes());
     at::Tensor const own_indices = indices[i].contiguous();
-    at::Tensor const own_values = values[i].contiguous();
+    at::Tensor const own_values = checked_values<V>(values[i], "a vector's values");
     kept.insert(kept.end(), {own_indices, own_values});
-    auto const own = checked_positions(own_indices, own_values.numel(), size);
-    require(strictly_increasing(own), "the indices of vector ", i,
-            " are not strictly increasing; sort them, and add up those that are equal");
-    sum.add({own, entries<const V>(own_values)});
+    sum.add({checked_vector(own_indices, own_values.numel(), size, concat("vector ", i)),
+             entries<const V>(own_values)});
   }
   auto const total = sum.sum();
   return copy_packed<V>(total.indices, total.values);
@@ -140,20 +176,37 @@ Pair sum_of(at::TensorList indices, at::TensorList values, std::int64_t size) {
 Pair sparse_sum_cpu(at::TensorList indices, at::TensorList values, std::int64_t size) {
   require(!indices.empty() && indices.size() == values.size(), indices.size(), " indices and ",
           values.size(), " values: give as many of both, and at least one");
-  require(size >= 0 && size <= most_entries, "size = ", size, " is not in [0, 2^31]");
-  switch (values[0].scalar_type()) {
-    case at::kFloat:
-      return sum_of<float>(indices, values, size);
-    case at::kDouble:
-      return sum_of<double>(indices, values, size);
-    case at::kInt:
-      return sum_of<std::int32_t>(indices, values, size);
-    case at::kLong:
-      return sum_of<std::int64_t>(indices, values, size);
-    default:
-      throw InvalidArgument(concat("values are of ", at::toString(values[0].scalar_type()),
-                                   "; convert them to float32, float64, int32 or int64"));
-  }
+  require_size(size);
+  return visit_sparse_values(values[0],
+                             [&]<class V>() { return sum_of<V>(indices, values, size); });
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> sparse_intersection_cpu(
+    at::Tensor const& indices, at::Tensor const& values, at::Tensor const& other_indices,
+    std::optional<at::Tensor> const& other_values, std::int64_t size) {
+  require_size(size);
+  return visit_sparse_values(values, [&]<class V>() {
+    at::Tensor const one_indices = indices.contiguous();
+    at::Tensor const one_values = checked_values<V>(values, "values");
+    at::Tensor const two_indices = other_indices.contiguous();
+    SparseView<V> const one{checked_vector(one_indices, one_values.numel(), size, "vector"),
+                            entries<const V>(one_values)};
+    SparseIntersection<V> intersection;
+    if (!other_values) {
+      auto const shared = intersection.run(
+          one, checked_vector(two_indices, two_indices.numel(), size, "the other"));
+      return std::tuple_cat(copy_packed<V>(shared.indices, shared.values),
+                            std::tuple(at::empty({0}, values.options())));
+    }
+    at::Tensor const two_values = checked_values<V>(*other_values, "the other's values");
+    auto const shared =
+        intersection.run(one, {checked_vector(two_indices, two_values.numel(), size, "the other"),
+                               entries<const V>(two_values)});
+    at::Tensor of_other =
+        at::empty({static_cast<std::int64_t>(shared.other.size())}, scalar_type<V>);
+    std::ranges::copy(shared.other, entries<V>(of_other).begin());
+    return std::tuple_cat(copy_packed<V>(shared.indices, shared.one), std::tuple(of_other));
+  });
 }
 
 void scatter_cpu(at::Tensor const& dense, at::Tensor const& indices, at::Tensor const& values,
@@ -181,6 +234,7 @@ TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) {
   library.impl("qsgd_dequantize_add", TORCH_FN(Operator<&qsgd_dequantize_add_cpu>::call));
   library.impl("block_scan", TORCH_FN(Operator<&block_scan_cpu>::call));
   library.impl("sparse_sum", TORCH_FN(Operator<&sparse_sum_cpu>::call));
+  library.impl("sparse_intersection", TORCH_FN(Operator<&sparse_intersection_cpu>::call));
   library.impl("scatter", TORCH_FN(Operator<&scatter_cpu>::call));
 }
 
