@@ -103,6 +103,14 @@ def _sparse_sum(indices: list[Tensor], values: list[Tensor], size: int) -> Pair:
     return _some(values[0], values[0].dtype)
 
 
+def _sparse_intersection(
+    indices: Tensor, values: Tensor, other_indices: Tensor, other_values: Tensor | None, size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    shared_indices, shared_values = _some(values, values.dtype)
+    count = 0 if other_values is None else shared_values.shape[0]
+    return shared_indices, shared_values, values.new_empty([count])
+
+
 _register("fused_error_feedback", _selection)
 _register("select", _selection)
 _register("top_k", _top_k)
@@ -114,4 +122,5 @@ _register("qsgd_dequantize", _qsgd_dequantize)
 _register("qsgd_dequantize_add", _in_place)
 _register("block_scan", _block_scan)
 _register("sparse_sum", _sparse_sum)
+_register("sparse_intersection", _sparse_intersection)
 _register("scatter", _in_place)

@@ -18,7 +18,7 @@ number of entries, k what is selected of them.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from sparsecomm import fake_kernels  # noqa: F401
 
 __all__ = [
     "BlockScan",
+    "Intersection",
     "SparseVector",
     "Threshold",
     "block_scan",
@@ -36,6 +37,7 @@ __all__ = [
     "qsgd_quantize",
     "scatter_",
     "select",
+    "sparse_intersection",
     "sparse_sum",
     "threshold_exact",
     "threshold_gaussian",
@@ -69,6 +71,14 @@ class BlockScan(NamedTuple):
     bitmap: Tensor  #: int64; bit ``i % 64`` of word ``i // 64`` stands for block ``i``
     numbers: Tensor  #: int32, the blocks' numbers in order
     blocks: Tensor  #: ``[len(numbers), block]``; a last block that is short is filled up with zeros
+
+
+class Intersection(NamedTuple):
+    """The entries of two sparse vectors at the indices that both have, in their order."""
+
+    indices: Tensor  #: int32
+    values: Tensor  #: the first vector's, one for each
+    other_values: Tensor  #: the second's
 
 
 def _cut(threshold: float | Threshold) -> tuple[Tensor, Tensor | None]:
@@ -176,9 +186,9 @@ def threshold_sampled(
 ) -> Threshold:
     """An estimate of :func:`threshold_exact` from one run of 16 entries in ``stride``.
 
-    Another ``phase`` takes other runs. The stride is reduced so that the count it leads to is within 10% of
-    k in 99 of 100 cases; where that takes a stride under 4, the exact threshold is found. Reads 2N
-    / stride.
+    Another ``phase`` takes other runs. The stride is reduced so that the count it leads to is
+    within 10% of k in 99 of 100 cases; where that takes a stride under 4, the exact threshold is
+    found. Reads 2N / stride.
     """
     return Threshold(
         *_ops.threshold_sampled(gradient, k, residual=residual, stride=stride, phase=phase)
@@ -282,6 +292,34 @@ def sparse_sum(vectors: Sequence[tuple[Tensor, Tensor]], size: int) -> SparseVec
     indices = [vector[0] for vector in vectors]
     values = [vector[1] for vector in vectors]
     return SparseVector(*_ops.sparse_sum(indices, values, size))
+
+
+@overload
+def sparse_intersection(
+    vector: tuple[Tensor, Tensor], other: Tensor, size: int
+) -> SparseVector: ...
+@overload
+def sparse_intersection(
+    vector: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], size: int
+) -> Intersection: ...
+def sparse_intersection(
+    vector: tuple[Tensor, Tensor], other: Tensor | tuple[Tensor, Tensor], size: int
+) -> SparseVector | Intersection:
+    """The entries of a sparse vector of ``size`` entries at the indices that another one has too.
+
+    Args:
+        vector: (indices, values); indices of int32, strictly increasing; values of float32,
+            float64, int32 or int64.
+        other: such a vector with values of the same dtype, or indices alone.
+
+    Returns:
+        With indices alone, what ``vector`` has there; otherwise also what ``other`` has.
+
+    O(entries of both), or O(fewer log(more / fewer)) where one has far fewer than the other.
+    """
+    indices, values = (other, None) if isinstance(other, Tensor) else other
+    shared = _ops.sparse_intersection(*vector, indices, values, size)
+    return SparseVector(*shared[:2]) if values is None else Intersection(*shared)
 
 
 def scatter_(dense: Tensor, indices: Tensor, values: Tensor, *, divisor: float = 1.0) -> Tensor:

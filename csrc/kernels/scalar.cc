@@ -104,6 +104,12 @@ BlockKernelTable scalar_block_kernels() {
           }};
 }
 
+IntersectKernelTable scalar_intersect_kernels() {
+  return {"scalar",
+          [](std::span<const std::uint32_t> one, std::span<const std::uint32_t> other,
+             std::uint32_t* positions) { return intersect_range(one, other, 0, 0, positions, 0); }};
+}
+
 template KernelTable<float> scalar_kernels();
 template KernelTable<double> scalar_kernels();
 template KernelTable<Half> scalar_kernels();

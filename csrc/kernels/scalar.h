@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/block_scan.h"
+#include "kernels/intersect.h"
 #include "kernels/kernels.h"
 
 namespace sparsecomm {
@@ -10,5 +11,6 @@ template <class T>
 KernelTable<T> scalar_kernels();
 
 BlockKernelTable scalar_block_kernels();
+IntersectKernelTable scalar_intersect_kernels();
 
 }  // namespace sparsecomm

@@ -12,6 +12,7 @@
 #if HWY_TARGET != HWY_SCALAR
 #include "kernels/blocks-inl.h"
 #include "kernels/buckets-inl.h"
+#include "kernels/intersect-inl.h"
 #include "kernels/scan-inl.h"
 #include "kernels/select-inl.h"
 #endif
@@ -38,6 +39,7 @@ void append_kernels(SimdKernels& all) {
   append(all.f16);
   append(all.bf16);
   all.blocks.push_back({hwy::TargetName(HWY_TARGET), nonzero_blocks});
+  all.intersections.push_back({hwy::TargetName(HWY_TARGET), intersect});
 }
 #endif
 

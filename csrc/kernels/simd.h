@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/block_scan.h"
+#include "kernels/intersect.h"
 #include "kernels/kernels.h"
 
 namespace sparsecomm {
@@ -14,6 +15,7 @@ struct SimdKernels {
   std::vector<KernelTable<Half>> f16;
   std::vector<KernelTable<BFloat16>> bf16;
   std::vector<BlockKernelTable> blocks;
+  std::vector<IntersectKernelTable> intersections;
 };
 
 // Fastest first; empty where Highway knows only its own scalar emulation.

@@ -21,18 +21,10 @@ std::vector<KernelTable<T>> const& simd_kernels_of(SimdKernels const& all) {
   }
 }
 
-template <class T>
-std::vector<KernelTable<T>> make_tables() {
-  SimdKernels const all = simd_kernels();
-  std::vector<KernelTable<T>> const& simd = simd_kernels_of<T>(all);
-  std::vector<KernelTable<T>> tables{scalar_kernels<T>()};
-  tables.insert(tables.end(), simd.rbegin(), simd.rend());
-  return tables;
-}
-
-std::vector<BlockKernelTable> make_block_tables() {
-  std::vector<BlockKernelTable> tables{scalar_block_kernels()};
-  std::vector<BlockKernelTable> const simd = simd_kernels().blocks;
+// The scalar one, then the others, the fastest last.
+template <class Table>
+std::vector<Table> in_order(Table const& scalar, std::vector<Table> const& simd) {
+  std::vector<Table> tables{scalar};
   tables.insert(tables.end(), simd.rbegin(), simd.rend());
   return tables;
 }
@@ -40,15 +32,22 @@ std::vector<BlockKernelTable> make_block_tables() {
 }  // namespace
 
 std::span<BlockKernelTable const> block_kernel_tables() {
-  static std::vector<BlockKernelTable> const tables = make_block_tables();
+  static auto const tables = in_order(scalar_block_kernels(), simd_kernels().blocks);
   return tables;
 }
 
 BlockKernelTable const& block_kernels() { return block_kernel_tables().back(); }
 
+std::span<IntersectKernelTable const> intersect_kernel_tables() {
+  static auto const tables = in_order(scalar_intersect_kernels(), simd_kernels().intersections);
+  return tables;
+}
+
+IntersectKernelTable const& intersect_kernels() { return intersect_kernel_tables().back(); }
+
 template <class T>
 std::span<KernelTable<T> const> kernel_tables() {
-  static std::vector<KernelTable<T>> const tables = make_tables<T>();
+  static auto const tables = in_order(scalar_kernels<T>(), simd_kernels_of<T>(simd_kernels()));
   return tables;
 }
 

@@ -1,18 +1,14 @@
 #include "sparse/sum.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <limits>
-
-#include "kernels/index_set.h"
+#include <utility>
 
 namespace sparsecomm {
 namespace {
 
-// Two streams are merged sooner.
-constexpr std::size_t few_streams = 2;
-constexpr std::size_t block_entries = 1024;
+constexpr std::uint64_t window_entries = std::uint64_t{1} << 15;
 
 }  // namespace
 
@@ -23,72 +19,93 @@ void SparseSum<V>::reset(std::uint32_t first_index, std::uint64_t extent) {
           ", must be at most 2^32 - first_index = ", index_space - first_index);
   first_index_ = first_index;
   extent_ = extent;
-  ends_.clear();
+  streams_.clear();
+  own_.clear();
   indices_.clear();
   values_.clear();
 }
 
 template <class V>
 void SparseSum<V>::add(SparseView<V> view) {
-  add_from([&](auto& indices, auto& values) {
-    indices.insert(indices.end(), view.indices.begin(), view.indices.end());
-    values.insert(values.end(), view.values.begin(), view.values.end());
-  });
+  check(view);
+  streams_.push_back(view);
 }
 
 template <class V>
-void SparseSum<V>::take() {
-  std::size_t const begin = ends_.empty() ? 0 : ends_.back();
-  bool const fits = indices_.size() == values_.size();
-  bool const empty = indices_.size() == begin;
-  std::uint64_t const end = first_index_ + extent_;
-  if (fits && (empty || (indices_[begin] >= first_index_ && indices_.back() < end))) {
-    if (!empty) ends_.push_back(indices_.size());
-    return;
+void SparseSum<V>::take_own(std::size_t begin) {
+  try {
+    check({std::span(indices_).subspan(begin), std::span(values_).subspan(begin)});
+  } catch (InvalidArgument const&) {
+    indices_.resize(begin);
+    values_.resize(begin);
+    throw;
   }
-  std::size_t const nnz = indices_.size() - begin;
-  std::size_t const values = values_.size() - begin;
-  std::uint32_t const first = empty ? 0 : indices_[begin];
-  std::uint32_t const last = empty ? 0 : indices_.back();
-  indices_.resize(begin);
-  values_.resize(begin);
-  require(nnz == values, "SparseSum: ", nnz, " indices but ", values, " values");
-  throw InvalidArgument(concat("SparseSum: indices from ", first, " to ", last, " lie outside [",
-                               first_index_, ", ", end, ")"));
+  own_.push_back({streams_.size(), begin, indices_.size()});
+  streams_.emplace_back();
+}
+
+template <class V>
+void SparseSum<V>::check(SparseView<V> view) const {
+  require(view.indices.size() == view.values.size(), "SparseSum: ", view.indices.size(),
+          " indices but ", view.values.size(), " values");
+  if (view.nnz() == 0) return;
+  std::uint32_t const first = view.indices.front();
+  std::uint32_t const last = view.indices.back();
+  std::uint64_t const end = first_index_ + extent_;
+  require(first >= first_index_ && last < end, "SparseSum: indices from ", first, " to ", last,
+          " lie outside [", first_index_, ", ", end, ")");
 }
 
 template <class V>
 SparseView<V> SparseSum<V>::sum() {
-  if (ends_.size() <= 1) return {indices_, values_};
-  if (sum_indices_.size() < indices_.size()) {
-    sum_indices_.resize(indices_.size());
-    sum_values_.resize(indices_.size());
+  for (Own const& own : own_) {
+    streams_[own.stream] = SparseView<V>{indices_, values_}.slice(own.begin, own.end);
   }
-  // A word of the bitmap costs about what merging an entry once does.
-  std::size_t const merges = std::bit_width(ends_.size() - 1);
-  bool const crowded = ends_.size() > few_streams && extent_ / 64 <= merges * indices_.size();
-  bool const numbered = indices_.size() <= std::numeric_limits<std::uint32_t>::max();
-  return crowded || !numbered ? by_bitmap() : by_merging();
+  std::erase_if(streams_, [](SparseView<V> stream) { return stream.nnz() == 0; });
+  own_.clear();
+  if (streams_.empty()) return {};
+  if (streams_.size() == 1) return streams_.front();
+  std::size_t entries = 0;
+  for (SparseView<V> const stream : streams_) entries += stream.nnz();
+  if (sum_indices_.size() < entries) {
+    sum_indices_.resize(entries);
+    sum_values_.resize(entries);
+  }
+  // A word of a window's bits costs about what merging an entry once does.
+  std::size_t const merges = std::bit_width(streams_.size() - 1);
+  bool const crowded = extent_ / 64 <= merges * entries;
+  bool const numbered = entries <= std::numeric_limits<std::uint32_t>::max();
+  return crowded || !numbered ? by_windows() : by_merging();
 }
 
 template <class V>
-SparseView<V> SparseSum<V>::by_bitmap() {
-  IndexSetKernels const& set = index_set_kernels();
-  bitmap_.assign(static_cast<std::size_t>((extent_ + 63) / 64), 0);
-  ranks_.resize(bitmap_.size());
-  set.insert(bitmap_, first_index_, indices_);
-  std::size_t const nnz = set.rank(bitmap_, first_index_, ranks_, sum_indices_.data());
+SparseView<V> SparseSum<V>::by_windows() {
   // What any number can be added to without a change of its bits: 0 turns -0 into 0.
-  std::fill_n(sum_values_.begin(), nnz, static_cast<V>(-0.0));
+  auto const nothing = static_cast<V>(-0.0);
+  window_.resize(window_entries, nothing);
+  occupied_.resize(window_entries / 64);
+  next_.assign(streams_.size(), 0);
   Combine<Reduction::sum, V> const add;
-  std::array<std::uint32_t, block_entries> places;
-  for (std::size_t begin = 0; begin < indices_.size(); begin += block_entries) {
-    std::size_t const count = std::min(block_entries, indices_.size() - begin);
-    set.places(bitmap_, first_index_, ranks_, std::span(indices_).subspan(begin, count),
-               places.data());
-    for (std::size_t i = 0; i < count; ++i) {
-      V& sum = sum_values_[places[i]];
-      sum = add(sum, values_[begin + i]);
+  std::size_t nnz = 0;
+  for (std::uint64_t begin = 0; begin < extent_; begin += window_entries) {
+    std::uint32_t const first = first_index_ + static_cast<std::uint32_t>(begin);
+    for (std::size_t stream = 0; stream < streams_.size(); ++stream) {
+      auto const [indices, values] = streams_[stream];
+      std::size_t i = next_[stream];
+      for (; i < indices.size(); ++i) {
+        std::uint32_t const place = indices[i] - first;
+        if (place >= window_entries) break;
+        window_[place] = add(window_[place], values[i]);
+        occupied_[place / 64] |= std::uint64_t{1} << place % 64;
+      }
+      next_[stream] = i;
+    }
+    for (std::size_t word = 0; word < occupied_.size(); ++word) {
+      for (std::uint64_t bits = std::exchange(occupied_[word], 0); bits != 0; bits &= bits - 1) {
+        std::size_t const place = 64 * word + static_cast<std::size_t>(std::countr_zero(bits));
+        sum_indices_[nnz] = first + static_cast<std::uint32_t>(place);
+        sum_values_[nnz++] = std::exchange(window_[place], nothing);
+      }
     }
   }
   return SparseView<V>{sum_indices_, sum_values_}.slice(0, nnz);
@@ -97,10 +114,17 @@ SparseView<V> SparseSum<V>::by_bitmap() {
 // Sorts keys of index and position, so that entries of one index stay in the order they came in.
 template <class V>
 SparseView<V> SparseSum<V>::by_merging() {
-  keys_.resize(indices_.size());
-  merged_keys_.resize(indices_.size());
-  for (std::size_t i = 0; i < keys_.size(); ++i) keys_[i] = std::uint64_t{indices_[i]} << 32 | i;
-  runs_.assign(ends_.begin(), ends_.end());
+  keys_.clear();
+  all_values_.clear();
+  runs_.clear();
+  for (SparseView<V> const stream : streams_) {
+    for (std::uint32_t const index : stream.indices) {
+      keys_.push_back(std::uint64_t{index} << 32 | keys_.size());
+    }
+    all_values_.insert(all_values_.end(), stream.values.begin(), stream.values.end());
+    runs_.push_back(keys_.size());
+  }
+  merged_keys_.resize(keys_.size());
   while (runs_.size() > 1) {
     std::size_t begin = 0;
     std::size_t merged = 0;
@@ -119,7 +143,7 @@ SparseView<V> SparseSum<V>::by_merging() {
   std::size_t nnz = 0;
   for (std::uint64_t const key : keys_) {
     auto const index = static_cast<std::uint32_t>(key >> 32);
-    V const value = values_[static_cast<std::uint32_t>(key)];
+    V const value = all_values_[static_cast<std::uint32_t>(key)];
     if (nnz > 0 && sum_indices_[nnz - 1] == index) {
       sum_values_[nnz - 1] = add(sum_values_[nnz - 1], value);
     } else {

@@ -10,40 +10,48 @@
 namespace sparsecomm {
 
 // Takes P sorted streams over [first_index, first_index + extent) and adds them up, at each index
-// in the order in which they came: the bits that P - 1 merges would give. O(entries + extent / 64),
-// or O(entries log P) where that is less. Its storage is kept between uses.
+// in the order in which they came: the bits that P - 1 merges would give. In windows that stay in
+// the second cache, O(entries + extent / 64); or, where that is less, by O(entries log P) merging.
+// Its storage is kept between uses.
 template <class V>
 class SparseSum {
  public:
   void reset(std::uint32_t first_index, std::uint64_t extent);
 
-  // Throws InvalidArgument when the first or last index lies outside of the range.
+  // The view's memory must stay until the sum is made. Throws InvalidArgument when the first or
+  // last index lies outside of the range.
   void add(SparseView<V> view);
   // The same of what `append` appends, sorted, to the two vectors it is given.
   template <class F>
   void add_from(F&& append) {
+    std::size_t const begin = indices_.size();
     append(indices_, values_);
-    take();
+    take_own(begin);
   }
-
-  std::size_t entries() const { return indices_.size(); }
 
   // Entries whose sum is 0 stay. Valid until the next reset() or add(). Ends the sum: what is added
   // afterwards is not part of it.
   SparseView<V> sum();
 
  private:
-  void take();
-  SparseView<V> by_bitmap();
+  void check(SparseView<V> view) const;
+  void take_own(std::size_t begin);
+  SparseView<V> by_windows();
   SparseView<V> by_merging();
 
   std::uint32_t first_index_ = 0;
   std::uint64_t extent_ = 0;
-  std::vector<std::size_t> ends_;  // of the streams, which stand one behind the other
-  std::vector<std::uint32_t> indices_, sum_indices_, ranks_;
-  std::vector<V> values_, sum_values_;
-  std::vector<std::uint64_t> bitmap_, keys_, merged_keys_;
-  std::vector<std::size_t> runs_;
+  std::vector<SparseView<V>> streams_;
+  struct Own {
+    std::size_t stream, begin, end;
+  };
+  std::vector<Own> own_;  // the streams that lie in indices_ and values_, and where
+  std::vector<std::uint32_t> indices_, sum_indices_;
+  std::vector<V> values_, sum_values_, all_values_;
+  std::vector<V> window_;                // -0 between uses
+  std::vector<std::uint64_t> occupied_;  // a bit of a window's entry; none is set between uses
+  std::vector<std::uint64_t> keys_, merged_keys_;
+  std::vector<std::size_t> next_, runs_;
 };
 
 }  // namespace sparsecomm

@@ -13,6 +13,7 @@
 #include "kernels/kernels.h"
 #include "kernels/parallel.h"
 #include "kernels/top_k.h"
+#include "sparse/intersection.h"
 #include "sparse/sum.h"
 #include "tensor_span.h"
 #include "torch_executor.h"
@@ -218,6 +219,17 @@ std::size_t sum_streams(SparseSum<float>& sum, std::uint64_t numel,
   return sum.sum().nnz();
 }
 
+// How many indices two sorted streams of f32 share.
+std::size_t intersect_streams(SparseIntersection<float>& intersection,
+                              std::pair<at::Tensor, at::Tensor> const& one,
+                              std::pair<at::Tensor, at::Tensor> const& other) {
+  auto const view = [](std::pair<at::Tensor, at::Tensor> const& stream) {
+    return SparseView<float>{span_of<std::uint32_t>(stream.first, at::kUInt32, "indices"),
+                             span_of<float>(stream.second, at::kFloat, "values")};
+  };
+  return intersection.run(view(one), view(other)).indices.size();
+}
+
 }  // namespace
 
 void bind_kernels(py::module_& module) {
@@ -230,6 +242,14 @@ void bind_kernels(py::module_& module) {
       .def(py::init<>())
       .def("sum", &sum_streams, py::call_guard<py::gil_scoped_release>(), py::arg("numel"),
            py::arg("streams"));
+  py::class_<SparseIntersection<float>>(module, "SparseIntersection")
+      .def(py::init([](std::string const& target) {
+             return std::make_unique<SparseIntersection<float>>(
+                 table_named(intersect_kernel_tables(), target));
+           }),
+           py::arg("target"))
+      .def("run", &intersect_streams, py::call_guard<py::gil_scoped_release>(), py::arg("one"),
+           py::arg("other"));
 }
 
 }  // namespace sparsecomm

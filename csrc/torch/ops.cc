@@ -38,6 +38,9 @@ constexpr Schema schemas[] = {
     {"block_scan", "(Tensor input, int block) -> (Tensor bitmap, Tensor numbers, Tensor blocks)"},
     {"sparse_sum",
      "(Tensor[] indices, Tensor[] values, int size) -> (Tensor indices, Tensor values)"},
+    {"sparse_intersection",
+     "(Tensor indices, Tensor values, Tensor other_indices, Tensor? other_values, int size) "
+     "-> (Tensor indices, Tensor values, Tensor other_values)"},
     {"scatter", "(Tensor(a!) dense, Tensor indices, Tensor values, *, float divisor=1.0) -> ()"},
 };
 

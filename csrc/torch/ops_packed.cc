@@ -1,11 +1,12 @@
 // What becomes of selected values: rounded to few bits, summed, written back; and blocks.
 #include <algorithm>
-#include <string_view>
+#include <string>
 #include <vector>
 
 #include "base/buffer.h"
 #include "kernels/block_scan.h"
 #include "ops_cuda.h"
+#include "sparse/intersection.h"
 #include "sparse/sum.h"
 #include "wire/qsgd.h"
 #include "wire/sorted.h"
@@ -214,16 +215,49 @@ std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, s
   return indices;
 }
 
-// Throws unless these are the entries of a sparse vector's values.
-template <class V>
-void require_values(at::Tensor const& indices, at::Tensor const& values) {
-  require_type<V>(values, "a vector's values");
-  require(values.dim() == 1, "values must be vectors, not of shape ", values.sizes());
-  require_same_device(indices, values, "a vector's values");
+[[noreturn]] void refuse_order(std::string const& whose) {
+  throw InvalidArgument(concat("the indices of ", whose,
+                               " are not strictly increasing; sort them, and add up those that "
+                               "are equal"));
 }
 
-constexpr std::string_view not_increasing =
-    " are not strictly increasing; sort them, and add up those that are equal";
+std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t nnz,
+                                              std::int64_t size, std::string const& whose) {
+  auto const indices = checked_positions(contiguous, nnz, size);
+  if (!strictly_increasing(indices)) refuse_order(whose);
+  return indices;
+}
+
+// Calls f.template operator()<V>() for the element type V of a vector's values.
+template <class F>
+decltype(auto) visit_sparse_values(at::Tensor const& values, F&& f) {
+  switch (values.scalar_type()) {
+    case at::kFloat:
+      return f.template operator()<float>();
+    case at::kDouble:
+      return f.template operator()<double>();
+    case at::kInt:
+      return f.template operator()<std::int32_t>();
+    case at::kLong:
+      return f.template operator()<std::int64_t>();
+    default:
+      throw InvalidArgument(concat("values are of ", at::toString(values.scalar_type()),
+                                   "; convert them to float32, float64, int32 or int64"));
+  }
+}
+
+void require_size(std::int64_t size) {
+  require(size >= 0 && size <= most_entries, "size = ", size, " is not in [0, 2^31]");
+}
+
+// As contiguous memory.
+template <class V>
+at::Tensor checked_values(at::Tensor const& indices, at::Tensor const& values, char const* name) {
+  require_type<V>(values, name);
+  require_same_device(indices, values, name);
+  require(values.dim() == 1, "values must be vectors, not of shape ", values.sizes());
+  return values.contiguous();
+}
 
 template <class V>
 Pair sum_on_device(at::TensorList indices, at::TensorList values, std::int64_t size) {
@@ -234,16 +268,14 @@ Pair sum_on_device(at::TensorList indices, at::TensorList values, std::int64_t s
   kernels.clear(extent, workspace.data_ptr(), call.stream());
   std::vector<at::Tensor> own_indices, own_values;
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    require_values<V>(indices[i], values[i]);
     require_same_device(indices[0], indices[i], "a vector");
     own_indices.push_back(indices[i].contiguous());
-    own_values.push_back(values[i].contiguous());
+    own_values.push_back(checked_values<V>(indices[i], values[i], "a vector's values"));
     auto const own = checked_positions(own_indices[i], own_values[i].numel(), size);
     at::Tensor const invalid = call.zeroed<std::uint32_t>();
     kernels.mark(own.data(), own.size(), extent, workspace.data_ptr(),
                  entries<std::uint32_t>(invalid).data(), call.stream());
-    require(call.template read<std::uint32_t>(invalid) == 0, "the indices of vector ", i,
-            not_increasing);
+    if (call.template read<std::uint32_t>(invalid) != 0) refuse_order(concat("vector ", i));
   }
   at::Tensor const count = call.zeroed<std::uint64_t>();
   kernels.number(extent, workspace.data_ptr(), entries<std::uint64_t>(count).data(), call.stream());
@@ -265,13 +297,13 @@ Pair sum_of(at::TensorList indices, at::TensorList values, std::int64_t size) {
   if (on_device(indices[0])) return sum_on_device<V>(indices, values, size);
   SparseSum<V> sum;
   sum.reset(0, static_cast<std::uint64_t>(size));
+  std::vector<at::Tensor> kept;  // what the sum reads
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    require_values<V>(indices[i], values[i]);
     at::Tensor const own_indices = indices[i].contiguous();
-    at::Tensor const own_values = values[i].contiguous();
-    auto const own = checked_positions(own_indices, own_values.numel(), size);
-    require(strictly_increasing(own), "the indices of vector ", i, not_increasing);
-    sum.add({own, entries<const V>(own_values)});
+    at::Tensor const own_values = checked_values<V>(own_indices, values[i], "a vector's values");
+    kept.insert(kept.end(), {own_indices, own_values});
+    sum.add({checked_vector(own_indices, own_values.numel(), size, concat("vector ", i)),
+             entries<const V>(own_values)});
   }
   auto const total = sum.sum();
   return copy_packed<V>(total.indices, total.values);
@@ -280,20 +312,74 @@ Pair sum_of(at::TensorList indices, at::TensorList values, std::int64_t size) {
 Pair sparse_sum(at::TensorList indices, at::TensorList values, std::int64_t size) {
   require(!indices.empty() && indices.size() == values.size(), indices.size(), " indices and ",
           values.size(), " values: give as many of both, and at least one");
-  require(size >= 0 && size <= most_entries, "size = ", size, " is not in [0, 2^31]");
-  switch (values[0].scalar_type()) {
-    case at::kFloat:
-      return sum_of<float>(indices, values, size);
-    case at::kDouble:
-      return sum_of<double>(indices, values, size);
-    case at::kInt:
-      return sum_of<std::int32_t>(indices, values, size);
-    case at::kLong:
-      return sum_of<std::int64_t>(indices, values, size);
-    default:
-      throw InvalidArgument(concat("values are of ", at::toString(values[0].scalar_type()),
-                                   "; convert them to float32, float64, int32 or int64"));
-  }
+  require_size(size);
+  return visit_sparse_values(values[0],
+                             [&]<class V>() { return sum_of<V>(indices, values, size); });
+}
+
+// Throws unless the indices of a vector on a device are strictly increasing.
+void require_order(at::Tensor const& indices, std::string const& whose) {
+  if (indices.numel() < 2) return;
+  bool const increasing = (indices.slice(0, 1) > indices.slice(0, 0, -1)).all().item<bool>();
+  if (!increasing) refuse_order(whose);
+}
+
+// By a binary search for each entry.
+Triple intersection_on_device(at::Tensor const& indices, at::Tensor const& values,
+                              at::Tensor const& other_indices,
+                              std::optional<at::Tensor> const& other_values) {
+  require_order(indices, "vector");
+  require_order(other_indices, "the other");
+  std::int64_t const others = other_indices.numel();
+  at::Tensor const place = at::searchsorted(other_indices, indices);
+  at::Tensor const within = (place < others).nonzero().squeeze(1);
+  at::Tensor const found = place.index_select(0, within);
+  at::Tensor const equal = (other_indices.index_select(0, found) == indices.index_select(0, within))
+                               .nonzero()
+                               .squeeze(1);
+  at::Tensor const shared = within.index_select(0, equal);
+  return {indices.index_select(0, shared), values.index_select(0, shared),
+          other_values ? other_values->index_select(0, found.index_select(0, equal))
+                       : at::empty({0}, values.options())};
+}
+
+Triple sparse_intersection(at::Tensor const& indices, at::Tensor const& values,
+                           at::Tensor const& other_indices,
+                           std::optional<at::Tensor> const& other_values, std::int64_t size) {
+  require_size(size);
+  return visit_sparse_values(values, [&]<class V>() -> Triple {
+    at::Tensor const one_indices = indices.contiguous();
+    at::Tensor const one_values = checked_values<V>(indices, values, "values");
+    at::Tensor const two_indices = other_indices.contiguous();
+    require_same_device(indices, other_indices, "the other");
+    if (on_device(indices)) {
+      std::optional<at::Tensor> two_values;
+      if (other_values) {
+        two_values = checked_values<V>(other_indices, *other_values, "the other's values");
+      }
+      checked_positions(one_indices, one_values.numel(), size);
+      checked_positions(two_indices, two_values ? two_values->numel() : two_indices.numel(), size);
+      return intersection_on_device(one_indices, one_values, two_indices, two_values);
+    }
+    SparseView<V> const one{checked_vector(one_indices, one_values.numel(), size, "vector"),
+                            entries<const V>(one_values)};
+    SparseIntersection<V> intersection;
+    if (!other_values) {
+      auto const shared = intersection.run(
+          one, checked_vector(two_indices, two_indices.numel(), size, "the other"));
+      return std::tuple_cat(copy_packed<V>(shared.indices, shared.values),
+                            std::tuple(at::empty({0}, values.options())));
+    }
+    at::Tensor const two_values =
+        checked_values<V>(two_indices, *other_values, "the other's values");
+    auto const shared =
+        intersection.run(one, {checked_vector(two_indices, two_values.numel(), size, "the other"),
+                               entries<const V>(two_values)});
+    at::Tensor of_other =
+        at::empty({static_cast<std::int64_t>(shared.other.size())}, scalar_type<V>);
+    std::ranges::copy(shared.other, entries<V>(of_other).begin());
+    return std::tuple_cat(copy_packed<V>(shared.indices, shared.one), std::tuple(of_other));
+  });
 }
 
 void scatter_op(at::Tensor const& dense, at::Tensor const& indices, at::Tensor const& values,
@@ -330,6 +416,7 @@ void implement(torch::Library& library) {
   library.impl("qsgd_dequantize_add", TORCH_FN(Operator<&qsgd_dequantize_add>::call));
   library.impl("block_scan", TORCH_FN(Operator<&block_scan_op>::call));
   library.impl("sparse_sum", TORCH_FN(Operator<&sparse_sum>::call));
+  library.impl("sparse_intersection", TORCH_FN(Operator<&sparse_intersection>::call));
   library.impl("scatter", TORCH_FN(Operator<&scatter_op>::call));
 }
 

@@ -6,7 +6,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,8 @@ columns:
   target       the instruction set; torch or numpy of a baseline
   time         of a call, in us; its input is put back before each, which is not measured
   GB/s         bytes that the kernel must read and write, over the median time
-  ratio        the baseline's median time over the kernel's: above 1 the kernel is quicker
+  ratio        the baseline's median time over the kernel's: above 1 the kernel is quicker;
+               on a second number of threads, the same kernel's on the first
 
 kernels:
   select       entries above a known threshold, packed
@@ -54,12 +55,14 @@ kernels:
   qsgd*_add    those unpacked and added to values (GB/s of values)
   block_scan   the blocks of {BLOCK_BYTES} bytes that hold a bit, listed and copied
   sum          {STREAMS} sorted streams of density * numel pairs each, added up (float32)
+  intersection what two of them share
 
 baselines, on as many threads (numpy: one):
   read         torch.sum                      copy     Tensor.copy_
   triad        torch.add(a, b, alpha, out)    topk     torch.topk(x.abs())
   argpartition numpy.argpartition of -|x|     nonzero  torch.nonzero(x.abs() > threshold)
   coalesce     torch's sum of sparse tensors
+  intersect1d  numpy.intersect1d of indices, and where they are
 """
 
 
@@ -96,9 +99,12 @@ class Case:
     prepare: Callable[[], object] = lambda: None
     baselines: tuple[str, ...] = ()  # names of other cases; none: it is one
     target: str = "torch"
+    threaded: bool = False  # takes as many threads as it is given
+    threads: int = 1
     seconds: list[float] = field(default_factory=list)
 
     def measure(self) -> None:
+        torch.set_num_threads(self.threads)
         self.prepare()
         start = time.perf_counter()
         self.run()
@@ -120,7 +126,14 @@ def add_kernels(parsers: argparse._SubParsersAction[Any]) -> None:
     add("--density", type=share, default=0.01, metavar="D", help="share selected (0.01)")
     add("--dtype", choices=DTYPES, default="float32", help="of the gradient (float32)")
     add("--target", choices=targets, default=targets[-1], help=f"the kernels ({targets[-1]})")
-    add("--threads", type=at_least_1, default=1, metavar="N", help="of kernels and torch (1)")
+    add(
+        "--threads",
+        type=at_least_1,
+        default=[1],
+        nargs="+",
+        metavar="N",
+        help="of kernels and torch (1); several: the kernels on each, beside the first",
+    )
     add("--iters", type=at_least_1, default=15, metavar="N", help="calls of each, in turn (15)")
     add("--seed", type=at_least_0, default=1, metavar="N", help="of the gradient (1)")
     add("--json", type=Path, metavar="FILE", help="also write the rows to FILE, as JSON")
@@ -136,7 +149,6 @@ def share(text: str) -> float:
 def run_kernels(options: argparse.Namespace) -> int:
     check_folder(options.json)
     before = torch.get_num_threads()
-    torch.set_num_threads(options.threads)
     try:
         rows = measure(
             options.numel,
@@ -150,8 +162,8 @@ def run_kernels(options: argparse.Namespace) -> int:
     finally:
         torch.set_num_threads(before)
     print(
-        f"# {options.numel} {options.dtype}, density {options.density:g}, {options.threads} "
-        f"thread(s), {options.iters} calls of each in turn"
+        f"# {options.numel} {options.dtype}, density {options.density:g}, {options.iters} calls of "
+        "each in turn"
     )
     print(table(rows))
     if options.json is not None:
@@ -164,23 +176,33 @@ def measure(
     density: float,
     dtype: torch.dtype,
     target: str,
-    threads: int,
+    threads: Sequence[int],
     iters: int,
     seed: int,
 ) -> list[Row]:
-    """One row for each kernel and baseline, and one for each baseline itself."""
+    """One row for each kernel and baseline, and one for each baseline itself.
+
+    Those are on the first number of threads. On every other one, the kernels that take threads have
+    a row each, whose baseline is the kernel itself on the first.
+    """
     cases = [
         *baselines(numel, density, dtype, seed),
-        *kernels(numel, density, dtype, target, threads, seed),
+        *kernels(numel, density, dtype, target, threads[0], seed),
     ]
+    for case in cases:
+        case.threads = threads[0]
+    named = {case.name: case for case in cases}
+    for count in threads[1:]:
+        for case in kernels(numel, density, dtype, target, count, seed):
+            if case.threaded:
+                cases.append(replace(case, baselines=(case.name,), threads=count))
     for iteration in range(iters + 1):
         for case in cases:
             case.measure()
             if iteration == 0:
                 case.seconds.clear()
-    named = {case.name: case for case in cases}
     return [
-        row_of(case, named.get(baseline or ""), dtype, numel, density, threads)
+        row_of(case, named.get(baseline or ""), dtype, numel, density)
         for case in cases
         for baseline in (case.baselines or (None,))
     ]
@@ -192,7 +214,6 @@ def row_of(
     dtype: torch.dtype,
     numel: int,
     density: float,
-    threads: int,
 ) -> Row:
     median = statistics.median(case.seconds)
     return Row(
@@ -201,7 +222,7 @@ def row_of(
         dtype=str(dtype).removeprefix("torch."),
         numel=numel,
         density=density,
-        threads=threads,
+        threads=case.threads,
         time_us=Spread(1e6 * min(case.seconds), 1e6 * median, 1e6 * max(case.seconds)),
         gigabytes_per_second=case.bytes / median / 1e9,
         baseline=None if baseline is None else baseline.name,
@@ -251,6 +272,7 @@ def baselines(numel: int, density: float, dtype: torch.dtype, seed: int) -> list
         )
         for indices, values in make_streams(numel, k, seed)
     ]
+    first, second = (stream.indices()[0].numpy() for stream in streams[:2])
 
     def add_up() -> torch.Tensor:
         total = streams[0]
@@ -269,6 +291,12 @@ def baselines(numel: int, density: float, dtype: torch.dtype, seed: int) -> list
             "argpartition",
             4 * numel,
             lambda: np.argpartition(-magnitudes, k - 1)[:k],
+            target="numpy",
+        ),
+        Case(
+            "intersect1d",
+            8 * (len(first) + len(second)),
+            lambda: np.intersect1d(first, second, assume_unique=True, return_indices=True),
             target="numpy",
         ),
         Case("coalesce", 8 * sum(len(stream.values()) for stream in streams), add_up),
@@ -301,6 +329,7 @@ def kernels(
     ).to(dtype)
     streams = make_streams(numel, k, seed)
     total = _C.SparseSum()
+    intersection = _C.SparseIntersection(target)
     exact, exact_sum = x.to(wide), torch.empty(numel, dtype=wide)
     codes = {
         bits: torch.empty(numel * bits // 8 + 8 * numel // BUCKET + 64, dtype=torch.uint8)
@@ -318,6 +347,7 @@ def kernels(
             lambda: own.select(x, magnitude, indices, values),
             baselines=("read", "nonzero"),
             target=target,
+            threaded=True,
         ),
         Case(
             "fused",
@@ -326,6 +356,7 @@ def kernels(
             refill,
             baselines=("triad", "copy"),
             target=target,
+            threaded=True,
         ),
         Case(
             "sampled",
@@ -334,6 +365,7 @@ def kernels(
             residual.zero_,
             baselines=("fused",),
             target=target,
+            threaded=True,
         ),
         Case(
             "exact_top_k",
@@ -341,6 +373,7 @@ def kernels(
             lambda: own.exact_top_k(x, k, indices, values),
             baselines=("read", "topk", "argpartition"),
             target=target,
+            threaded=True,
         ),
         Case(
             "bucket_top_k",
@@ -350,6 +383,7 @@ def kernels(
             ),
             baselines=("read", "topk_of_buckets"),
             target=target,
+            threaded=True,
         ),
         Case(
             "block_scan",
@@ -357,6 +391,7 @@ def kernels(
             lambda: own.block_scan(sparse, BLOCK_BYTES, bitmap, numbers, copied),
             baselines=("read",),
             target=target,
+            threaded=True,
         ),
         *(
             Case(
@@ -386,17 +421,25 @@ def kernels(
             baselines=("coalesce",),
             target="best",
         ),
+        Case(
+            "intersection",
+            8 * sum(len(one) for one, _ in streams[:2]),
+            lambda: intersection.run(streams[0], streams[1]),
+            baselines=("intersect1d",),
+            target=target,
+        ),
     ]
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [["kernel", "target", "min", "median", "max", "GB/s", "baseline", "ratio"]]
+    lines = [["kernel", "target", "threads", "min", "median", "max", "GB/s", "baseline", "ratio"]]
     for row in rows:
         spread = row.time_us
         lines.append(
             [
                 row.kernel,
                 row.target,
+                str(row.threads),
                 *(f"{value:.1f}" for value in (spread.min, spread.median, spread.max)),
                 f"{row.gigabytes_per_second:.2f}",
                 row.baseline or "-",

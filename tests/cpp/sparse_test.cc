@@ -2,30 +2,19 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <iterator>
 #include <limits>
 #include <map>
-#include <new>
 #include <random>
 #include <vector>
 
+#include "allocations.h"
+#include "kernels/block_scan.h"
+#include "sparse/intersection.h"
 #include "sparse/stream.h"
 #include "sparse/sum.h"
-
-namespace {
-std::size_t allocations = 0;
-}
-
-// Not inlined: GCC would see malloc and delete, or new and free, as mismatched.
-[[gnu::noinline]] void* operator new(std::size_t size) {
-  ++allocations;
-  if (void* memory = std::malloc(size)) return memory;
-  throw std::bad_alloc();
-}
-[[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
-[[gnu::noinline]] void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 namespace sparsecomm {
 namespace {
@@ -187,12 +176,14 @@ TYPED_TEST(Streams, NothingIsAllocatedAfterTheFirstSumOfASize) {
   for (std::uint64_t delta : {never, std::uint64_t{600}}) {
     std::size_t counted = 0;
     for (int round = 0; round < 4; ++round) {
-      std::size_t const before = allocations;
+      test::counting = true;
+      std::size_t const before = test::allocations;
       stream.reset(0, 2000, delta);
       for (auto const& term : terms) stream.add(term.view());
       if (delta != never) stream.dense();
       stream.sparse();
-      counted = allocations - before;
+      counted = test::allocations - before;
+      test::counting = false;
       if (round == 0 && delta == never) {
         EXPECT_GT(counted, 0u);
       }
@@ -242,16 +233,27 @@ void check_sums() {
   std::mt19937_64 generator(11);
   SparseSum<V> sum;
   for (int round = 0; round < 300; ++round) {
-    auto const extent = static_cast<std::uint32_t>(1 + generator() % 5000);
+    // At times several windows of the sum.
+    bool const wide = round % 20 == 0;
+    auto const extent = static_cast<std::uint32_t>(1 + generator() % (wide ? 200'000 : 5000));
     auto const first =
         static_cast<std::uint32_t>(generator() % 1000) + (round % 2 ? 0xffff0000u : 0u);
     sum.reset(first, extent);
     SparseStream<V> expected;
     expected.reset(first, extent, never);
+    std::deque<Pairs<V>> streams;
     for (std::uint64_t stream = generator() % 9; stream > 0; --stream) {
-      auto pairs = random_pairs<V>(generator, first, extent, 1 + generator() % 400);
+      auto& pairs =
+          streams.emplace_back(random_pairs<V>(generator, first, extent, 1 + generator() % 400));
       for (V& value : pairs.values) value = value == 0 ? static_cast<V>(-0.0) : value / V{3};
-      sum.add(pairs.view());
+      if (generator() % 2 == 0) {
+        sum.add(pairs.view());
+      } else {
+        sum.add_from([&](auto& indices, auto& values) {
+          indices.insert(indices.end(), pairs.indices.begin(), pairs.indices.end());
+          values.insert(values.end(), pairs.values.begin(), pairs.values.end());
+        });
+      }
       expected.add(pairs.view());
     }
     auto const one = sum.sum();
@@ -280,6 +282,56 @@ TEST(SparseSum, RefusesWhatLiesOutside) {
   sum.add(within.view());
   EXPECT_EQ(sum.sum().nnz(), 1u);
   EXPECT_THROW(sum.reset(1, std::uint64_t{1} << 32), InvalidArgument);
+}
+
+// Every table against a set intersection, for lists of about the same length and far from it.
+template <class V>
+void check_intersections() {
+  std::mt19937_64 generator(19);
+  for (IntersectKernelTable const& table : intersect_kernel_tables()) {
+    SparseIntersection<V> intersection(table);
+    for (int round = 0; round < 400; ++round) {
+      SCOPED_TRACE(concat(table.target, ", round ", round));
+      auto const extent = static_cast<std::uint32_t>(1 + generator() % 3000);
+      std::uint32_t const first = round % 2 == 0 ? 0 : 0xffffffffu - extent;
+      std::uint64_t const sparse = std::uint64_t{1} << generator() % 12;
+      auto const one = random_pairs<V>(generator, first, extent, 1 + generator() % sparse);
+      auto const other = random_pairs<V>(generator, first, extent, 1 + generator() % 5);
+      for (auto const& [a, b] : {std::pair(&one, &other), std::pair(&other, &one), {&one, &one}}) {
+        std::vector<std::uint32_t> expected;
+        std::ranges::set_intersection(a->indices, b->indices, std::back_inserter(expected));
+        auto const value_in = [&](Pairs<V> const& pairs, std::size_t i) {
+          auto const at = std::ranges::lower_bound(pairs.indices, expected[i]);
+          return pairs.values[static_cast<std::size_t>(at - pairs.indices.begin())];
+        };
+        SparseView<V> const alone = intersection.run(a->view(), b->indices);
+        ASSERT_TRUE(std::ranges::equal(alone.indices, expected));
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          ASSERT_EQ(alone.values[i], value_in(*a, i));
+        }
+        auto const both = intersection.run(a->view(), b->view());
+        ASSERT_TRUE(std::ranges::equal(both.indices, expected));
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          ASSERT_EQ(both.one[i], value_in(*a, i));
+          ASSERT_EQ(both.other[i], value_in(*b, i));
+        }
+      }
+    }
+  }
+}
+
+TEST(SparseIntersection, HasWhatBothHave) {
+  check_intersections<float>();
+  check_intersections<double>();
+  check_intersections<std::int32_t>();
+  check_intersections<std::int64_t>();
+}
+
+TEST(SparseIntersection, TheTablesAreThoseOfTheOtherKernels) {
+  auto const tables = intersect_kernel_tables();
+  auto const others = block_kernel_tables();
+  ASSERT_EQ(tables.size(), others.size());
+  for (std::size_t i = 0; i < tables.size(); ++i) EXPECT_EQ(tables[i].target, others[i].target);
 }
 
 // Against the reduction of whole vectors, at every delta, with sparse and dense operands.

@@ -324,6 +324,24 @@ def test_sparse_sum(parts: int, dtype: torch.dtype) -> None:
     assert same(got.values, total[present])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
+@pytest.mark.parametrize(("density", "other_density"), [(0.3, 0.4), (0.5, 0.001), (0, 0.5), (1, 1)])
+def test_sparse_intersection(density: float, other_density: float, dtype: torch.dtype) -> None:
+    size = 10_000
+    drawn = torch.rand(2, size, generator=torch.Generator().manual_seed(3))
+    present = drawn < torch.tensor([[density], [other_density]])
+    dense = (randn(2, size) * 100).to(dtype)
+    one, other = ((indices_of(p), d[p]) for p, d in zip(present, dense, strict=True))
+    both = present[0] & present[1]
+    got = sf.sparse_intersection(one, other, size)
+    assert same(got.indices, indices_of(both))
+    assert same(got.values, dense[0][both])
+    assert same(got.other_values, dense[1][both])
+    alone = sf.sparse_intersection(other, one[0], size)
+    assert same(alone.indices, got.indices)
+    assert same(alone.values, got.other_values)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scatter(dtype: torch.dtype) -> None:
     dense = randn(30, 20, dtype=dtype).T
@@ -400,6 +418,20 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "unsorted": (
         lambda: sf.sparse_sum([(torch.tensor([2, 1], dtype=I32), torch.ones(2))], 8),
         "not strictly increasing",
+    ),
+    "an unsorted index set": (
+        lambda: sf.sparse_intersection(
+            (torch.tensor([1], dtype=I32), torch.ones(1)), torch.tensor([2, 2], dtype=I32), 8
+        ),
+        "the indices of the other are not strictly increasing",
+    ),
+    "vectors of two dtypes": (
+        lambda: sf.sparse_intersection(
+            (torch.zeros(1, dtype=I32), torch.ones(1)),
+            (torch.zeros(1, dtype=I32), torch.ones(1, dtype=I32)),
+            8,
+        ),
+        "the other's values is of Int, must be of Float",
     ),
     "index out of the sum": (
         lambda: sf.sparse_sum([(torch.tensor([8], dtype=I32), torch.ones(1))], 8),
@@ -484,6 +516,7 @@ def cases() -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
         "qsgd_dequantize_add": [((y, sf.qsgd_quantize(x, 4, seed=1), 4), {})],
         "block_scan": [((x * (x > 2), 8), {}), ((torch.zeros(100).half(), 8), {})],
         "sparse_sum": [(([i, j], [v, w], 100), {})],
+        "sparse_intersection": [((i, v, j, w, 100), {}), ((i, v, j, None, 100), {})],
         "scatter": [((x, i, v), {"divisor": 2.0}), ((x.half(), i, v), {})],
     }
 
@@ -498,7 +531,13 @@ def test_opcheck(name: str) -> None:
         assert set(result.values()) == {"SUCCESS"}
 
 
-SIZED_BY_DATA = {"fused_error_feedback", "select", "block_scan", "sparse_sum"}
+SIZED_BY_DATA = {
+    "fused_error_feedback",
+    "select",
+    "block_scan",
+    "sparse_sum",
+    "sparse_intersection",
+}
 
 
 @pytest.mark.parametrize("name", sorted(CASES.keys() - SIZED_BY_DATA))

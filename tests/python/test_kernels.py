@@ -70,6 +70,13 @@ def test_sum_against_torch() -> None:
     assert _C.SparseSum().sum(NUMEL, streams) == len(union)
 
 
+@pytest.mark.parametrize("target", _C.kernel_targets())
+def test_intersection_against_numpy(target: str) -> None:
+    one, other = make_streams(NUMEL, 2_000, 3)[:2]
+    shared = np.intersect1d(one[0].numpy(), other[0].numpy())
+    assert _C.SparseIntersection(target).run(one, other) == len(shared)
+
+
 def test_mistakes_are_named() -> None:
     with pytest.raises(ValueError, match="target 'AVX9' is none of scalar"):
         _C.KernelsF32("AVX9", 1)
@@ -87,9 +94,13 @@ def test_mistakes_are_named() -> None:
 def test_bench_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "kernels.json"
     command = ["bench", "kernels", "--numel", "20000", "--iters", "2", "--json", str(file)]
-    assert main([*command, "--dtype", "bfloat16", "--target", "scalar"]) == 0
+    command += ["--dtype", "bfloat16", "--target", "scalar", "--threads", "1", "2"]
+    assert main(command) == 0
     rows = json.loads(file.read_text())
-    assert "# 20000 bfloat16, density 0.01, 1 thread(s)" in capsys.readouterr().out
+    assert "# 20000 bfloat16, density 0.01, 2 calls of each" in capsys.readouterr().out
+    on_two = {row["kernel"]: row["baseline"] for row in rows if row["threads"] == 2}
+    assert on_two.keys() >= {"select", "fused", "exact_top_k", "block_scan"}
+    assert all(kernel == baseline for kernel, baseline in on_two.items())
     assert {"select", "fused", "exact_top_k", "block_scan", "qsgd4", "qsgd4_add", "sum"} <= {
         row["kernel"] for row in rows
     }

@@ -1,0 +1,41 @@
+// What sparse vectors share.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "kernels/intersect.h"
+#include "sparse/stream.h"
+
+namespace sparsecomm {
+
+// The entries of vectors at the indices that both have. Indices are strictly increasing. O(one +
+// other), or O(fewer log(more / fewer)) where one has far fewer than the other. Its storage is kept
+// between uses.
+template <class V>
+class SparseIntersection {
+ public:
+  explicit SparseIntersection(IntersectKernelTable const& kernel = intersect_kernels())
+      : kernel_(kernel) {}
+
+  struct Shared {
+    std::span<const std::uint32_t> indices;
+    std::span<const V> one, other;  // a value of each vector for each index
+  };
+
+  // Valid until the next call.
+  SparseView<V> run(SparseView<V> vector, std::span<const std::uint32_t> indices);
+  Shared run(SparseView<V> one, SparseView<V> other);
+
+ private:
+  // positions_ = those in `one`.
+  void find(std::span<const std::uint32_t> one, std::span<const std::uint32_t> other);
+  void take(std::span<const V> values, std::vector<V>& taken) const;
+
+  IntersectKernelTable const& kernel_;
+  std::size_t found_ = 0;
+  std::vector<std::uint32_t> positions_, indices_;
+  std::vector<V> values_, other_values_;
+};
+
+}  // namespace sparsecomm
