@@ -14,32 +14,48 @@ from sparsecomm.collectives import (
     reduce_scatter_sparse,
 )
 from sparsecomm.communicator import Communicator
+from sparsecomm.compression import Compression
 from sparsecomm.hooks import (
     AutoState,
     CompressionState,
     DenseOverlapState,
+    GaussianKState,
+    GTopkState,
     OkTopkState,
+    QuantizedTopkState,
+    TopkDsaState,
     TopkState,
     auto_hook,
+    compression_hook,
     dense_overlap_hook,
+    gaussian_k_hook,
+    gtopk_hook,
     oktopk_hook,
+    quantized_topk_hook,
     register_comm_hook,
+    topk_dsa_hook,
     topk_hook,
 )
 from sparsecomm.planning import Explanation, Link, Prediction, explain
-from sparsecomm.schedule import ThresholdSchedule
+from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
 
 __all__ = [
     "AutoState",
     "CancelledError",
     "Communicator",
+    "Compression",
     "CompressionState",
     "DenseOverlapState",
+    "DensityWarmup",
     "Explanation",
+    "GTopkState",
+    "GaussianKState",
     "Link",
     "OkTopkState",
     "Prediction",
+    "QuantizedTopkState",
     "ThresholdSchedule",
+    "TopkDsaState",
     "TopkState",
     "Work",
     "__version__",
@@ -47,12 +63,17 @@ __all__ = [
     "allreduce",
     "auto_hook",
     "build_info",
+    "compression_hook",
     "dense_overlap_hook",
     "explain",
     "functional",
+    "gaussian_k_hook",
+    "gtopk_hook",
     "oktopk_hook",
+    "quantized_topk_hook",
     "reduce_scatter_sparse",
     "register_comm_hook",
+    "topk_dsa_hook",
     "topk_hook",
 ]
 

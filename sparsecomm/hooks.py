@@ -1,48 +1,53 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
-import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import Unpack
 
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
-from sparsecomm.schedule import ThresholdSchedule
+from sparsecomm.compression import Compression, CompressionOptions
+from sparsecomm.schedule import check_density
 from sparsecomm.transports import AUTO, connect, names, require_initialised
 
-_FORMAT = 1  # of state_dict()
+_FORMAT = 2  # of state_dict()
+_KEYS = {"format", "algorithm", "density", "rank", "world_size"} | {
+    "residuals",
+    "moments",
+    "groups",
+    "loss_scale",
+}
+
+
+class LossScaler(Protocol):
+    """What :meth:`CompressionState.follow` needs of a ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float: ...
 
 
 class CompressionState:
-    """What the hooks' states have in common; use one of the subclasses.
+    """State of :func:`compression_hook`: any algorithm, with any options.
 
     A state belongs to one DDP model. It keeps, per parameter, the residual: the part of the
     gradients that has not been sent yet (float32, float64 for float64 parameters). Buckets must be
     of dtype float32, float64, float16 or bfloat16, and all on the CPU or on one CUDA device; there
     they are selected and packed on a stream of their own, and only what is packed leaves it.
 
+    The subclasses are the methods by name. They take ``density``, ``process_group`` and, by
+    keyword, the arguments below and all other fields of :class:`Compression`.
+
     Args:
-        density: share of the gradient's entries that each rank selects and that the result holds,
-            in (0, 1].
+        compression: what is sent, and how.
         process_group: the ranks that exchange; the default group if ``None``. Give DDP the same
             one.
-        schedule: where thresholds come from.
-        partition_period: steps between two agreements on the regions that the ranks reduce (the
-            paper's tau).
-        balance_factor: shares of the result are evened out when the largest exceeds the average by
-            this factor.
-        index_codec: ``"smallest"`` picks the smallest encoding per message; a name of
-            ``build_info()["index_codecs"]`` forces one.
-        value_codec: ``"raw"``, or a lossy name of ``build_info()["value_codecs"]``, such as
-            ``"bf16"`` or ``"qsgd8"``, in which values travel; what rounding takes stays in the
-            residuals. For ``topk_a``, ``gaussian_k`` and ``oktopk``.
-        seed: of stochastic rounding, the same on every rank.
         threads: how many of torch's threads find the threshold and select; ``None`` takes
             ``torch.get_num_threads()``. The result does not depend on it.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
@@ -53,38 +58,31 @@ class CompressionState:
             first buckets hold them. :func:`register_comm_hook` sets them itself.
 
     Raises:
+        TypeError: an argument of the wrong kind.
         ValueError: an argument outside its range.
     """
 
-    algorithm: ClassVar[str]
-    _selects: ClassVar[bool] = True
-
     def __init__(
         self,
-        density: float = 0.01,
+        compression: Compression,
         process_group: dist.ProcessGroup | None = None,
         *,
-        schedule: ThresholdSchedule | None = None,
-        partition_period: int = 64,
-        balance_factor: float = 4.0,
-        index_codec: str = "smallest",
-        value_codec: str = "raw",
-        seed: int = 0,
         threads: int | None = None,
         timeout: timedelta | None = None,
         transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
-        schedule = ThresholdSchedule() if schedule is None else schedule
-        if not isinstance(schedule, ThresholdSchedule):
-            raise TypeError(f"schedule must be a ThresholdSchedule, not {type(schedule).__name__}")
-        self._density = _checked_density(density)
-        if not isinstance(partition_period, int) or partition_period < 1:
-            raise ValueError(
-                f"partition_period={partition_period!r} is not a number of steps; use 1 or more"
+        if not isinstance(compression, Compression):
+            raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
+        if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(
+                "process_group must be a torch.distributed.ProcessGroup that this process is part "
+                f"of, not {type(process_group).__name__}"
             )
         if threads is not None and (not isinstance(threads, int) or threads < 1):
             raise ValueError(f"threads={threads!r} is not a number of threads; use 1 or more")
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(f"timeout must be a timedelta, not {type(timeout).__name__}")
         self._timeout = default_pg_timeout if timeout is None else timeout
         if self._timeout <= timedelta(0):
             raise ValueError(f"timeout={self._timeout} is not positive")
@@ -93,38 +91,67 @@ class CompressionState:
         self._transport = transport
         self._process_group = process_group
         self._registered = False
+        self._compression = compression
         self._native = _C.HookState(
-            _C.ExchangeOptions(
-                algorithm=self.algorithm,
-                density=self._density,
-                between=schedule.between,
-                threshold_period=schedule.period,
-                partition_period=partition_period,
-                balance_factor=balance_factor,
-                index_codec=index_codec,
-                value_codec=value_codec,
-                seed=seed,
-                average=True,
-            ),
+            compression.native(),
             self._timeout,
             torch.get_num_threads() if threads is None else threads,
             str(CUDA_LIBRARY),
+            compression.dense_below,
+            compression.clip_norm or 0.0,
         )
+        self._knows_names = False
         if named_parameters is not None:
-            self._native.name_parameters(list(named_parameters))
+            self._name(named_parameters)
+
+    @property
+    def compression(self) -> Compression:
+        """What is sent, and how; of the density that is set now."""
+        return self._compression
+
+    @property
+    def algorithm(self) -> str:
+        """The name of the algorithm, ``"auto"`` where a plan chooses."""
+        return self._compression.algorithm
 
     @property
     def density(self) -> float:
-        """Share of the entries that is sent; may be set between steps, on all ranks alike."""
-        return self._density
+        """Share of the entries that is sent; may be set between steps, on all ranks alike.
+
+        Parameters with a density of their own keep it, and during a warm-up its densities hold
+        where they are greater.
+        """
+        return self._compression.density
 
     @density.setter
     def density(self, density: float) -> None:
-        density = _checked_density(density)
-        if density != 1 and not self._selects:
+        density = check_density(density)
+        if density != 1 and not self._compression.selects:
             raise ValueError(f"{type(self).__name__} sends every entry; its density is 1")
         self._native.set_density(density)
-        self._density = density
+        self._compression = replace(self._compression, density=density)
+
+    def follow(self, scaler: LossScaler) -> None:
+        """Keeps the residuals in the units of a loss scale, for fp16 with a ``GradScaler``.
+
+        Gradients carry the scale, and so does what is kept of them: before the first bucket of each
+        step its ``get_scale()`` is asked for (which waits for the device), and when it has changed,
+        residuals, velocities, moments and thresholds are multiplied by the ratio; powers of 2, as
+        the scaler's own, round nothing. ``clip_norm`` means the gradient without the scale. A step
+        with an overflow on any rank has a non-finite gradient on all, so every scaler skips it.
+
+        Call it before the first step, on every rank, with the scaler that scales the loss.
+
+        Raises:
+            TypeError: ``scaler`` has no ``get_scale()``.
+            ValueError: an exchange is in progress.
+        """
+        if not callable(getattr(scaler, "get_scale", None)):
+            raise TypeError(
+                f"follow() needs a torch.amp.GradScaler, and {type(scaler).__name__} has no "
+                "get_scale()"
+            )
+        self._native.follow_loss_scale(scaler.get_scale)
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank since the state was made.
@@ -153,7 +180,7 @@ class CompressionState:
         return {
             "format": _FORMAT,
             "algorithm": self.algorithm,
-            "density": self._density,
+            "density": self.density,
             "rank": rank,
             "world_size": world_size,
             **self._native.checkpoint(),
@@ -169,8 +196,7 @@ class CompressionState:
             ValueError: not a state_dict of this kind of state, of another rank or world size, or of
                 another model.
         """
-        missing = {"format", "algorithm", "density", "rank", "world_size", "residuals", "groups"}
-        missing -= state_dict.keys()
+        missing = _KEYS - state_dict.keys()
         if missing:
             raise ValueError(
                 f"this is no state_dict of {type(self).__name__}: it lacks "
@@ -189,21 +215,45 @@ class CompressionState:
                     f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load "
                     "on each rank what that rank saved, with the same hook and number of ranks"
                 )
-        density = _checked_density(state_dict["density"])
-        self._native.load(
-            {"residuals": dict(state_dict["residuals"]), "groups": list(state_dict["groups"])}
-        )
+        density = check_density(state_dict["density"])
+        before = self.density
+        # First, since a change of density makes thresholds out of date.
         self.density = density
+        try:
+            self._native.load(
+                {
+                    "residuals": dict(state_dict["residuals"]),
+                    "moments": dict(state_dict["moments"]),
+                    "groups": list(state_dict["groups"]),
+                    "loss_scale": float(state_dict["loss_scale"]),
+                }
+            )
+        except BaseException:
+            self.density = before
+            raise
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(density={self._density:g})"
+        return f"{type(self).__name__}(density={self.density:g})"
 
     def _place(self) -> tuple[int, int]:
         require_initialised()
         return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
 
+    def _name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+        parameters = list(named_parameters)
+        densities = self._compression.densities_of(parameters)
+        self._native.name_parameters(parameters)
+        self._native.set_densities(densities)
+        self._knows_names = True
+
     def _connect(self) -> None:
         if not self._native.connected:
+            if self._compression.densities and not self._knows_names:
+                raise ValueError(
+                    "densities go by parameters' names, which this state does not know: give it "
+                    "named_parameters=model.named_parameters(), or use "
+                    "sparsecomm.register_comm_hook"
+                )
             self._native.connect(connect(self._process_group, self._timeout, self._transport))
 
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -212,7 +262,33 @@ class CompressionState:
         return future
 
 
-class OkTopkState(CompressionState):
+class _Method(CompressionState):
+    _algorithm: ClassVar[str]
+    _defaults: ClassVar[CompressionOptions] = {}
+
+    def __init__(
+        self,
+        density: float = 0.01,
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        threads: int | None = None,
+        timeout: timedelta | None = None,
+        transport: str = AUTO,
+        named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        **options: Unpack[CompressionOptions],
+    ) -> None:
+        chosen: CompressionOptions = {**self._defaults, **options}
+        super().__init__(
+            Compression(algorithm=self._algorithm, density=density, **chosen),
+            process_group,
+            threads=threads,
+            timeout=timeout,
+            transport=transport,
+            named_parameters=named_parameters,
+        )
+
+
+class OkTopkState(_Method):
     """State of :func:`oktopk_hook`: Ok-Topk's O(k) sparse allreduce.
 
     Li and Hoefler 2022, Algorithms 1 and 2. The result holds the k entries of largest magnitude of
@@ -221,20 +297,66 @@ class OkTopkState(CompressionState):
     select in similar places, which data-parallel ranks do.
     """
 
-    algorithm = "oktopk"
+    _algorithm = "oktopk"
 
 
-class TopkState(CompressionState):
+class TopkState(_Method):
     """State of :func:`topk_hook`: every rank's top k, gathered by all and summed.
 
     TopkA in Li and Hoefler 2022, Table 1; SparCML, section 8.1. The result holds the union of the
-    selections. Each rank receives 2k(P-1) words, so this suits few ranks.
+    selections: with ``select="exact"`` of the k largest entries of each rank, with
+    ``select="bucket"`` of the largest in every 512, by default of about k by a threshold. Each rank
+    receives 2k(P-1) words, so this suits few ranks.
     """
 
-    algorithm = "topk_a"
+    _algorithm = "topk_a"
 
 
-class AutoState(CompressionState):
+class QuantizedTopkState(_Method):
+    """State of :func:`quantized_topk_hook`: SparCML's Algorithm 1, quantised top-k.
+
+    Of each bucket of 512 consecutive entries the largest are sent, by default with 4 bits each and
+    a scale for every 1,024 of them; ``quantize`` says 2, 4 or 8. Rounding is stochastic, so
+    unbiased, and its error goes back into the residual. Renggli et al. 2019, sections 6 and 8.
+    """
+
+    _algorithm = "topk_a"
+    _defaults: ClassVar[CompressionOptions] = {"select": "bucket", "quantize": 4}
+
+
+class GaussianKState(_Method):
+    """State of :func:`gaussian_k_hook`: as :class:`TopkState`, by a threshold of moments.
+
+    The threshold is what k of the entries would exceed if they were normally distributed, at every
+    step, lowered until more than 3/4 k pass (Shi et al. 2019; Li and Hoefler 2022, Table 1). Where
+    the distribution has heavier tails, as gradients do, more than k are sent.
+    """
+
+    _algorithm = "gaussian_k"
+
+
+class GTopkState(_Method):
+    """State of :func:`gtopk_hook`: summed up a tree, cut to the k largest at each rank.
+
+    Shi et al. 2019; Li and Hoefler 2022, Table 1. At most 2k log2 P words are received by any rank,
+    and the result has k entries, not quite the k largest of the sum: what is cut on the way stays
+    in the residual of the rank that cut it.
+    """
+
+    _algorithm = "gtopk"
+
+
+class TopkDsaState(_Method):
+    """State of :func:`topk_dsa_hook`: reduced by regions, which turn dense where that is less.
+
+    TopkDSA in Li and Hoefler 2022, Table 1; SparCML, section 5.3. The result holds the union of the
+    selections. Each rank receives 4k(P-1)/P to (2k + N)(P-1)/P words.
+    """
+
+    _algorithm = "topk_dsa"
+
+
+class AutoState(_Method):
     """State of :func:`auto_hook`: a plan chooses the algorithm of every step.
 
     The first step measures the link and the kernels, in some tens of milliseconds, and takes what
@@ -248,7 +370,7 @@ class AutoState(CompressionState):
     :class:`OkTopkState` does.
     """
 
-    algorithm = "auto"
+    _algorithm = "auto"
 
     @property
     def algorithms(self) -> list[str]:
@@ -276,9 +398,6 @@ class DenseOverlapState(CompressionState):
         named_parameters: for error messages.
     """
 
-    algorithm = "dense_overlap"
-    _selects = False
-
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
@@ -288,12 +407,19 @@ class DenseOverlapState(CompressionState):
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     ) -> None:
         super().__init__(
-            1.0,
+            Compression(algorithm="dense_overlap", density=1),
             process_group,
             timeout=timeout,
             transport=transport,
             named_parameters=named_parameters,
         )
+
+
+def compression_hook(
+    state: CompressionState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook of any :class:`CompressionState`."""
+    return _checked_state(state, CompressionState, "compression_hook")._run(bucket)
 
 
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -308,9 +434,33 @@ def dense_overlap_hook(
     return _checked_state(state, DenseOverlapState, "dense_overlap_hook")._run(bucket)
 
 
+def gaussian_k_hook(
+    state: GaussianKState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(GaussianKState(), gaussian_k_hook)``."""
+    return _checked_state(state, GaussianKState, "gaussian_k_hook")._run(bucket)
+
+
+def gtopk_hook(state: GTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(GTopkState(), gtopk_hook)``."""
+    return _checked_state(state, GTopkState, "gtopk_hook")._run(bucket)
+
+
 def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(OkTopkState(), oktopk_hook)``."""
     return _checked_state(state, OkTopkState, "oktopk_hook")._run(bucket)
+
+
+def quantized_topk_hook(
+    state: QuantizedTopkState, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook, for a :class:`QuantizedTopkState`."""
+    return _checked_state(state, QuantizedTopkState, "quantized_topk_hook")._run(bucket)
+
+
+def topk_dsa_hook(state: TopkDsaState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """DDP communication hook: ``ddp.register_comm_hook(TopkDsaState(), topk_dsa_hook)``."""
+    return _checked_state(state, TopkDsaState, "topk_dsa_hook")._run(bucket)
 
 
 def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -319,9 +469,14 @@ def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torc
 
 
 _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Tensor]]] = {
+    CompressionState: compression_hook,
     AutoState: auto_hook,
     DenseOverlapState: dense_overlap_hook,
+    GaussianKState: gaussian_k_hook,
+    GTopkState: gtopk_hook,
     OkTopkState: oktopk_hook,
+    QuantizedTopkState: quantized_topk_hook,
+    TopkDsaState: topk_dsa_hook,
     TopkState: topk_hook,
 }
 
@@ -358,7 +513,7 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
     if state._process_group not in (None, ddp.process_group):
         raise ValueError("the state's process group is not the model's; give both the same one")
     state._process_group = ddp.process_group
-    state._native.name_parameters(list(ddp.module.named_parameters()))
+    state._name(ddp.module.named_parameters())
     state._connect()
     _C.register_hook(ddp.reducer, state._native)
     # What DDP.register_comm_hook does besides, for its log and for compiled DDP.
@@ -366,14 +521,6 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
-
-
-def _checked_density(density: float) -> float:
-    if isinstance(density, bool) or not isinstance(density, (int, float)):
-        raise TypeError(f"density must be a number, not {type(density).__name__}")
-    if math.isnan(density) or not 0 < density <= 1:
-        raise ValueError(f"density={density!r} is not in (0, 1]; 0.01 sends one entry in a hundred")
-    return float(density)
 
 
 def _checked_state(

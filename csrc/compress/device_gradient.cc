@@ -14,8 +14,16 @@ class DeviceGradient final : public LocalGradient<T> {
  public:
   using V = accumulate_t<T>;
 
-  DeviceGradient(ThresholdSchedule schedule, std::uint64_t extent, DeviceQueue queue)
-      : extent_(extent), queue_(std::move(queue)), stream_(queue_.stream), find_(queue_) {
+  DeviceGradient(ThresholdSchedule schedule, SelectionRule const& rule, std::uint64_t extent,
+                 DeviceQueue queue)
+      : extent_(extent),
+        rule_(rule),
+        queue_(std::move(queue)),
+        stream_(queue_.stream),
+        find_(queue_) {
+    require(rule.bucket == 0 && rule.first_moment == 0,
+            "on CUDA devices nothing is selected by bucket or by the first moment yet; select by "
+            "threshold, with first_moment = 0, or keep the model on the CPU");
     follow(schedule);
   }
 
@@ -27,7 +35,13 @@ class DeviceGradient final : public LocalGradient<T> {
     }
   }
 
-  void bind(std::vector<Segment<T>> segments) override { segments_ = std::move(segments); }
+  void bind(std::vector<Segment<T>> segments, std::span<V> moment) override {
+    std::uint64_t const wanted = rule_.has_moment() ? extent_ : 0;
+    require(moment.size() == wanted, "a gradient of ", extent_, " entries needs ", wanted,
+            " moments, not ", moment.size());
+    segments_ = std::move(segments);
+    moment_ = moment;
+  }
 
   bool all_finite() override {
     OnDevice const on(queue_);
@@ -43,6 +57,16 @@ class DeviceGradient final : public LocalGradient<T> {
     require<Error>(now.outside == 0, "an index lies outside of a gradient of ", extent_,
                    " entries on a CUDA device; a bug of sparsecomm: please report it");
     return now.not_finite == 0;
+  }
+
+  void accumulate() override {
+    OnDevice const on(queue_);
+    residual_is_clear_ = false;
+    cuda::SelectionState* const state = state_.take(queue_, 1);
+    cuda::Packed<V> const nowhere{indices_.take(queue_, 1), values_.take(queue_, 1)};
+    Threshold<V> const none{std::numeric_limits<V>::max(), 0};
+    library().begin(cuda::begin_selection(none, 0), state, stream_);
+    enqueue_selection(state, nowhere, moment_, selection_workspace());
   }
 
   void find_threshold(std::uint64_t k, std::uint64_t step) override {
@@ -63,6 +87,7 @@ class DeviceGradient final : public LocalGradient<T> {
   SparseView<V> select(std::uint64_t k) override {
     OnDevice const on(queue_);
     residual_is_clear_ = false;
+    whole_ = k >= extent_;
     std::uint64_t const limit = selection_limit(extent_, k);
     // All memory first: once the residual has changed, what was taken out of it must reach the
     // host.
@@ -71,22 +96,9 @@ class DeviceGradient final : public LocalGradient<T> {
     auto const indices = host_indices_.take(queue_, limit);
     auto const values = host_values_.take(queue_, limit);
     host_state_.take(queue_, 1);
-    std::size_t longest = 0;
-    for (Segment<T> const& segment : segments_) {
-      longest = std::max(longest, segment.gradient.size());
-    }
-    void* const workspace = workspace_.take(queue_, library().selection_workspace(longest));
+    void* const workspace = selection_workspace();
     library().begin(cuda::begin_selection(threshold_, limit), state, stream_);
-    std::size_t first = 0;
-    for (Segment<T> const& segment : segments_) {
-      cuda::ErrorFeedbackArguments<T> arguments;
-      arguments.gradient = segment.gradient.data();
-      arguments.residual = segment.residual.data();
-      arguments.size = segment.gradient.size();
-      arguments.first_index = static_cast<std::uint32_t>(first);
-      kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
-      first += arguments.size;
-    }
+    enqueue_selection(state, out, {}, workspace);
     std::size_t const count = fetch(queue_, state, host_state_).count();
     runtime().copy(indices.data(), out.indices, count * sizeof(std::uint32_t), stream_);
     runtime().copy(values.data(), out.values, count * sizeof(V), stream_);
@@ -125,9 +137,33 @@ class DeviceGradient final : public LocalGradient<T> {
     kept_indices_ = rejected.indices;
   }
 
+  void mask(StreamView<V> const& reduced) override {
+    if (rule_.momentum == 0 || !rule_.mask_momentum || whole_) return;
+    to_mask_.clear();
+    delivered(selection_.indices, reduced, to_mask_);
+    if (to_mask_.empty()) return;
+    OnDevice const on(queue_);
+    std::size_t const count = to_mask_.size();
+    V* const before = masked_moments_.take(queue_, count);
+    V* const zeros = zeros_.take(queue_, count);
+    auto const* const indices =
+        upload(std::span<const std::uint32_t>(to_mask_), masked_through_, masked_indices_);
+    runtime().zero(zeros, count * sizeof(V), stream_);
+    library().template values<V>().add_sparse(moment_.data(), moment_.size(), indices, zeros, count,
+                                              0, before, outside(), stream_);
+    masked_ = count;
+    library().template kernels<V>().scatter(moment_.data(), moment_.size(), indices, zeros, count,
+                                            V{1}, 0, outside(), stream_);
+  }
+
   void restore() override {
     OnDevice const on(queue_);
     auto const& residuals = library().template kernels<V>();
+    if (masked_ > 0) {
+      residuals.scatter(moment_.data(), moment_.size(), masked_indices_.take(queue_, masked_),
+                        masked_moments_.take(queue_, masked_), masked_, V{1}, 0, outside(),
+                        stream_);
+    }
     auto const put_back = [&](std::span<const std::uint32_t> sorted, std::uint32_t const* indices,
                               V const* values) {
       for_each_part(sorted, [&](Segment<T> const& segment, std::uint32_t first, std::size_t begin,
@@ -154,6 +190,7 @@ class DeviceGradient final : public LocalGradient<T> {
   void forget() override {
     selection_ = {};
     kept_indices_ = {};
+    masked_ = 0;
     has_flushed_ = false;
   }
 
@@ -228,6 +265,35 @@ class DeviceGradient final : public LocalGradient<T> {
   cuda::Runtime const& runtime() const { return library().runtime; }
   std::uint32_t* outside() { return &flags_.take(queue_, 1)->outside; }
 
+  // For any of the segments.
+  void* selection_workspace() {
+    std::size_t longest = 0;
+    for (Segment<T> const& segment : segments_) {
+      longest = std::max(longest, segment.gradient.size());
+    }
+    return workspace_.take(queue_, library().selection_workspace(longest));
+  }
+
+  // With momentum correction, but for the mask, where there is a momentum.
+  void enqueue_selection(cuda::SelectionState* state, cuda::Packed<V> out, std::span<V> momentum,
+                         void* workspace) {
+    std::size_t first = 0;
+    for (Segment<T> const& segment : segments_) {
+      cuda::ErrorFeedbackArguments<T> arguments;
+      arguments.gradient = segment.gradient.data();
+      arguments.residual = segment.residual.data();
+      arguments.size = segment.gradient.size();
+      arguments.first_index = static_cast<std::uint32_t>(first);
+      if (!momentum.empty()) {
+        arguments.momentum = momentum.data() + first;
+        arguments.momentum_factor = static_cast<V>(rule_.momentum);
+        arguments.mask_momentum = false;
+      }
+      kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
+      first += arguments.size;
+    }
+  }
+
   // The stream has read what was uploaded before when a step begins: all_finite() waits for it.
   template <class E>
   E const* upload(std::span<const E> from, PinnedBuffer<E>& through, DeviceBuffer<E>& to) {
@@ -259,12 +325,14 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   std::uint64_t extent_;
+  SelectionRule rule_;
   DeviceQueue queue_;
   cuda::Stream stream_;
   DeviceThreshold<T> find_;
   ThresholdSchedule schedule_;
   Threshold<V> threshold_;
   std::vector<Segment<T>> segments_;
+  std::span<V> moment_;
 
   DeviceBuffer<Flags> flags_;
   PinnedBuffer<Flags> host_flags_;
@@ -282,6 +350,12 @@ class DeviceGradient final : public LocalGradient<T> {
   Upload rejected_;
   DeviceBuffer<V> before_;  // the residuals that keep() changed
   std::span<const std::uint32_t> kept_indices_;
+  bool whole_ = false;  // every entry was wanted
+  std::vector<std::uint32_t> to_mask_;
+  PinnedBuffer<std::uint32_t> masked_through_;
+  DeviceBuffer<std::uint32_t> masked_indices_;
+  DeviceBuffer<V> masked_moments_, zeros_;
+  std::size_t masked_ = 0;
   DeviceBuffer<T> flushed_;
   bool has_flushed_ = false;
   bool residual_is_clear_ = false;
@@ -294,13 +368,14 @@ class DeviceGradient final : public LocalGradient<T> {
 
 template <class T>
 std::unique_ptr<LocalGradient<T>> make_device_gradient(ThresholdSchedule schedule,
+                                                       SelectionRule const& rule,
                                                        std::uint64_t extent, DeviceQueue queue) {
-  return std::make_unique<DeviceGradient<T>>(schedule, extent, std::move(queue));
+  return std::make_unique<DeviceGradient<T>>(schedule, rule, extent, std::move(queue));
 }
 
-#define SPARSECOMM_INSTANTIATE(T)                                                    \
-  template std::unique_ptr<LocalGradient<T>> make_device_gradient(ThresholdSchedule, \
-                                                                  std::uint64_t, DeviceQueue)
+#define SPARSECOMM_INSTANTIATE(T)                                  \
+  template std::unique_ptr<LocalGradient<T>> make_device_gradient( \
+      ThresholdSchedule, SelectionRule const&, std::uint64_t, DeviceQueue)
 SPARSECOMM_INSTANTIATE(float);
 SPARSECOMM_INSTANTIATE(double);
 SPARSECOMM_INSTANTIATE(Half);

@@ -1,8 +1,14 @@
 #include "compress/error_feedback.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
+#include <iterator>
+#include <limits>
 #include <type_traits>
+#include <utility>
+
+#include "kernels/top_k.h"
 
 namespace sparsecomm {
 namespace {
@@ -43,24 +49,99 @@ T nearest_finite(accumulate_t<T> x) {
 
 }  // namespace
 
+template <class V>
+void delivered(std::span<const std::uint32_t> indices, StreamView<V> const& reduced,
+               std::vector<std::uint32_t>& out) {
+  if (reduced.is_dense) {
+    std::ranges::copy_if(indices, std::back_inserter(out),
+                         [&](std::uint32_t index) { return reduced.dense[index] != 0; });
+  } else {
+    std::ranges::set_intersection(indices, reduced.sparse.indices, std::back_inserter(out));
+  }
+}
+template void delivered(std::span<const std::uint32_t>, StreamView<float> const&,
+                        std::vector<std::uint32_t>&);
+template void delivered(std::span<const std::uint32_t>, StreamView<double> const&,
+                        std::vector<std::uint32_t>&);
+
 template <class T>
-ErrorFeedback<T>::ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent,
-                                Executor const& executor)
-    : schedule_(schedule), extent_(extent), executor_(executor) {}
+ErrorFeedback<T>::ErrorFeedback(ThresholdSchedule schedule, SelectionRule const& rule,
+                                std::uint64_t extent, Executor const& executor)
+    : schedule_(schedule), rule_(rule), extent_(extent), executor_(executor) {}
+
+template <class T>
+void ErrorFeedback<T>::bind_moment(std::span<V> moment) {
+  std::uint64_t const wanted = rule_.has_moment() ? extent_ : 0;
+  require(moment.size() == wanted, "a gradient of ", extent_, " entries needs ", wanted,
+          " moments, not ", moment.size());
+  moment_ = moment;
+}
+
+template <class T>
+void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
+  residual_is_clear_ = false;
+  std::array<std::uint32_t, packed_slack> indices;
+  std::array<V, packed_slack> values;
+  auto const decay = static_cast<V>(rule_.first_moment);
+  std::size_t first = 0;
+  for (Segment<T> const& segment : segments) {
+    std::size_t const size = segment.gradient.size();
+    FusedArguments<T> arguments{segment.gradient, segment.residual};
+    if (rule_.momentum > 0) {
+      arguments.momentum = moment_.subspan(first, size);
+      arguments.factor = static_cast<V>(rule_.momentum);
+      arguments.mask_momentum = false;
+    } else if (rule_.first_moment > 0) {
+      V* const moment = &moment_[first];
+      for (std::size_t i = 0; i < size; ++i) {
+        moment[i] = decay * moment[i] + static_cast<V>(segment.gradient[i]);
+      }
+    }
+    // A selection of nothing.
+    Threshold<V> none{std::numeric_limits<V>::max(), 0};
+    fused_error_feedback<T>(arguments, none, 0, 0, {indices, values}, selection_scratch_,
+                            executor_);
+    first += size;
+  }
+}
+
+template <class T>
+std::span<const Segment<accumulate_t<T>>> ErrorFeedback<T>::keys(
+    std::span<const Segment<T>> segments) {
+  keys_.clear();
+  if (rule_.first_moment > 0) {
+    keys_.push_back({moment_, {}});
+  } else {
+    for (Segment<T> const& segment : segments) keys_.push_back({segment.residual, {}});
+  }
+  return keys_;
+}
 
 template <class T>
 void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
                                       std::uint64_t step) {
+  if (rule_.bucket > 0) return;
+  if (rule_.accumulates()) {
+    search<V>(keys(segments), k, step);
+  } else {
+    search<T>(segments, k, step);
+  }
+}
+
+template <class T>
+template <class S>
+void ErrorFeedback<T>::search(std::span<const Segment<S>> segments, std::uint64_t k,
+                              std::uint64_t step) {
   switch (schedule_.local_at(step, threshold_.magnitude > 0)) {
     case ThresholdSource::exact:
-      threshold_ = exact_threshold<T>(segments, k, threshold_scratch_, executor_);
+      threshold_ = exact_threshold<S>(segments, k, threshold_scratch_, executor_);
       break;
     case ThresholdSource::sampled:
       threshold_ =
-          sampled_threshold<T>(segments, k, threshold_stride, step, threshold_scratch_, executor_);
+          sampled_threshold<S>(segments, k, threshold_stride, step, threshold_scratch_, executor_);
       break;
     case ThresholdSource::gaussian:
-      threshold_ = gaussian_threshold<T>(segments, k);
+      threshold_ = gaussian_threshold<S>(segments, k);
       break;
     case ThresholdSource::reused:
       threshold_.ties = k;
@@ -72,6 +153,11 @@ template <class T>
 SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>> segments,
                                                      std::uint64_t k) {
   residual_is_clear_ = false;
+  whole_ = k >= extent_;
+  if (rule_.accumulates()) {
+    return take(segments,
+                rule_.bucket > 0 ? pack_buckets(segments, k) : pack_by_threshold(segments, k));
+  }
   std::uint64_t const limit = selection_limit(extent_, k);
   auto const indices = indices_.take(limit + packed_slack);
   auto const values = values_.take(limit + packed_slack);
@@ -87,6 +173,69 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
   }
   selection_ = {indices.first(count), values.first(count)};
   return selection_;
+}
+
+// The indices of those that pass.
+template <class T>
+std::size_t ErrorFeedback<T>::pack_by_threshold(std::span<const Segment<T>> segments,
+                                                std::uint64_t k) {
+  std::uint64_t const limit = selection_limit(extent_, k);
+  auto const indices = indices_.take(limit + packed_slack);
+  auto const values = values_.take(limit + packed_slack);
+  Threshold<V> threshold = threshold_;
+  std::size_t count = 0;
+  std::uint32_t first_index = 0;
+  for (Segment<V> const& key : keys(segments)) {
+    count += sparsecomm::select<V>(key.gradient, threshold, first_index, limit - count,
+                                   {indices.subspan(count), values.subspan(count)},
+                                   selection_scratch_, executor_)
+                 .count;
+    first_index += static_cast<std::uint32_t>(key.gradient.size());
+  }
+  return count;
+}
+
+// The indices of the largest of each bucket, which may reach over segments.
+template <class T>
+std::size_t ErrorFeedback<T>::pack_buckets(std::span<const Segment<T>> segments, std::uint64_t k) {
+  auto const all = keys(segments);
+  for (std::size_t i = 1; i < all.size(); ++i) {
+    require(all[i - 1].gradient.data() + all[i - 1].gradient.size() == all[i].gradient.data(),
+            "buckets need the residuals of a group in one piece");
+  }
+  std::size_t of_bucket = 1;
+  while (of_bucket < rule_.bucket && bucket_top_k_count(extent_, rule_.bucket, of_bucket) < k)
+    ++of_bucket;
+  std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, of_bucket);
+  if (count == 0) return 0;
+  top_k_per_bucket<V>({all.front().gradient.data(), extent_}, extent_, rule_.bucket, of_bucket,
+                      {indices_.take(count), values_.take(count)}, executor_);
+  return count;
+}
+
+// Packs the residuals at the first `count` indices, but for zeros, and clears them.
+template <class T>
+SparseView<accumulate_t<T>> ErrorFeedback<T>::take(std::span<const Segment<T>> segments,
+                                                   std::size_t count) {
+  auto const indices = indices_.take(count);
+  auto const values = values_.take(count);
+  std::size_t taken = 0;
+  for_each_residual<T>(segments, indices, [&](V& residual, std::size_t i) {
+    if (residual == 0) return;
+    indices[taken] = indices[i];
+    values[taken++] = std::exchange(residual, V{0});
+  });
+  selection_ = {indices.first(taken), values.first(taken)};
+  return selection_;
+}
+
+template <class T>
+void ErrorFeedback<T>::mask(StreamView<V> const& reduced) {
+  if (rule_.momentum == 0 || !rule_.mask_momentum || whole_) return;
+  delivered(selection_.indices, reduced, masked_);
+  for (std::uint32_t const index : masked_) {
+    masked_moments_.push_back(std::exchange(moment_[index], V{0}));
+  }
 }
 
 template <class T>
@@ -119,6 +268,7 @@ void ErrorFeedback<T>::keep(std::span<const Segment<T>> segments, SparseView<V> 
 
 template <class T>
 void ErrorFeedback<T>::restore(std::span<const Segment<T>> segments) {
+  for (std::size_t i = 0; i < masked_.size(); ++i) moment_[masked_[i]] = masked_moments_[i];
   for_each_residual<T>(segments, rejected_.indices,
                        [&](V& residual, std::size_t i) { residual = before_[i]; });
   for_each_residual<T>(segments, selection_.indices,
@@ -137,6 +287,8 @@ template <class T>
 void ErrorFeedback<T>::forget() {
   selection_ = {};
   rejected_ = {};
+  masked_.clear();
+  masked_moments_.clear();
   has_flushed_ = false;
 }
 

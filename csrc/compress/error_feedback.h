@@ -9,6 +9,7 @@
 #include "base/buffer.h"
 #include "base/executor.h"
 #include "compress/schedule.h"
+#include "compress/selection_rule.h"
 #include "kernels/kernels.h"
 #include "kernels/parallel.h"
 #include "sparse/stream.h"
@@ -24,6 +25,11 @@ constexpr std::uint64_t selection_limit(std::uint64_t extent, std::uint64_t k) {
 // One in this many runs of entries is looked at by a sampled threshold.
 inline constexpr std::size_t threshold_stride = 127;
 
+// Appends those of the sorted indices at which the result has an entry that is not zero.
+template <class V>
+void delivered(std::span<const std::uint32_t> indices, StreamView<V> const& reduced,
+               std::vector<std::uint32_t>& out);
+
 // Selects about k entries of residual + gradient by magnitude and keeps the rest in the residual.
 // One object per group of parameters; the residuals themselves belong to the caller. Source:
 // Ok-Topk Algorithms 1 and 2.
@@ -33,14 +39,22 @@ class ErrorFeedback {
   using V = accumulate_t<T>;
 
   // The executor lives as long as this.
-  ErrorFeedback(ThresholdSchedule schedule, std::uint64_t extent,
+  ErrorFeedback(ThresholdSchedule schedule, SelectionRule const& rule, std::uint64_t extent,
                 Executor const& executor = inline_executor());
+
+  // The rule's u or m, of as many entries as the segments together; empty where it has none.
+  void bind_moment(std::span<V> moment);
+
+  // Where rule.accumulates(), before all that follows: adds the gradient to the residual, by way of
+  // u where there is one, and zeroes it.
+  void accumulate(std::span<const Segment<T>> segments);
 
   // The threshold of this step, by the schedule. Reads at most the gradient and the residual.
   void find_threshold(std::span<const Segment<T>> segments, std::uint64_t k, std::uint64_t step);
 
-  // Packs what passes, leaves the rest in the residual and zeroes the gradient, in one pass over
-  // memory. The result is valid until the next call.
+  // Packs what passes, leaves the rest in the residual and zeroes the gradient; without a rule in
+  // one pass over memory. In buckets, k is bucket_top_k_count() of what is wanted of each. The
+  // result is valid until the next call.
   SparseView<V> select(std::span<const Segment<T>> segments, std::uint64_t k);
 
   // Instead of select(), for a dense exchange: adds the residual to the gradient and leaves in it
@@ -52,8 +66,11 @@ class ErrorFeedback {
   // until the next call of select(), forget() or restore().
   void keep(std::span<const Segment<T>> segments, SparseView<V> rejected);
 
-  // Undoes keep(), and select() or flush() but for the gradient, now part of the residual. Forgets
-  // the selection.
+  // Factor masking: of what was selected, entries that are in `reduced` lose their momentum.
+  void mask(StreamView<V> const& reduced);
+
+  // Undoes mask(), keep(), and select() or flush() but for the gradient, now part of the residual.
+  // Forgets the selection.
   void restore(std::span<const Segment<T>> segments);
 
   // Forgets the selection: there is nothing left to restore.
@@ -71,14 +88,27 @@ class ErrorFeedback {
   double threshold() const { return static_cast<double>(threshold_.magnitude); }
 
  private:
+  template <class S>
+  void search(std::span<const Segment<S>> segments, std::uint64_t k, std::uint64_t step);
+  std::span<const Segment<V>> keys(std::span<const Segment<T>> segments);
+  SparseView<V> take(std::span<const Segment<T>> segments, std::size_t count);
+  std::size_t pack_buckets(std::span<const Segment<T>> segments, std::uint64_t k);
+  std::size_t pack_by_threshold(std::span<const Segment<T>> segments, std::uint64_t k);
+
   ThresholdSchedule schedule_;
+  SelectionRule rule_;
   std::uint64_t extent_;
+  std::span<V> moment_;
+  std::vector<Segment<V>> keys_;  // what entries are chosen by, where the rule accumulates
   Threshold<V> threshold_;
   Buffer<std::uint32_t> indices_;
   Buffer<V> values_;
   SparseView<V> selection_, rejected_;
   std::vector<V> before_;  // the residuals that keep() changed
-  Buffer<T> flushed_;      // what flush() put into the gradient
+  bool whole_ = false;     // every entry was wanted
+  std::vector<std::uint32_t> masked_;
+  std::vector<V> masked_moments_;
+  Buffer<T> flushed_;  // what flush() put into the gradient
   bool has_flushed_ = false;
   bool residual_is_clear_ = false;
   ThresholdScratch<V> threshold_scratch_;

@@ -11,22 +11,28 @@ class HostGradient final : public LocalGradient<T> {
  public:
   using V = accumulate_t<T>;
 
-  HostGradient(ThresholdSchedule schedule, std::uint64_t extent, Executor const& executor)
-      : extent_(extent), executor_(executor), feedback_(schedule, extent, executor) {}
+  HostGradient(ThresholdSchedule schedule, SelectionRule const& rule, std::uint64_t extent,
+               Executor const& executor)
+      : extent_(extent), executor_(executor), feedback_(schedule, rule, extent, executor) {}
 
-  void bind(std::vector<Segment<T>> segments) override { segments_ = std::move(segments); }
+  void bind(std::vector<Segment<T>> segments, std::span<V> moment) override {
+    segments_ = std::move(segments);
+    feedback_.bind_moment(moment);
+  }
 
   bool all_finite() override {
     return std::ranges::all_of(segments_, [&](Segment<T> const& segment) {
       return sparsecomm::all_finite<T>(segment.gradient, executor_);
     });
   }
+  void accumulate() override { feedback_.accumulate(segments_); }
   void find_threshold(std::uint64_t k, std::uint64_t step) override {
     feedback_.find_threshold(segments_, k, step);
   }
   SparseView<V> select(std::uint64_t k) override { return feedback_.select(segments_, k); }
   void flush() override { feedback_.flush(segments_); }
   void keep(SparseView<V> rejected) override { feedback_.keep(segments_, rejected); }
+  void mask(StreamView<V> const& reduced) override { feedback_.mask(reduced); }
   void restore() override { feedback_.restore(segments_); }
   void forget() override { feedback_.forget(); }
   void follow(ThresholdSchedule schedule) override { feedback_.follow(schedule); }
@@ -80,14 +86,15 @@ class HostGradient final : public LocalGradient<T> {
 
 template <class T>
 std::unique_ptr<LocalGradient<T>> make_host_gradient(ThresholdSchedule schedule,
+                                                     SelectionRule const& rule,
                                                      std::uint64_t extent,
                                                      Executor const& executor) {
-  return std::make_unique<HostGradient<T>>(schedule, extent, executor);
+  return std::make_unique<HostGradient<T>>(schedule, rule, extent, executor);
 }
 
-#define SPARSECOMM_HOST_GRADIENT(T)                                                               \
-  template std::unique_ptr<LocalGradient<T>> make_host_gradient(ThresholdSchedule, std::uint64_t, \
-                                                                Executor const&);
+#define SPARSECOMM_HOST_GRADIENT(T)                              \
+  template std::unique_ptr<LocalGradient<T>> make_host_gradient( \
+      ThresholdSchedule, SelectionRule const&, std::uint64_t, Executor const&);
 SPARSECOMM_HOST_GRADIENT(float)
 SPARSECOMM_HOST_GRADIENT(double)
 SPARSECOMM_HOST_GRADIENT(Half)

@@ -22,14 +22,17 @@ class LocalGradient {
 
   virtual ~LocalGradient() = default;
 
-  // What the calls below work on, until the next bind().
-  virtual void bind(std::vector<Segment<T>> segments) = 0;
+  // What the calls below work on, until the next bind(). `moment`: where the rule has one, as many
+  // entries as the segments together.
+  virtual void bind(std::vector<Segment<T>> segments, std::span<V> moment = {}) = 0;
 
   virtual bool all_finite() = 0;
+  virtual void accumulate() = 0;
   virtual void find_threshold(std::uint64_t k, std::uint64_t step) = 0;
   virtual SparseView<V> select(std::uint64_t k) = 0;
   virtual void flush() = 0;
   virtual void keep(SparseView<V> rejected) = 0;
+  virtual void mask(StreamView<V> const& reduced) = 0;
   virtual void restore() = 0;
   virtual void forget() = 0;
   virtual void follow(ThresholdSchedule schedule) = 0;
@@ -49,6 +52,7 @@ class LocalGradient {
 // Of a gradient in the processor's memory. The executor lives as long as what is returned.
 template <class T>
 std::unique_ptr<LocalGradient<T>> make_host_gradient(ThresholdSchedule schedule,
+                                                     SelectionRule const& rule,
                                                      std::uint64_t extent,
                                                      Executor const& executor);
 

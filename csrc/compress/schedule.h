@@ -1,9 +1,11 @@
-// Where a threshold comes from at which step.
+// Where a threshold comes from, and how much is sent, at which step.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <vector>
 
 #include "base/error.h"
 
@@ -39,6 +41,20 @@ struct ThresholdSchedule {
   ThresholdSource global_at(std::uint64_t step, bool have_former) const {
     if (step % period == 0 || !have_former) return ThresholdSource::exact;
     return between == ThresholdSource::gaussian ? ThresholdSource::sampled : between;
+  }
+};
+
+// What share of a gradient is wanted at which step. Source: Lin et al. 2018, section 3.3.
+struct DensityWarmup {
+  std::uint64_t dense_steps = 0;  // the first ones, in which everything is sent
+  std::uint64_t stage_steps = 1;  // then each of these densities for so many steps
+  std::vector<double> stages;
+
+  // `final`: the density afterwards, and the least.
+  double at(std::uint64_t step, double final) const {
+    if (step < dense_steps) return 1;
+    std::uint64_t const stage = (step - dense_steps) / stage_steps;
+    return stage < stages.size() ? std::max(stages[stage], final) : final;
   }
 };
 

@@ -63,6 +63,24 @@ void validate(ExchangeOptions const& options) {
   }
   require(options.density > 0 && options.density <= 1, "density = ", options.density,
           " is not in (0, 1]; 0.01 sends one entry in a hundred");
+  for (double const density : options.warmup.stages) {
+    require(density > 0 && density <= 1, "a warm-up's density of ", density, " is not in (0, 1]");
+  }
+  require(options.warmup.stage_steps >= 1, "a warm-up's stage of ", options.warmup.stage_steps,
+          " steps: use 1 or more");
+  SelectionRule const& rule = options.rule;
+  require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
+          ", or 0 for none");
+  require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
+          " is not in [0, 1)");
+  require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
+          " is not in [0, 1)");
+  require(rule.momentum == 0 || rule.first_moment == 0, "momentum = ", rule.momentum,
+          " (for SGD) and first_moment = ", rule.first_moment, " (for Adam) exclude each other");
+  require(!rule.accumulates() || planned || options.feedback ||
+              find_algorithm(options.algorithm).sparse,
+          "algorithm '", options.algorithm,
+          "' sends every entry and keeps nothing: it takes no bucket, momentum or first_moment");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
           " is not a number of steps; use 1 or more");
   require(options.collective.partition_period >= 1,
@@ -91,7 +109,8 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       communicator_(communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
       local_(local ? std::move(local)
-                   : make_host_gradient<T>(options.schedule, extent, communicator.executor())) {
+                   : make_host_gradient<T>(options.schedule, options.rule, extent,
+                                           communicator.executor())) {
   require(extent < std::numeric_limits<std::uint32_t>::max(), "a gradient of ", extent,
           " entries exceeds 2^32 - 2; split it into smaller groups");
   for (AlgorithmEntry const& entry : algorithms()) {
@@ -99,16 +118,23 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       check_messages(entry);
   }
   if (!planned_) use(find_algorithm(options.algorithm));
+  if (options.warmup.dense_steps > 0) {
+    AlgorithmEntry const& dense = find_algorithm(warmup_algorithm);
+    check_messages(dense);
+    warmup_ = dense.dense->make<T>(collective_options(options_));
+  }
 }
 
 template <class T>
 void GradientExchange<T>::check_messages(AlgorithmEntry const& algorithm) const {
+  double most = options_.density;
+  for (double const density : options_.warmup.stages) most = std::max(most, density);
   std::uint64_t const largest_message =
       algorithm.sparse
-          ? selection_limit(extent_, k()) * (sizeof(std::uint32_t) + sizeof(V))
+          ? selection_limit(extent_, k_of(most)) * (sizeof(std::uint32_t) + sizeof(V))
           : algorithm.dense->largest_message(extent_, communicator_.size()) * sizeof(T);
   require(largest_message <= std::numeric_limits<std::uint32_t>::max(), "a message of ", extent_,
-          " entries at density ", options_.density, " may take ", largest_message,
+          " entries at density ", most, " may take ", largest_message,
           " bytes, more than a frame's 2^32 - 1; split the gradient into smaller groups");
 }
 
@@ -129,16 +155,18 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
 }
 
 template <class T>
-void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready) {
+void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready,
+                               std::span<V> moment) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
-    bool const keeps_residual = planned_ || algorithm_->sparse;
+    bool const keeps_residual =
+        planned_ || options_.feedback || algorithm_->sparse || options_.warmup.dense_steps > 0;
     require(!keeps_residual || segment.residual.size() == segment.gradient.size(), "a gradient of ",
             segment.gradient.size(), " entries has a residual of ", segment.residual.size());
     total += segment.gradient.size();
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
-  local_->bind(std::move(segments));
+  local_->bind(std::move(segments), moment);
   ready_ = std::move(ready);
 }
 
@@ -147,7 +175,25 @@ void GradientExchange<T>::set_density(double density) {
   ExchangeOptions changed = options_;
   changed.density = density;
   validate(changed);
+  if (density != options_.density) forget_thresholds();
   options_ = changed;
+}
+
+// Those there are belong to another k.
+template <class T>
+void GradientExchange<T>::forget_thresholds() {
+  state_.local_threshold = 0;
+  state_.collective.global_threshold = 0;
+  local_->reset(0);
+  if (sparse_) sparse_->load_state(state_.collective);
+}
+
+template <class T>
+void GradientExchange<T>::rescale(double ratio) {
+  state_.local_threshold *= ratio;
+  state_.collective.global_threshold *= ratio;
+  local_->reset(state_.local_threshold);
+  if (sparse_) sparse_->load_state(state_.collective);
 }
 
 template <class T>
@@ -188,8 +234,12 @@ Workload GradientExchange<T>::workload() const {
 }
 
 template <class T>
-std::uint64_t GradientExchange<T>::k() const {
-  auto const wanted = std::llround(options_.density * static_cast<double>(extent_));
+std::uint64_t GradientExchange<T>::k_of(double density) const {
+  if (std::size_t const bucket = options_.rule.bucket; bucket > 0) {
+    auto const each = std::llround(density * static_cast<double>(bucket));
+    return bucket_top_k_count(extent_, bucket, std::max<std::uint64_t>(1, each));
+  }
+  auto const wanted = std::llround(density * static_cast<double>(extent_));
   return std::clamp<std::uint64_t>(wanted, 1, std::max<std::uint64_t>(1, extent_));
 }
 
@@ -207,6 +257,8 @@ Proposal GradientExchange<T>::prepare() {
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
   if (ready_) std::exchange(ready_, {})();
+  std::uint64_t const step = state_.step;
+  if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
   TimePoint const started = communicator_.clock().now();
   Stopwatch const watch(communicator_.clock(), stats_.select);
   bool const finite = local_->all_finite();
@@ -214,7 +266,7 @@ Proposal GradientExchange<T>::prepare() {
   text << std::setprecision(std::numeric_limits<double>::max_digits10)
        << "operation=gradient exchange"
        << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
-       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";density=" << options_.density
+       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";density=" << density()
        << ";average=" << options_.average
        << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
@@ -226,8 +278,16 @@ Proposal GradientExchange<T>::prepare() {
        << ";seed=" << options_.collective.seed << ";step=" << state_.step
        << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
+  SelectionRule const& rule = options_.rule;
+  text << ";dense_steps=" << options_.warmup.dense_steps << ";bucket=" << rule.bucket
+       << ";momentum=" << rule.momentum << ";mask_momentum=" << rule.mask_momentum
+       << ";first_moment=" << rule.first_moment;
   if (planned_) text << ";planned=" << algorithm();
-  if (finite && algorithm_ != nullptr && algorithm_->sparse) find_threshold();
+  // Where the threshold is of what will have been added up, this waits for the agreement.
+  if (finite && !rule.accumulates() && !warms_up_densely() && algorithm_ != nullptr &&
+      algorithm_->sparse) {
+    find_threshold();
+  }
   prepared_ = communicator_.clock().now() - started;
   return {.text = text.str(),
           .finite = finite,
@@ -246,12 +306,15 @@ void GradientExchange<T>::find_threshold() {
 template <class T>
 void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   Clock const& clock = communicator_.clock();
-  if (planned_) {
+  bool const warmup = warms_up_densely();
+  if (planned_ && !warmup) {
     plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
       plan_.begin(communicator_.figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
-      if (agreement.all_finite && algorithm_->sparse) find_threshold();
+      if (agreement.all_finite && algorithm_->sparse && !options_.rule.accumulates()) {
+        find_threshold();
+      }
     }
   }
   TimePoint const agreed = clock.now();
@@ -261,13 +324,15 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
     V const nan = std::numeric_limits<V>::quiet_NaN();
     local_->fill(static_cast<T>(nan));
+  } else if (warmup) {
+    run_dense(channel, *warmup_, true);
   } else if (algorithm_->sparse) {
     run_sparse(channel);
   } else {
-    run_dense(channel);
+    run_dense(channel, *dense_, planned_ || options_.feedback);
   }
   delivered_ = agreement.all_finite;
-  if (planned_) {
+  if (planned_ && !warmup) {
     // Without the wait for ranks that came late, which is no algorithm's doing.
     former_seconds_ = std::chrono::duration<double>(prepared_ + (clock.now() - agreed)).count();
     former_selected_ = algorithm_->sparse ? stats_.selected - selected : 0;
@@ -296,6 +361,10 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   SparseView<V> selection;
   {
     Stopwatch const watch(communicator_.clock(), stats_.select);
+    if (options_.rule.accumulates()) {
+      local_->accumulate();
+      find_threshold();
+    }
     selection = local_->select(k());
   }
   AllreduceResult<V> result;
@@ -306,6 +375,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   }
   Stopwatch const watch(communicator_.clock(), stats_.apply);
   local_->keep(result.rejected);
+  local_->mask(result.reduced);
   local_->store(result.reduced, divisor());
   stats_.selected += selection.nnz();
   stats_.result_nnz += result.reduced.nnz();
@@ -313,15 +383,16 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
 }
 
 template <class T>
-void GradientExchange<T>::run_dense(Channel& channel) {
-  if (planned_) {
+void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback) {
+  if (feedback) {
     Stopwatch const watch(communicator_.clock(), stats_.select);
+    if (options_.rule.accumulates()) local_->accumulate();
     local_->flush();
   }
   Stopwatch const watch(communicator_.clock(), stats_.exchange);
   // The sum and the average of one gradient are the gradient.
   if (communicator_.size() > 1) {
-    dense_->run(channel, local_->gather(), Reduction::sum, divisor());
+    dense.run(channel, local_->gather(), Reduction::sum, divisor());
     local_->spread();
   }
   stats_.selected += extent_;

@@ -19,6 +19,8 @@ namespace sparsecomm {
 
 // Leaves the choice to a plan, made anew for every step (see Plan).
 inline constexpr std::string_view auto_algorithm = "auto";
+// Of the dense steps of a warm-up.
+inline constexpr std::string_view warmup_algorithm = "dense_overlap";
 
 struct ExchangeOptions {
   std::string algorithm = "oktopk";  // of algorithms(), or "auto"
@@ -26,6 +28,11 @@ struct ExchangeOptions {
   ThresholdSchedule schedule;        // of the local and the global threshold
   AlgorithmOptions collective;       // its schedule is replaced by the one above
   bool average = true;  // the result is the mean over ranks, as DDP expects; false: the sum
+  SelectionRule rule;
+  DensityWarmup warmup;  // towards `density`
+  // Of a dense algorithm that is named: it takes the residual along, and leaves in it what the type
+  // rounds away, and what is taken back. Where an algorithm is sparse, or planned, it is so always.
+  bool feedback = false;
 };
 
 // Throws InvalidArgument, naming the option, its value and its range.
@@ -65,11 +72,16 @@ class GradientExchange final : public Operation {
   GradientExchange(std::string name, std::uint64_t extent, ExchangeOptions const& options,
                    Communicator& communicator, std::unique_ptr<LocalGradient<T>> local = nullptr);
 
-  // What the next submission works on: the sizes of the segments add up to the extent. The memory
-  // must stay until the operation has ended. `ready`, if any, is called first in prepare(), and
-  // returns once the gradient is there; it may throw. What it takes is in no statistics.
-  void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {});
+  // What the next submission works on: the sizes of the segments add up to the extent, and that of
+  // `moment` is the extent where the rule has one. The memory must stay until the operation has
+  // ended. `ready`, if any, is called first in prepare(), and returns once the gradient is there;
+  // it may throw. What it takes is in no statistics.
+  void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
+            std::span<V> moment = {});
   void set_density(double density);
+  // Gradients, and with them residuals and moments, are in other units from now on: thresholds
+  // follow. The same on all ranks.
+  void rescale(double ratio);
 
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
@@ -85,7 +97,10 @@ class GradientExchange final : public Operation {
   // False while a plan tries algorithms; the same on all ranks.
   bool settled() const { return !planned_ || plan_.settled(state_.step); }
   // Of the next step; "auto" while a plan is undecided.
-  std::string_view algorithm() const { return algorithm_ ? algorithm_->name : auto_algorithm; }
+  std::string_view algorithm() const {
+    if (warms_up_densely()) return warmup_algorithm;
+    return algorithm_ ? algorithm_->name : auto_algorithm;
+  }
 
   Proposal prepare() override;
   void run(Channel& channel, Agreement const& agreement) override;
@@ -95,11 +110,15 @@ class GradientExchange final : public Operation {
   void check_messages(AlgorithmEntry const& algorithm) const;
   void use(AlgorithmEntry const& algorithm);
   void find_threshold();
-  void run_dense(Channel& channel);
+  void run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback);
   void run_sparse(Channel& channel);
+  void forget_thresholds();
+  bool warms_up_densely() const { return state_.step < options_.warmup.dense_steps; }
+  double density() const { return options_.warmup.at(state_.step, options_.density); }
   void follow_plan(std::uint64_t result_nnz);
   Workload workload() const;
-  std::uint64_t k() const;
+  std::uint64_t k() const { return k_of(density()); }
+  std::uint64_t k_of(double density) const;
   V divisor() const;
 
   std::string name_;
@@ -113,6 +132,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
   std::function<void()> ready_;
+  std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;
   // Of the last step on this rank, for the plan.
   Duration prepared_{};

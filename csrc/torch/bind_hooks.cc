@@ -1,4 +1,5 @@
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include <algorithm>
@@ -77,6 +78,8 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
   }
   py::dict result;
   result["residuals"] = checkpoint.residuals;
+  result["moments"] = checkpoint.moments;
+  result["loss_scale"] = checkpoint.loss_scale;
   result["groups"] = groups;
   return result;
 }
@@ -84,6 +87,8 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
 HookCheckpoint from_dict(py::dict const& saved) {
   HookCheckpoint checkpoint;
   checkpoint.residuals = saved["residuals"].cast<std::map<std::string, at::Tensor>>();
+  checkpoint.moments = saved["moments"].cast<std::map<std::string, at::Tensor>>();
+  checkpoint.loss_scale = saved["loss_scale"].cast<double>();
   for (py::handle const item : saved["groups"]) {
     HookCheckpoint::Group& group = checkpoint.groups.emplace_back();
     group.parameters = item["parameters"].cast<std::vector<std::string>>();
@@ -124,18 +129,23 @@ py::dict stats_dict(HookState const& state) {
 void bind_hooks(py::module_& module) {
   py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
       .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout,
-                       std::int64_t threads, std::string cuda_library) {
+                       std::int64_t threads, std::string cuda_library, int dense_below,
+                       double clip_norm) {
              CommunicatorOptions communicator;
              communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
              communicator.executor = make_executor(threads);
-             return std::make_shared<HookState>(std::move(options), communicator,
-                                                std::move(cuda_library));
+             return std::make_shared<HookState>(
+                 HookOptions{std::move(options), dense_below, clip_norm}, communicator,
+                 std::move(cuda_library));
            }),
-           py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"))
+           py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"),
+           py::arg("dense_below"), py::arg("clip_norm"))
       .def("connect",
            [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
       .def_property_readonly("connected", &HookState::connected)
       .def("name_parameters", &HookState::name_parameters)
+      .def("set_densities", &HookState::set_densities)
+      .def("follow_loss_scale", &HookState::follow_loss_scale)
       .def("run",
            [](HookState& self, c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
              // Wrapped here, the progress thread needs no GIL for it.

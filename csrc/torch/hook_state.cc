@@ -2,10 +2,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <mutex>
 #include <set>
 #include <utility>
 
+#include "clip_gradients.h"
 #include "distributed_error.h"
 #include "interpreter.h"
 #include "kernels/cuda_library.h"
@@ -101,11 +103,11 @@ struct HookState::Step {
   }
 };
 
-HookState::HookState(ExchangeOptions options, CommunicatorOptions communicator_options,
+HookState::HookState(HookOptions options, CommunicatorOptions communicator_options,
                      std::string cuda_library)
-    : options_((validate(options), std::move(options))),
-      by_bucket_(options_.algorithm != auto_algorithm &&
-                 !find_algorithm(options_.algorithm).sparse),
+    : options_((validate(options.exchange), std::move(options))),
+      by_bucket_(options_.exchange.algorithm != auto_algorithm &&
+                 !find_algorithm(options_.exchange.algorithm).sparse),
       communicator_options_(communicator_options),
       cuda_library_(std::move(cuda_library)) {}
 
@@ -123,6 +125,20 @@ void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> 
   }
 }
 
+void HookState::set_densities(std::vector<std::pair<at::Tensor, double>> const& densities) {
+  require(places_.empty(), "densities must be set before the first step");
+  densities_.clear();
+  for (auto const& [parameter, density] : densities) {
+    densities_.emplace(parameter.unsafeGetTensorImpl(), density);
+    parameters_.push_back(parameter);
+  }
+}
+
+void HookState::follow_loss_scale(std::function<double()> loss_scale) {
+  require_idle("follow a loss scale");
+  current_loss_scale_ = std::move(loss_scale);
+}
+
 void HookState::connect(std::unique_ptr<Transport> transport) {
   require(!communicator_, "this state is connected already");
   communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
@@ -137,17 +153,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
           "torch.nn.Embedding(sparse=False), or no hook and the backend \"sparsecomm\"");
   settle_device(bucket);
 
-  if (bucket.getIndex() == 0) {
-    // The former step may have been broken off, by an exception in the backward pass say.
-    for (auto const& group : groups_) {
-      require(!group->busy(),
-              "a new step began while the gradients of the last one are being exchanged");
-      group->discard_arrivals();
-    }
-    waiting_.clear();
-    if (step_) step_->break_off();
-    step_ = std::make_shared<Step>();
-  }
+  if (bucket.getIndex() == 0) begin_step();
   std::vector<at::Tensor> const parameters = bucket.getParameters();
   std::vector<at::Tensor> const gradients = bucket.getGradients();
   form_group(parameters, buffer.scalar_type());
@@ -171,6 +177,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   std::vector<ParameterGroup*> complete;
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     Place const place = places_.at(parameters[i].unsafeGetTensorImpl());
+    if (options_.clip_norm > 0) gradients_.insert_or_assign(place.order, gradients[i]);
     touched.insert(place.group);
     require(place.group->dtype() == buffer.scalar_type(), "parameter ",
             place.group->members()[place.member].key, " changed its dtype to ",
@@ -182,14 +189,31 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   pending->open_groups = touched.size();
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
   if (touched.empty()) pending->complete();
-  step_->begin(complete.size(), bucket.isLast());
-  for (ParameterGroup* const group : complete) {
+  if (options_.clip_norm > 0) {
+    held_.insert(held_.end(), complete.begin(), complete.end());
+    if (bucket.isLast()) {
+      clip_gradients(gradients_,
+                     options_.clip_norm * loss_scale_ / std::sqrt(communicator_->size()));
+      submit(std::exchange(held_, {}), true);
+    }
+  } else {
+    submit(complete, bucket.isLast());
+  }
+  return pending->future;
+}
+
+void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket) {
+  step_->begin(groups.size(), last_bucket);
+  std::shared_ptr<c10::Event const> clipped;
+  if (side_ && options_.clip_norm > 0) clipped = side_->mark_current();
+  for (ParameterGroup* const group : groups) {
     auto const buckets = std::move(waiting_[group]);
     waiting_.erase(group);
     std::function<void()> ready;
     if (side_) {
       std::vector<std::shared_ptr<c10::Event const>> made;
       for (auto const& waiting : buckets) made.push_back(waiting->made);
+      if (clipped) made.push_back(clipped);
       ready = [side = side_.get(), made = std::move(made)] {
         for (auto const& event : made) side->wait(*event);
       };
@@ -203,7 +227,45 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
           for (auto const& waiting : buckets) waiting->group_done(error);
         });
   }
-  return pending->future;
+}
+
+void HookState::begin_step() {
+  // The former step may have been broken off, by an exception in the backward pass say.
+  for (auto const& group : groups_) {
+    require(!group->busy(),
+            "a new step began while the gradients of the last one are being exchanged");
+    group->discard_arrivals();
+  }
+  waiting_.clear();
+  held_.clear();
+  gradients_.clear();
+  if (step_) step_->break_off();
+  step_ = std::make_shared<Step>();
+  follow_scale();
+}
+
+// Gradients carry the loss scale, and so does all that is kept of them.
+void HookState::follow_scale() {
+  if (!current_loss_scale_) return;
+  double const scale = current_loss_scale_();
+  require(std::isfinite(scale) && scale > 0, "the loss scale is ", scale,
+          ", which no gradient can be divided by");
+  if (scale == loss_scale_) return;
+  double const ratio = scale / loss_scale_;
+  if (side_) side_->let_current_wait();
+  for (auto const& group : groups_) group->rescale(ratio);
+  if (side_) side_->wait_for_current();
+  if (loaded_) {
+    for (auto* const kept : {&loaded_->residuals, &loaded_->moments}) {
+      for (auto& [key, tensor] : *kept) tensor = tensor * ratio;
+    }
+    for (HookCheckpoint::Group& group : loaded_->groups) {
+      group.state.local_threshold *= ratio;
+      group.state.collective.global_threshold *= ratio;
+    }
+    loaded_->loss_scale = scale;
+  }
+  loss_scale_ = scale;
 }
 
 // Opens what the gradients' device needs; throws InvalidArgument where they cannot be exchanged.
@@ -236,12 +298,16 @@ bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
   return group == nullptr || group->members().size() == parameters.size();
 }
 
-// Parameters that no bucket has brought before form a new group, in the order of the bucket. By
-// bucket, all of a bucket that is new do; a group that has none left is no more.
+// Parameters that no bucket has brought before form a new group, in the order of the bucket, and
+// those with a density of their own further ones. By bucket, all of a bucket that is new do; a
+// group that has none left is no more.
 void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
-  std::vector<ParameterGroup::Member> members;
-  std::vector<at::Tensor> fresh;
-  std::size_t offset = 0;
+  struct Fresh {
+    std::optional<double> density;
+    std::vector<ParameterGroup::Member> members;
+    std::vector<at::Tensor> parameters;
+  };
+  std::vector<Fresh> fresh;
   bool const regroups = by_bucket_ && !is_group(parameters);
   for (at::Tensor const& parameter : parameters) {
     bool const known = places_.contains(parameter.unsafeGetTensorImpl());
@@ -252,20 +318,34 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     require(
         !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
         " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
-    auto const numel = static_cast<std::size_t>(parameter.numel());
-    members.push_back({key_of(parameter), offset, numel});
-    fresh.push_back(parameter);
-    offset += numel;
+    auto const density = density_of(parameter);
+    auto group = std::ranges::find(fresh, density, &Fresh::density);
+    if (group == fresh.end()) group = fresh.insert(fresh.end(), Fresh{density, {}, {}});
+    std::size_t const offset =
+        group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
+    group->members.push_back(
+        {key_of(parameter), offset, static_cast<std::size_t>(parameter.numel())});
+    group->parameters.push_back(parameter);
   }
-  if (members.empty()) return;
-  std::string const name = concat(groups_formed_++, " from ", members.front().key);
-  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_, *communicator_,
-                                         !by_bucket_, side_.get()));
-  for (std::size_t i = 0; i < fresh.size(); ++i) {
-    if (!places_.contains(fresh[i].unsafeGetTensorImpl())) parameters_.push_back(fresh[i]);
-    places_[fresh[i].unsafeGetTensorImpl()] = {groups_.back().get(), i};
+  for (Fresh& group : fresh) {
+    add_group(dtype, group.density, std::move(group.members), group.parameters);
   }
   if (regroups) drop_empty_groups();
+}
+
+void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
+                          std::vector<ParameterGroup::Member> members,
+                          std::vector<at::Tensor> const& parameters) {
+  std::string const name = concat(groups_formed_++, " from ", members.front().key);
+  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_at(density),
+                                         *communicator_, !by_bucket_, side_.get()));
+  if (density) own_densities_.emplace(groups_.back().get(), *density);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto const known = places_.find(parameters[i].unsafeGetTensorImpl());
+    std::size_t const order = known == places_.end() ? places_.size() : known->second.order;
+    if (known == places_.end()) parameters_.push_back(parameters[i]);
+    places_[parameters[i].unsafeGetTensorImpl()] = {groups_.back().get(), i, order};
+  }
   if (loaded_) {
     check_loaded(*groups_.back());
     restore(*groups_.back());
@@ -282,6 +362,29 @@ void HookState::drop_empty_groups() {
   });
 }
 
+std::optional<double> HookState::density_of(at::Tensor const& parameter) const {
+  if (by_bucket_) return std::nullopt;
+  auto const own = densities_.find(parameter.unsafeGetTensorImpl());
+  if (own != densities_.end()) return own->second;
+  if (parameter.dim() < options_.dense_below) return 1;
+  return std::nullopt;
+}
+
+ExchangeOptions HookState::options_at(std::optional<double> density) const {
+  ExchangeOptions options = options_.exchange;
+  if (!density) return options;
+  options.density = *density;
+  if (*density < 1) return options;
+  // Few, as a rule, so that messages count for more than bytes.
+  options.algorithm = "dense_rabenseifner";
+  options.feedback = true;
+  options.collective.frame.value_codec = options.collective.dense_codec = ValueCodec::raw;
+  options.rule.bucket = 0;
+  options.rule.first_moment = 0;
+  options.warmup = {};
+  return options;
+}
+
 std::string HookState::key_of(at::Tensor const& parameter) {
   auto const place = places_.find(parameter.unsafeGetTensorImpl());
   if (place != places_.end()) return place->second.group->members()[place->second.member].key;
@@ -293,55 +396,15 @@ std::string HookState::key_of(at::Tensor const& parameter) {
   return concat("parameter.", unnamed_++);
 }
 
-// Throws InvalidArgument unless the loaded checkpoint fits the group.
-void HookState::check_loaded(ParameterGroup const& group) const {
-  for (ParameterGroup::Member const& member : group.members()) {
-    auto const saved = loaded_->residuals.find(member.key);
-    require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ",
-            member.key, "; it belongs to another model, or was saved with other parameter names");
-    require(saved->second.numel() == static_cast<std::int64_t>(member.numel),
-            "the loaded residual of ", member.key, " has ", saved->second.numel(),
-            " entries, the parameter ", member.numel, "; it belongs to another model");
-    require(saved->second.scalar_type() == group.residual().scalar_type(),
-            "the loaded residual of ", member.key, " is ",
-            at::toString(saved->second.scalar_type()), ", that of this model ",
-            at::toString(group.residual().scalar_type()), "; it belongs to another model");
-  }
-}
-
-void HookState::restore(ParameterGroup& group) {
-  if (side_) side_->let_current_wait();
-  std::vector<std::string> keys;
-  for (ParameterGroup::Member const& member : group.members()) {
-    keys.push_back(member.key);
-    group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(-1));
-  }
-  if (side_) side_->wait_for_current();
-  // Thresholds and boundaries fit only the group they were found for; a new grouping finds its own.
-  ExchangeState state;
-  for (HookCheckpoint::Group const& saved : loaded_->groups) {
-    if (saved.parameters == keys) {
-      group.load_state(saved.state);
-      return;
-    }
-    state.step = std::max(state.step, saved.state.step);
-  }
-  group.load_state(state);
-}
-
-void HookState::check_all_loaded() const {
-  require(loaded_->residuals.size() == places_.size(), "the loaded state_dict has residuals for ",
-          loaded_->residuals.size(), " parameters, the model has ", places_.size(),
-          "; it belongs to another model");
-}
-
 void HookState::set_density(double density) {
   require_idle("change the density");
-  ExchangeOptions changed = options_;
+  ExchangeOptions changed = options_.exchange;
   changed.density = density;
   validate(changed);
-  for (auto const& group : groups_) group->set_density(density);
-  options_ = changed;
+  for (auto const& group : groups_) {
+    if (!own_densities_.contains(group.get())) group->set_density(density);
+  }
+  options_.exchange = changed;
 }
 
 HookStats HookState::stats() const {
@@ -357,51 +420,6 @@ std::vector<std::string> HookState::algorithms() const {
   std::vector<std::string> names;
   for (auto const& group : groups_) names.emplace_back(group->algorithm());
   return names;
-}
-
-HookCheckpoint HookState::checkpoint() const {
-  require_idle("save the state");
-  if (side_) side_->let_current_wait();
-  HookCheckpoint checkpoint;
-  if (by_bucket_) return checkpoint;
-  for (auto const& group : groups_) {
-    HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
-    saved.state = group->state();
-    for (ParameterGroup::Member const& member : group->members()) {
-      saved.parameters.push_back(member.key);
-      checkpoint.residuals.emplace(member.key, group->residual_of(member).clone());
-    }
-  }
-  if (side_) side_->wait_for_current();  // before the next step changes what is being copied
-  if (loaded_) {                         // what was loaded and no group has taken over yet
-    for (HookCheckpoint::Group const& group : loaded_->groups) {
-      bool const taken = std::ranges::any_of(
-          group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
-      if (!taken) checkpoint.groups.push_back(group);
-    }
-    checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
-  }
-  return checkpoint;
-}
-
-void HookState::load(HookCheckpoint checkpoint) {
-  require_idle("load a state");
-  if (by_bucket_) {
-    require(checkpoint.residuals.empty() && checkpoint.groups.empty(),
-            "the state_dict to load has ", checkpoint.residuals.size(),
-            " residuals, and a dense exchange has none; it belongs to another kind of state");
-    return;
-  }
-  std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
-  try {
-    for (auto const& group : groups_) check_loaded(*group);
-    if (sealed_) check_all_loaded();
-  } catch (InvalidArgument const&) {
-    loaded_ = before;
-    throw;
-  }
-  for (auto const& group : groups_) restore(*group);
-  if (sealed_) loaded_.reset();
 }
 
 void HookState::require_idle(char const* what) const {

@@ -3,6 +3,7 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <functional>
 #include <map>
 #include <memory>
 #include <optional>
@@ -23,7 +24,18 @@ struct HookCheckpoint {
     ExchangeState state;
   };
   std::map<std::string, at::Tensor> residuals;  // by parameter, 1-D
+  std::map<std::string, at::Tensor> moments;    // likewise; empty where the rule has none
   std::vector<Group> groups;
+  double loss_scale = 1;
+};
+
+struct HookOptions {
+  ExchangeOptions exchange;
+  // Parameters with fewer dimensions are sent whole, in groups of their own; 0: none.
+  int dense_below = 0;
+  // Before it is added to the residual, a rank's gradient is scaled down to this norm / sqrt(P); 0:
+  // not. The norm is that of all parameters, so no exchange starts before the last bucket.
+  double clip_norm = 0;
 };
 
 struct HookStats {
@@ -36,13 +48,18 @@ struct HookStats {
 class HookState {
  public:
   // `cuda_library`: the file that a gradient on a CUDA device needs.
-  HookState(ExchangeOptions options, CommunicatorOptions communicator_options,
+  HookState(HookOptions options, CommunicatorOptions communicator_options,
             std::string cuda_library);
   ~HookState();
 
   // Before the first run(). The names become the keys of the checkpoint; without them keys count up
   // in the order in which the first step brings the parameters.
   void name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters);
+  // Before the first run(): densities of their own, which later set_density() leaves alone. At 1 a
+  // parameter is sent whole by a dense algorithm.
+  void set_densities(std::vector<std::pair<at::Tensor, double>> const& densities);
+  // What the loss is multiplied by, asked for once a step, before its first bucket.
+  void follow_loss_scale(std::function<double()> loss_scale);
   void connect(std::unique_ptr<Transport> transport);
   bool connected() const { return communicator_ != nullptr; }
 
@@ -67,12 +84,21 @@ class HookState {
   struct Place {
     ParameterGroup* group;
     std::size_t member;
+    std::size_t order;  // among all parameters
   };
   struct PendingBucket;
   struct Step;
 
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
   void drop_empty_groups();
+  void add_group(at::ScalarType dtype, std::optional<double> density,
+                 std::vector<ParameterGroup::Member> members,
+                 std::vector<at::Tensor> const& parameters);
+  std::optional<double> density_of(at::Tensor const& parameter) const;
+  ExchangeOptions options_at(std::optional<double> density) const;
+  void begin_step();
+  void follow_scale();
+  void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
   bool is_group(std::vector<at::Tensor> const& parameters) const;
   void settle_device(c10d::GradBucket& bucket);
   std::string key_of(at::Tensor const& parameter);
@@ -81,7 +107,7 @@ class HookState {
   void restore(ParameterGroup& group);
   void require_idle(char const* what) const;
 
-  ExchangeOptions options_;
+  HookOptions options_;
   // A dense exchange keeps nothing from step to step, so each bucket is a group, at any time.
   bool by_bucket_;
   CommunicatorOptions communicator_options_;
@@ -89,6 +115,7 @@ class HookState {
   std::optional<at::Device> device_;                    // of all gradients; the first bucket's
   std::unique_ptr<SideStream> side_;                    // of a device that is not the processor
   std::unordered_map<void const*, std::string> names_;  // by TensorImpl
+  std::unordered_map<void const*, double> densities_;   // likewise
   std::unordered_map<void const*, Place> places_;
   std::vector<at::Tensor> parameters_;  // keeps the TensorImpls above alive
   std::size_t unnamed_ = 0;
@@ -99,7 +126,13 @@ class HookState {
   std::shared_ptr<Step> step_;
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
   std::size_t groups_formed_ = 0;
-  ExchangeStats left_;  // of groups that are no more
+  ExchangeStats left_;                                               // of groups that are no more
+  std::unordered_map<ParameterGroup const*, double> own_densities_;  // of groups that have one
+  std::function<double()> current_loss_scale_;
+  double loss_scale_ = 1;
+  // Of a step whose gradients are clipped: what has come, by Place::order, and what is complete.
+  std::map<std::size_t, at::Tensor> gradients_;
+  std::vector<ParameterGroup*> held_;
   std::unique_ptr<Communicator> communicator_;
 };
 

@@ -15,10 +15,12 @@ class TypedGroup final : public ParameterGroup {
   TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
              ExchangeOptions const& options, Communicator& communicator, bool keeps_residual,
              SideStream const* side)
-      : ParameterGroup(dtype, std::move(members), communicator, keeps_residual, side),
+      : ParameterGroup(dtype, std::move(members), communicator, keeps_residual,
+                       options.rule.has_moment(), side),
         exchange_(std::make_shared<GradientExchange<T>>(
             name, numel_, options, communicator,
-            side ? make_device_gradient<T>(options.schedule, numel_, side->queue()) : nullptr)) {}
+            side ? make_device_gradient<T>(options.schedule, options.rule, numel_, side->queue())
+                 : nullptr)) {}
 
   bool delivered() const override { return exchange_->delivered(); }
   void withdraw() override { exchange_->withdraw(); }
@@ -26,6 +28,7 @@ class TypedGroup final : public ParameterGroup {
   void load_state(ExchangeState const& state) override { exchange_->load_state(state); }
   ExchangeStats const& stats() const override { return exchange_->stats(); }
   void set_density(double density) override { exchange_->set_density(density); }
+  void rescale_thresholds(double ratio) override { exchange_->rescale(ratio); }
   std::string_view algorithm() const override { return exchange_->algorithm(); }
   bool settled() const override { return exchange_->settled(); }
 
@@ -39,7 +42,9 @@ class TypedGroup final : public ParameterGroup {
       segment.gradient = {reinterpret_cast<T*>(arrival.data), arrival.numel};
       if (keeps_residual) segment.residual = {residual + arrival.offset, arrival.numel};
     }
-    exchange_->bind(std::move(segments), std::move(ready));
+    std::span<V> moment;
+    if (moment_.defined()) moment = {static_cast<V*>(moment_.data_ptr()), numel_};
+    exchange_->bind(std::move(segments), std::move(ready), moment);
     return exchange_;
   }
 
@@ -76,7 +81,7 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
 }
 
 ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members,
-                               Communicator& communicator, bool keeps_residual,
+                               Communicator& communicator, bool keeps_residual, bool has_moment,
                                SideStream const* side)
     : dtype_(dtype), members_(std::move(members)), communicator_(communicator) {
   for (Member const& member : members_) numel_ += member.numel;
@@ -86,11 +91,24 @@ ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members
                         at::TensorOptions()
                             .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
                             .device(side ? side->device() : at::Device(at::kCPU)));
+  if (has_moment) moment_ = at::zeros_like(residual_);
 }
 
 at::Tensor ParameterGroup::residual_of(Member const& member) const {
   return residual_.narrow(0, static_cast<std::int64_t>(member.offset),
                           static_cast<std::int64_t>(member.numel));
+}
+
+at::Tensor ParameterGroup::moment_of(Member const& member) const {
+  if (!moment_.defined()) return {};
+  return moment_.narrow(0, static_cast<std::int64_t>(member.offset),
+                        static_cast<std::int64_t>(member.numel));
+}
+
+void ParameterGroup::rescale(double ratio) {
+  residual_.mul_(ratio);
+  if (moment_.defined()) moment_.mul_(ratio);
+  rescale_thresholds(ratio);
 }
 
 bool ParameterGroup::arrive(Member const& member, void* data) {

@@ -44,6 +44,11 @@ class ParameterGroup {
   // where none is kept.
   at::Tensor const& residual() const { return residual_; }
   at::Tensor residual_of(Member const& member) const;
+  // The rule's u or m of a member, as its residual; undefined where the rule has none.
+  at::Tensor moment_of(Member const& member) const;
+  bool has_moment() const { return moment_.defined(); }
+  // Gradients are in other units from now on: what is kept is multiplied.
+  void rescale(double ratio);
 
   // A member's gradient for this step: its numel elements start at `data`. True when it was the
   // last one.
@@ -66,6 +71,7 @@ class ParameterGroup {
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;
   virtual void set_density(double density) = 0;
+  virtual void rescale_thresholds(double ratio) = 0;
   virtual std::string_view algorithm() const = 0;
   virtual bool settled() const = 0;
 
@@ -77,7 +83,7 @@ class ParameterGroup {
   };
 
   ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator,
-                 bool keeps_residual, SideStream const* side);
+                 bool keeps_residual, bool has_moment, SideStream const* side);
   // Arrivals in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
   virtual std::shared_ptr<Operation> bind(std::function<void()> ready) = 0;
@@ -87,6 +93,7 @@ class ParameterGroup {
   Communicator& communicator_;
   std::size_t numel_ = 0;
   at::Tensor residual_;
+  at::Tensor moment_;  // of the same size; undefined without
 
  private:
   std::vector<Arrival> arrivals_;

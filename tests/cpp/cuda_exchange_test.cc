@@ -28,6 +28,7 @@ struct Case {
   ThresholdSchedule schedule = {};
   int segments = 3;
   int steps = 4;
+  SelectionRule rule = {};
 };
 
 constexpr Figures figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
@@ -60,13 +61,15 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
     options.density = c.density;
     options.schedule = c.schedule;
     options.collective.partition_period = 2;
+    options.rule = c.rule;
     std::unique_ptr<LocalGradient<T>> local;
     if (on_device) {
-      local = make_device_gradient<T>(c.schedule, c.numel, queue());
+      local = make_device_gradient<T>(c.schedule, c.rule, c.numel, queue());
     }
     auto const exchange = std::make_shared<GradientExchange<T>>("test", c.numel, options,
                                                                 communicator, std::move(local));
     Array<V> residual(c.numel, on_device);
+    Array<V> moment(c.rule.has_moment() ? c.numel : 0, on_device);
     Array<T> gradient(c.numel, on_device);
     for (int step = 0; step < c.steps; ++step) {
       auto values = typed<T>(patterns[step % 2].make(communicator.rank(), c.ranks, c.numel, step));
@@ -82,12 +85,13 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
             {gradient.span().subspan(first, count), residual.span().subspan(first, count)});
       }
       if (c.algorithm == auto_algorithm) switch_algorithm(*exchange, step);
-      exchange->bind(segments);
+      exchange->bind(segments, {}, moment.span());
       communicator.submit(exchange).wait();
       if (step == 1) exchange->withdraw();
       std::vector<std::byte>& outcome = outcomes[step * c.ranks + communicator.rank()];
       append(outcome, gradient.get());
       append(outcome, residual.get());
+      append(outcome, moment.get());
       append(outcome, std::vector<double>{exchange->state().local_threshold,
                                           static_cast<double>(exchange->stats().selected)});
     }
@@ -134,6 +138,26 @@ TEST(CudaExchange, EveryThresholdSource) {
   }
 }
 
+TEST(CudaExchange, MomentumCorrection) {
+  for (bool const mask : {true, false}) {
+    SelectionRule const rule{.momentum = 0.5, .mask_momentum = mask};
+    for (std::string const algorithm : {"oktopk", "topk_dsa", "auto"}) {
+      for (double const density : {0.05, 1.0}) {
+        check<float>({algorithm, 2, 3000, density, {}, 3, 6, rule});
+        check<BFloat16>({algorithm, 3, 700, density, {}, 3, 6, rule});
+      }
+    }
+    check<double>({"topk_a", 2, 9000, 0.05, {ThresholdSource::gaussian, 3}, 2, 6, rule});
+  }
+}
+
+TEST(CudaExchange, RulesThatDevicesDoNotHaveAreRefused) {
+  for (SelectionRule const& rule :
+       {SelectionRule{.bucket = 512}, SelectionRule{.first_moment = 0.9}}) {
+    EXPECT_THROW(make_device_gradient<float>({}, rule, 10, queue()), InvalidArgument);
+  }
+}
+
 // Two groups on one stream, queued before either gradient is there.
 std::vector<std::byte> two_groups(bool on_device) {
   constexpr int ranks = 2;
@@ -145,7 +169,7 @@ std::vector<std::byte> two_groups(bool on_device) {
     for (std::size_t const size : sizes) {
       std::unique_ptr<LocalGradient<float>> local;
       if (on_device) {
-        local = make_device_gradient<float>({}, size, queue());
+        local = make_device_gradient<float>({}, {}, size, queue());
       }
       exchanges.push_back(std::make_shared<GradientExchange<float>>(
           "test", size, ExchangeOptions{}, communicator, std::move(local)));
@@ -211,7 +235,7 @@ struct Problem {
   }
 
   Array<float> gradient, residual;
-  std::unique_ptr<LocalGradient<float>> local = make_device_gradient<float>({}, size, queue());
+  std::unique_ptr<LocalGradient<float>> local = make_device_gradient<float>({}, {}, size, queue());
 };
 
 TEST(CudaFailure, NoAllocationThatFailsLosesAnEntry) {
@@ -263,10 +287,10 @@ TEST(CudaDevices, AGradientOnTheSecondOpensNoOther) {
     EXPECT_EQ(emulator::device(), 0);
     {
       auto const local = make_device_gradient<float>(
-          {}, 500, {&library(), runtime.context(1), nullptr, [&](std::size_t bytes) {
-                      EXPECT_EQ(emulator::device(), 1);  // or torch's allocator would open 0
-                      return allocate(bytes);
-                    }});
+          {}, {}, 500, {&library(), runtime.context(1), nullptr, [&](std::size_t bytes) {
+                          EXPECT_EQ(emulator::device(), 1);  // or torch's allocator would open 0
+                          return allocate(bytes);
+                        }});
       local->bind({{gradient.span(), residual.span()}});
       EXPECT_TRUE(local->all_finite());
       local->find_threshold(50, 0);

@@ -19,7 +19,7 @@ namespace {
 // used here.
 struct Outcome {
   std::string algorithm;  // that was run
-  std::vector<double> result, residual;
+  std::vector<double> result, residual, moment;
   std::vector<std::byte> bits;
   ExchangeStats stats;
   Counters counters{0};
@@ -75,11 +75,13 @@ struct Case {
   double balance_factor = 4;
   ValueCodec value_codec = ValueCodec::raw;
   bool forced = false;  // "auto" switches at every step; otherwise it decides
+  SelectionRule rule = {};
 
   std::string text() const {
     return concat(algorithm, forced ? " forced" : "", ", P=", ranks, ", N=", numel, ", density ",
                   density, ", ", name(schedule.between), '/', schedule.period, ", ", pattern.name,
-                  ", segments ", segments);
+                  ", segments ", segments, ", bucket ", rule.bucket, ", momentum ", rule.momentum,
+                  rule.mask_momentum ? " masked" : "", ", first moment ", rule.first_moment);
   }
 };
 
@@ -99,9 +101,11 @@ void check_one(Case const& c) {
     options.collective.frame.value_codec = c.value_codec;
     options.collective.overlap_chunk = 170;  // several, and an uneven last one
     options.average = false;                 // a sum of integers is exact, a third of it is not
+    options.rule = c.rule;
     auto const exchange =
         std::make_shared<GradientExchange<T>>("test", c.numel, options, communicator);
     std::vector<V> residual(c.numel, V{0});
+    std::vector<V> moment(c.rule.has_moment() ? c.numel : 0, V{0});
     for (int step = 0; step < c.steps; ++step) {
       auto gradient = typed<T>(c.pattern.make(communicator.rank(), c.ranks, c.numel, step));
       std::vector<Segment<T>> segments;
@@ -112,12 +116,13 @@ void check_one(Case const& c) {
             {std::span(gradient).subspan(first, count), std::span(residual).subspan(first, count)});
       }
       if (c.forced) force_switch(*exchange, step, c.ranks + c.numel);
-      exchange->bind(segments);
+      exchange->bind(segments, {}, moment);
       communicator.submit(exchange).wait();
       Outcome& outcome = outcomes[step][communicator.rank()];
       outcome.algorithm = exchange->algorithm();
       for (T const x : gradient) outcome.result.push_back(widened(x));
       for (V const x : residual) outcome.residual.push_back(static_cast<double>(x));
+      for (V const x : moment) outcome.moment.push_back(static_cast<double>(x));
       auto const bytes = std::as_bytes(std::span(gradient));
       outcome.bits.assign(bytes.begin(), bytes.end());
       outcome.stats = exchange->stats();
@@ -129,13 +134,30 @@ void check_one(Case const& c) {
   if (::testing::Test::HasFailure()) return;
 
   std::vector<double> carried(c.numel, 0.0);
-  auto const k = std::max<std::uint64_t>(1, std::llround(c.density * static_cast<double>(c.numel)));
+  auto k = std::max<std::uint64_t>(1, std::llround(c.density * static_cast<double>(c.numel)));
+  if (c.rule.bucket > 0) {
+    auto const each = std::llround(c.density * static_cast<double>(c.rule.bucket));
+    k = bucket_top_k_count(c.numel, c.rule.bucket, std::max(1ll, each));
+  }
   for (int step = 0; step < c.steps; ++step) {
     AlgorithmEntry const& algorithm = find_algorithm(outcomes[step][0].algorithm);
     for (int rank = 0; rank < c.ranks; ++rank) {
       ASSERT_EQ(outcomes[step][rank].algorithm, algorithm.name) << "rank " << rank;
       auto const gradient = c.pattern.make(rank, c.ranks, c.numel, step);
-      for (std::size_t i = 0; i < c.numel; ++i) carried[i] += gradient[i];
+      for (std::size_t i = 0; i < c.numel; ++i) {
+        double added = gradient[i];
+        if (c.rule.has_moment()) {
+          double const decay = c.rule.momentum + c.rule.first_moment;
+          double const before = step > 0 ? outcomes[step - 1][rank].moment[i] : 0;
+          double const moment = decay * before + gradient[i];
+          if (c.rule.momentum > 0) added = moment;
+          double const after = outcomes[step][rank].moment[i];
+          bool const masked =
+              after == 0 && c.rule.momentum > 0 && c.rule.mask_momentum && c.density < 1;
+          ASSERT_TRUE(after == moment || masked) << after << " in place of " << moment;
+        }
+        carried[i] += added;
+      }
       ASSERT_EQ(outcomes[step][rank].bits, outcomes[step][0].bits)
           << "rank " << rank << " differs at " << step;
     }
@@ -248,6 +270,139 @@ TEST_P(ExchangeTest, LossyValueCodecsLoseNothingOrAreRefused) {
         check_contracts<float>(c);
       }
     }
+  }
+}
+
+TEST_P(ExchangeTest, RulesOfSelectionKeepTheContracts) {
+  SelectionRule const rules[] = {
+      {.bucket = 16},
+      {.bucket = 512},
+      {.momentum = 0.5},
+      {.momentum = 0.5, .mask_momentum = false},
+      {.first_moment = 0.5},
+      {.bucket = 64, .momentum = 0.5},
+      {.bucket = 64, .first_moment = 0.5},
+  };
+  if (GetParam() != auto_algorithm && !find_algorithm(GetParam()).sparse) {
+    ExchangeOptions options;
+    options.algorithm = GetParam();
+    options.rule = rules[0];
+    EXPECT_THROW(validate(options), InvalidArgument);
+    return;
+  }
+  for (SelectionRule const& rule : rules) {
+    for (int const ranks : {1, 2, 3, 5}) {
+      for (Pattern const& pattern : patterns) {
+        for (double const density : {0.1, 1.0}) {
+          Case c{GetParam(), ranks, 1000, density, {ThresholdSource::reused, 3}, pattern, 4, 3};
+          c.rule = rule;
+          check_contracts<float>(c);
+          c.numel = 17;
+          check_contracts<double>(c);
+        }
+      }
+    }
+  }
+}
+
+// What a bucket holds does not depend on how the gradient is cut, nor on the number of threads.
+TEST(RuleTest, TheLargestOfEachBucketAreSelected) {
+  expect_no_errors(run_ranks(1, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "topk_a";
+    options.density = 0.25;
+    options.rule.bucket = 8;
+    std::vector<float> gradient(20), residual(20);
+    for (int i = 0; i < 20; ++i) gradient[i] = static_cast<float>((i * 7) % 20 + 1);
+    auto const original = gradient;
+    std::span const all(gradient), kept(residual);
+    auto const operation =
+        std::make_shared<GradientExchange<float>>("test", 20, options, communicator);
+    operation->bind({{all.first(11), kept.first(11)}, {all.subspan(11), kept.subspan(11)}});
+    communicator.submit(operation).wait();
+    for (std::size_t first = 0; first < 20; first += 8) {
+      std::size_t const last = std::min<std::size_t>(20, first + 8);
+      std::vector<float> sorted(original.begin() + first, original.begin() + last);
+      std::ranges::sort(sorted, std::greater{});
+      for (std::size_t i = first; i < last; ++i) {
+        bool const taken = original[i] >= sorted[1];
+        EXPECT_EQ(gradient[i], taken ? original[i] : 0) << i;
+        EXPECT_EQ(residual[i], taken ? 0 : original[i]) << i;
+      }
+    }
+  }));
+}
+
+TEST(RuleTest, AWithdrawnStepGivesBackWhatWasSelectedAndItsMomentum) {
+  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "topk_a";
+    options.rule.momentum = 0.5;
+    auto const exchange =
+        std::make_shared<GradientExchange<float>>("test", 200, options, communicator);
+    std::vector<float> residual(200), moment(200);
+    auto gradient = typed<float>(patterns[0].make(communicator.rank(), 2, 200, 0));
+    auto const original = gradient;
+    exchange->bind({{gradient, residual}}, {}, moment);
+    communicator.submit(exchange).wait();
+    EXPECT_NE(moment, original);
+    exchange->withdraw();
+    EXPECT_EQ(residual, original);
+    EXPECT_EQ(moment, original);
+  }));
+}
+
+// Three steps of everything, then two of a half, one of a tenth, and on with a hundredth.
+TEST_P(ExchangeTest, DensityWarmsUp) {
+  if (GetParam() != auto_algorithm && !find_algorithm(GetParam()).sparse) return;
+  for (int const ranks : {1, 2, 3}) {
+    expect_no_errors(run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          std::size_t const numel = 2000;
+          ExchangeOptions options;
+          options.algorithm = GetParam();
+          options.average = false;
+          options.schedule = {ThresholdSource::reused, 100};
+          options.warmup = {.dense_steps = 3, .stage_steps = 2, .stages = {0.5, 0.005}};
+          auto const exchange =
+              std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+          std::vector<float> residual(numel);
+          std::uint64_t before = 0;
+          for (int step = 0; step < 9; ++step) {
+            if (step >= 3 && GetParam() == auto_algorithm) {
+              ExchangeState state = exchange->state();
+              state.plan.figures = with_figures().figures;
+              state.plan.algorithm = &find_algorithm("oktopk");
+              exchange->load_state(state);
+            }
+            if (step < 3) {
+              EXPECT_EQ(exchange->algorithm(), warmup_algorithm);
+            }
+            auto gradient = typed<float>(patterns[0].make(communicator.rank(), ranks, numel, step));
+            exchange->bind({{gradient, residual}});
+            communicator.submit(exchange).wait();
+            double const density = step < 3 ? 1 : step < 5 ? 0.5 : 0.01;
+            auto const selected = static_cast<double>(exchange->stats().selected - before);
+            before = exchange->stats().selected;
+            if (step < 3) {
+              std::vector<float> expected(numel);
+              for (int rank = 0; rank < ranks; ++rank) {
+                auto const theirs = patterns[0].make(rank, ranks, numel, step);
+                for (std::size_t i = 0; i < numel; ++i)
+                  expected[i] += static_cast<float>(theirs[i]);
+              }
+              EXPECT_EQ(gradient, expected) << step;
+              EXPECT_TRUE(std::ranges::all_of(residual, [](float x) { return x == 0; }));
+            }
+            // A reused threshold would be that of another density.
+            bool const first_at_density = step == 3 || step == 5;
+            if (step < 3 || (first_at_density && exchange->algorithm() != "gaussian_k")) {
+              EXPECT_EQ(selected, density * numel) << step;
+            }
+          }
+        },
+        with_figures()));
   }
 }
 
@@ -394,12 +549,14 @@ TEST(ReadyTest, AGradientThatDoesNotComeIsAnErrorOnEveryRankAndTouchesNothing) {
 // A device that fails in the middle, and then cannot give back either, in words of torch's.
 class Failing final : public LocalGradient<float> {
  public:
-  void bind(std::vector<Segment<float>>) override {}
+  void bind(std::vector<Segment<float>>, std::span<float>) override {}
   bool all_finite() override { return true; }
+  void accumulate() override {}
   void find_threshold(std::uint64_t, std::uint64_t) override {}
   SparseView<float> select(std::uint64_t) override { throw std::runtime_error("out of memory"); }
   void flush() override {}
   void keep(SparseView<float>) override {}
+  void mask(StreamView<float> const&) override {}
   void restore() override { throw std::runtime_error("the device is gone"); }
   void forget() override {}
   void follow(ThresholdSchedule) override {}

@@ -222,19 +222,19 @@ def _resume(saved: list[bytes]) -> dict[str, float]:
     model, state = _make()
     state.load_state_dict(torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True))
     _step(model)
-    figures: dict[str, float] = state.state_dict()["groups"][0]["plan"]["figures"]
+    [group] = [group for group in state.state_dict()["groups"] if "plan" in group]
+    figures: dict[str, float] = group["plan"]["figures"]
     return figures
 
 
 def test_ddp_follows_a_plan_that_its_checkpoint_holds() -> None:
     results = run_ranks(2, _train)
-    (chosen,) = results[0][0]
-    assert chosen in {row["name"] for row in _C.algorithms()}
     assert results[0][0] == results[1][0]
     assert results[0][2] == results[1][2]
     state = torch.load(io.BytesIO(results[0][1]), weights_only=True)
-    (group,) = state["groups"]
-    assert group["plan"]["algorithm"] == chosen
+    [group] = [group for group in state["groups"] if "plan" in group]
+    # The bias goes by itself, densely.
+    assert sorted(results[0][0]) == sorted([group["plan"]["algorithm"], "dense_rabenseifner"])
     # Not measured anew.
     figures = run_ranks(2, _resume, [result[1] for result in results])
     assert figures == [group["plan"]["figures"]] * 2
@@ -250,7 +250,7 @@ def _python_hook() -> bool:
     model.register_comm_hook(state, sparsecomm.auto_hook)
     for _ in range(3):
         model(torch.randn(8, 30)).square().mean().backward()
-    return len(state.algorithms) == 1
+    return len(state.algorithms) == 2
 
 
 def test_simulated_regret_is_small_and_repeats() -> None:

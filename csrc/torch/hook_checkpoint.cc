@@ -1,0 +1,120 @@
+// What a hook's state saves, and how it is restored.
+#include <algorithm>
+#include <cmath>
+#include <utility>
+
+#include "hook_state.h"
+
+namespace sparsecomm {
+
+// Throws InvalidArgument unless the loaded checkpoint fits the group.
+void HookState::check_loaded(ParameterGroup const& group) const {
+  for (ParameterGroup::Member const& member : group.members()) {
+    auto const saved = loaded_->residuals.find(member.key);
+    require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ",
+            member.key, "; it belongs to another model, or was saved with other parameter names");
+    require(saved->second.numel() == static_cast<std::int64_t>(member.numel),
+            "the loaded residual of ", member.key, " has ", saved->second.numel(),
+            " entries, the parameter ", member.numel, "; it belongs to another model");
+    require(saved->second.scalar_type() == group.residual().scalar_type(),
+            "the loaded residual of ", member.key, " is ",
+            at::toString(saved->second.scalar_type()), ", that of this model ",
+            at::toString(group.residual().scalar_type()), "; it belongs to another model");
+    auto const moment = loaded_->moments.find(member.key);
+    bool const has_moment = moment != loaded_->moments.end();
+    require(has_moment == group.has_moment(), "the loaded state_dict has ", has_moment ? "a" : "no",
+            " moment for ", member.key, ", this state ",
+            group.has_moment() ? "keeps one" : "keeps none",
+            ": use the momentum and first_moment that it was saved with");
+    if (!has_moment) continue;
+    require(moment->second.numel() == saved->second.numel(), "the loaded moment of ", member.key,
+            " has ", moment->second.numel(), " entries, its residual ", saved->second.numel(),
+            "; it belongs to another model");
+  }
+}
+
+void HookState::restore(ParameterGroup& group) {
+  if (side_) side_->let_current_wait();
+  std::vector<std::string> keys;
+  for (ParameterGroup::Member const& member : group.members()) {
+    keys.push_back(member.key);
+    group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(-1));
+    if (group.has_moment()) {
+      group.moment_of(member).copy_(loaded_->moments.at(member.key).reshape(-1));
+    }
+  }
+  if (side_) side_->wait_for_current();
+  // Thresholds and boundaries fit only the group they were found for; a new grouping finds its own.
+  ExchangeState state;
+  for (HookCheckpoint::Group const& saved : loaded_->groups) {
+    if (saved.parameters == keys) {
+      group.load_state(saved.state);
+      return;
+    }
+    state.step = std::max(state.step, saved.state.step);
+  }
+  group.load_state(state);
+}
+
+void HookState::check_all_loaded() const {
+  require(loaded_->residuals.size() == places_.size(), "the loaded state_dict has residuals for ",
+          loaded_->residuals.size(), " parameters, the model has ", places_.size(),
+          "; it belongs to another model");
+}
+
+HookCheckpoint HookState::checkpoint() const {
+  require_idle("save the state");
+  if (side_) side_->let_current_wait();
+  HookCheckpoint checkpoint;
+  if (by_bucket_) return checkpoint;
+  checkpoint.loss_scale = loss_scale_;
+  for (auto const& group : groups_) {
+    HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
+    saved.state = group->state();
+    for (ParameterGroup::Member const& member : group->members()) {
+      saved.parameters.push_back(member.key);
+      checkpoint.residuals.emplace(member.key, group->residual_of(member).clone());
+      if (group->has_moment()) {
+        checkpoint.moments.emplace(member.key, group->moment_of(member).clone());
+      }
+    }
+  }
+  if (side_) side_->wait_for_current();  // before the next step changes what is being copied
+  if (loaded_) {                         // what was loaded and no group has taken over yet
+    for (HookCheckpoint::Group const& group : loaded_->groups) {
+      bool const taken = std::ranges::any_of(
+          group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
+      if (!taken) checkpoint.groups.push_back(group);
+    }
+    checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
+    checkpoint.moments.insert(loaded_->moments.begin(), loaded_->moments.end());
+  }
+  return checkpoint;
+}
+
+void HookState::load(HookCheckpoint checkpoint) {
+  require_idle("load a state");
+  if (by_bucket_) {
+    require(checkpoint.residuals.empty() && checkpoint.groups.empty(),
+            "the state_dict to load has ", checkpoint.residuals.size(),
+            " residuals, and a dense exchange has none; it belongs to another kind of state");
+    return;
+  }
+  double const loss_scale = checkpoint.loss_scale;
+  require(std::isfinite(loss_scale) && loss_scale > 0,
+          "the state_dict to load has a loss scale of ", loss_scale,
+          ", which no gradient can be divided by");
+  std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
+  try {
+    for (auto const& group : groups_) check_loaded(*group);
+    if (sealed_) check_all_loaded();
+  } catch (InvalidArgument const&) {
+    loaded_ = before;
+    throw;
+  }
+  for (auto const& group : groups_) restore(*group);
+  loss_scale_ = loss_scale;
+  if (sealed_) loaded_.reset();
+}
+
+}  // namespace sparsecomm
