@@ -176,9 +176,9 @@ def threshold_sampled(
 ) -> Threshold:
     """An estimate of :func:`threshold_exact` from one run of 16 entries in ``stride``.
 
-    Another ``phase`` takes other runs. The stride is reduced so that the count it leads to is within 10% of
-    k in 99 of 100 cases; where that takes a stride under 4, the exact threshold is found. Reads 2N
-    / stride.
+    Another ``phase`` takes other runs. The stride is reduced so that the count it leads to is
+    within 10% of k in 99 of 100 cases; where that takes a stride under 4, the exact threshold is
+    found. Reads 2N / stride.
     """
     return Threshold(
         *_ops.threshold_sampled(gradient, k, residual=residual, stride=stride, phase=phase)
