@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build cuda train test test-cpp test-cuda test-python lint types format docs bench lab scale sanitize \
+.PHONY: help setup build cuda train test test-cpp test-cuda test-python lint types format docs site bench lab scale sanitize \
   sanitize-quick fuzz clean
 
 PYTHON ?= python3
@@ -52,7 +52,7 @@ $(VENV)/.torch: $(VENV)/.system Makefile
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	python -m pip install --quiet --no-build-isolation --editable '.[examples,mpi,test,lint]'
+	python -m pip install --quiet --no-build-isolation --editable '.[examples,mpi,test,lint,docs]'
 	@touch $@
 
 $(VENV)/.simgrid: scripts/system_packages.sh
@@ -123,6 +123,9 @@ format: build ## rewrite the sources in the project's format
 
 docs: build ## rewrite the tables of the docs from those of the code
 	python scripts/docs_table.py
+
+site: build ## build the documentation site into build/site, without a warning (a test does so too)
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 # Those of the decoders, which read what the network brings; and those of what threads share.
 SANITIZED_ADDRESS := wire_test values_test frame_test fuzz_replay_test

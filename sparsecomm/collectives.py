@@ -36,6 +36,8 @@ __all__ = ["CancelledError", "Work", "allgather_sparse", "allreduce", "reduce_sc
 
 T = TypeVar("T")
 
+CancelledError.__doc__ = "A collective was cancelled, on this rank or another, before it began."
+
 # An entry goes, and its connections close, when torch.distributed drops the group.
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
 

@@ -49,28 +49,43 @@ _ops = torch.ops.sparsecomm
 
 
 class SparseVector(NamedTuple):
-    """Entries in the order of their indices."""
+    """Entries in the order of their indices.
 
-    indices: Tensor  #: int32
-    values: Tensor  #: as many
+    Attributes:
+        indices: int32.
+        values: as many.
+    """
+
+    indices: Tensor
+    values: Tensor
 
 
 class Threshold(NamedTuple):
     """Chosen is what exceeds ``magnitude`` in magnitude, and ``ties`` of what equals it.
 
     Of equals those with the lowest indices are taken; zeros are never chosen.
+
+    Attributes:
+        magnitude: one number, of the packed dtype.
+        ties: one number, of int64.
     """
 
-    magnitude: Tensor  #: one number, of the packed dtype
-    ties: Tensor  #: one number, of int64
+    magnitude: Tensor
+    ties: Tensor
 
 
 class BlockScan(NamedTuple):
-    """The blocks that hold a bit that is set."""
+    """The blocks that hold a bit that is set.
 
-    bitmap: Tensor  #: int64; bit ``i % 64`` of word ``i // 64`` stands for block ``i``
-    numbers: Tensor  #: int32, the blocks' numbers in order
-    blocks: Tensor  #: ``[len(numbers), block]``; a last block that is short is filled up with zeros
+    Attributes:
+        bitmap: int64; bit ``i % 64`` of word ``i // 64`` stands for block ``i``.
+        numbers: int32, the blocks' numbers in order.
+        blocks: ``[len(numbers), block]``; a last block that is short is filled up with zeros.
+    """
+
+    bitmap: Tensor
+    numbers: Tensor
+    blocks: Tensor
 
 
 class Intersection(NamedTuple):
@@ -220,8 +235,11 @@ def qsgd_quantize(
 
     Args:
         input: [...] of float32 or float64, all finite.
-        seed, operation, stream: what the random numbers depend on; the same ones give the same
-            bytes. ``stream`` is 32 bits.
+        bits: of an entry.
+        seed: what the random numbers depend on, with the next two; the same ones give the same
+            bytes.
+        operation: such as a step's number.
+        stream: such as a rank; 32 bits.
         bucket: how many consecutive entries share a scale.
 
     Returns:

@@ -46,13 +46,28 @@ class Link:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One algorithm's step: times in seconds, bytes and messages of one rank."""
+    """One algorithm's step, as one rank sees it.
+
+    Attributes:
+        algorithm: its name.
+        candidate: whether ``"auto"`` chooses from it.
+        index_codec: of what one rank sends, the smallest; ``"dense"``: all values are sent.
+        value_codec: likewise.
+        seconds: of the whole; the next five add up to it.
+        select: seconds for the check for NaN, the threshold and the selection.
+        latency: seconds of waiting for messages.
+        transfer: seconds for the bytes.
+        compute: seconds of encoding, decoding and summing.
+        apply: seconds of writing the result.
+        received_bytes: by one rank.
+        messages: of one rank.
+    """
 
     algorithm: str
-    candidate: bool  # whether "auto" chooses from it
-    index_codec: str  # of what one rank sends, the smallest; "dense": all values are sent
+    candidate: bool
+    index_codec: str
     value_codec: str
-    seconds: float  # of the whole; the next five add up to it
+    seconds: float
     select: float
     latency: float
     transfer: float
@@ -64,13 +79,22 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Explanation:
-    """The ranking, the quickest first, and what it rests on; ``print`` shows a table."""
+    """What :func:`explain` returns; ``print`` shows it as a table.
+
+    Attributes:
+        numel: entries of the gradient.
+        density: share of them that is selected.
+        ranks: how many there are.
+        union: entries of the union of all selections that was assumed.
+        figures: seconds, of the link and, per entry, of the kernels.
+        ranking: every algorithm, the quickest first.
+    """
 
     numel: int
     density: float
     ranks: int
-    union: int  # entries of the union of all selections that was assumed
-    figures: dict[str, float]  # seconds: of the link and, per entry, of the kernels
+    union: int
+    figures: dict[str, float]
     ranking: tuple[Prediction, ...]
 
     @property

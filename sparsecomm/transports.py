@@ -7,6 +7,8 @@ The environment says what calls leave open:
 - ``UCX_*``: UCX's own settings, which UCX reads, and which go before ours;
 - ``GLOO_SOCKET_IFNAME``: the network interfaces that gloo may use; without ``UCX_NET_DEVICES`` UCX
   uses the same for TCP.
+
+``sparsecomm doctor`` says which of them are set.
 """
 
 from __future__ import annotations
@@ -27,33 +29,49 @@ from torch.distributed import distributed_c10d
 from sparsecomm import _C
 
 AUTO = "auto"
+INTERFACES = "GLOO_SOCKET_IFNAME"
+CHOICE = "SPARSECOMM_TRANSPORT"
+UCX_LIBRARY = "SPARSECOMM_UCX_LIBRARY"
 # Present where sparsecomm was built with an MPI.
 MPI_LIBRARY = Path(_C.__file__).with_name("_mpi.so")
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
+def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The variables that matter here and to what moves the bytes, those that are set.
+
+    The only place that reads the environment, which is the process's if ``None``.
+    """
+    environment = os.environ if environment is None else environment
+    return {
+        name: value
+        for name, value in sorted(environment.items())
+        if name.startswith(("SPARSECOMM_", "UCX_", "GLOO_")) or name == "OMP_NUM_THREADS"
+    }
+
+
 def connect_options(
     transport: str, timeout: timedelta, environment: Mapping[str, str] | None = None
 ) -> _C.ConnectOptions:
-    """Returns how to connect: the only place that reads the environment.
+    """Returns how to connect.
 
     Args:
         transport: ``"auto"`` or the name of one.
         timeout: for all ranks to come.
         environment: the process's, if ``None``.
     """
-    environment = os.environ if environment is None else environment
+    variables = settings(environment)
     if transport == AUTO:
-        transport = environment.get("SPARSECOMM_TRANSPORT", "") or AUTO
-    settings = []
-    interfaces = [name for name in environment.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        transport = variables.get(CHOICE, "") or AUTO
+    devices = []
+    interfaces = [name for name in variables.get(INTERFACES, "").split(",") if name]
     if interfaces:
-        settings.append(("NET_DEVICES", ",".join([*interfaces, *_rdma_devices()])))
+        devices.append(("NET_DEVICES", ",".join([*interfaces, *_rdma_devices()])))
     ucx = _C.UcxOptions(
-        library=environment.get("SPARSECOMM_UCX_LIBRARY", ""),
+        library=variables.get(UCX_LIBRARY, ""),
         alternatives=_wheel_libraries(),
-        settings=settings,
-        reserved=[name.removeprefix("UCX_") for name in environment if name.startswith("UCX_")],
+        settings=devices,
+        reserved=[name.removeprefix("UCX_") for name in variables if name.startswith("UCX_")],
     )
     return _C.ConnectOptions(transport=transport, ucx=ucx, mpi=str(MPI_LIBRARY), timeout=timeout)
 

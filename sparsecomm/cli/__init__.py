@@ -1,4 +1,4 @@
-"""The command ``sparsecomm``: what is installed here, and how fast it is."""
+"""The command ``sparsecomm``: what is installed here, whether it works, and how fast it is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench, codecs, kernels, plan
+from sparsecomm.cli import bench, codecs, doctor, kernels, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -60,6 +60,8 @@ def make_parser() -> argparse.ArgumentParser:
     kernels.add_kernels(subjects)
 
     plan.add_plan(commands)
+
+    doctor.add_doctor(commands)
 
     info = commands.add_parser(
         "info",

@@ -63,6 +63,9 @@ class Settings:
     def itemsize(self) -> int:
         return DTYPES[self.dtype].itemsize
 
+    def options(self, algorithm: str) -> _C.ExchangeOptions:
+        return exchange_options(algorithm, self.density, self.index_codec, self.value_codec)
+
 
 @dataclass
 class Spread:
@@ -162,17 +165,20 @@ class GlooDense:
         return Sample(time.perf_counter() - start)
 
 
-def exchange_options(algorithm: str, settings: Settings) -> _C.ExchangeOptions:
+def exchange_options(
+    algorithm: str, density: float, index_codec: str = "smallest", value_codec: str = "raw"
+) -> _C.ExchangeOptions:
+    """The hooks' defaults; the value codec is for the algorithms that can round."""
     schedule = ThresholdSchedule()
     return _C.ExchangeOptions(
         algorithm=algorithm,
-        density=settings.density,
+        density=density,
         between=schedule.between,
         threshold_period=schedule.period,
         partition_period=64,
         balance_factor=4.0,
-        index_codec=settings.index_codec,
-        value_codec=settings.value_codec if may_round(algorithm) else "raw",
+        index_codec=index_codec,
+        value_codec=value_codec if may_round(algorithm) else "raw",
         average=True,
     )
 
@@ -181,7 +187,7 @@ class Sparsecomm:
     """One of our algorithms: selection with a residual, exchange, and writing the result."""
 
     def __init__(self, algorithm: str, communicator: _C.Communicator, settings: Settings) -> None:
-        options = exchange_options(algorithm, settings)
+        options = settings.options(algorithm)
         self._name = algorithm
         self._communicator = communicator
         self._exchange = _C.Exchange(communicator, settings.numel, DTYPES[settings.dtype], options)
@@ -311,7 +317,7 @@ def predictions(communicator: _C.Communicator, settings: Settings) -> dict[str, 
         element_bytes=settings.itemsize,
         value_bytes=max(4, settings.itemsize),
         selects=True,
-        options=exchange_options("oktopk", settings),
+        options=settings.options("oktopk"),
     )
     return {
         row["algorithm"]: row["seconds"] for row in _C.predictions(communicator.figures(), workload)

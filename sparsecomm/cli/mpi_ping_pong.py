@@ -7,14 +7,13 @@ microseconds of each block, per engine and size.
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Callable
 
 from mpi4py import MPI
 
 from sparsecomm import _C
-from sparsecomm.cli.ping_pong import SHARES, SIZES, WARM_UP
+from sparsecomm.cli.ping_pong import SIZES, median_us
 from sparsecomm.cli.ranks import TIMEOUT
 from sparsecomm.transports import MPI_LIBRARY
 
@@ -30,12 +29,9 @@ def main(rounds: int, blocks: int) -> None:
     medians: dict[str, dict[int, list[float]]] = {name: {} for name in engines}
     for _ in range(blocks):
         for size in SIZES:
-            count = max(10, round(rounds * SHARES[size]))
             for name, run in engines.items():
                 world.Barrier()
-                seconds = run(size, count)
-                median = statistics.median(seconds[int(len(seconds) * WARM_UP) :])
-                medians[name].setdefault(size, []).append(median * 1e6)
+                medians[name].setdefault(size, []).append(median_us(run, size, rounds))
     if world.rank == 0:
         print(json.dumps(medians))
 

@@ -85,10 +85,8 @@ def measure(rounds: int, blocks: int) -> dict[str, Any]:
         for size in SIZES:
             for engine in engines:
                 dist.barrier()
-                count = max(10, round(rounds * engine.share * SHARES[size]))
-                seconds = engine.run(size, count)
-                kept = seconds[int(len(seconds) * WARM_UP) :]
-                times.setdefault((engine.name, size), []).append(statistics.median(kept) * 1e6)
+                median = median_us(engine.run, size, rounds * engine.share)
+                times.setdefault((engine.name, size), []).append(median)
     measured = [(engine.name, engine.transport) for engine in engines]
     if dist.get_rank() == 0 and (mpiexec := find_mpiexec()):
         of_mpi = run_mpi(mpiexec, rounds, blocks)
@@ -125,6 +123,12 @@ def measure(rounds: int, blocks: int) -> dict[str, Any]:
         "ping_pong": [asdict(row) for row in rows],
         "allreduce": [asdict(row) for row in small],
     }
+
+
+def median_us(run: Callable[[int, int], list[float]], size: int, rounds: float) -> float:
+    """Of the one-way times of messages of ``size`` bytes, of which large ones run fewer rounds."""
+    seconds = run(size, max(10, round(rounds * SHARES[size])))
+    return statistics.median(seconds[int(len(seconds) * WARM_UP) :]) * 1e6
 
 
 def engines_of(name: str, transport: _C.Transport) -> list[Engine]:

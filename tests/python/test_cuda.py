@@ -22,6 +22,7 @@ import sparsecomm
 from sparsecomm import _C, OkTopkState, ThresholdSchedule, TopkState
 from sparsecomm import functional as sf
 from sparsecomm.build import CUDA_LIBRARY, build_info
+from sparsecomm.cli import doctor
 from sparsecomm.fake_kernels import packed_dtype
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "tests"
@@ -433,3 +434,9 @@ def check_other_streams() -> None:
 @needs_gpu
 def test_backward_on_another_stream() -> None:
     run_ranks(2, check_other_streams, timeout=110)
+
+
+@needs_gpu
+def test_the_doctor_tries_the_device() -> None:
+    outcome = doctor.probe("cuda", 100)
+    assert outcome.status == 0, outcome.output

@@ -1,0 +1,226 @@
+"""``sparsecomm doctor``: a healthy machine, and each way of being broken."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from test_exchange import EVERYWHERE, INNER
+
+import sparsecomm
+from sparsecomm import _C
+from sparsecomm.cli import doctor, main, probe
+from sparsecomm.cli.doctor import ABSENT, ADVICE, BROKEN, OK, Finding, Outcome
+from sparsecomm.cli.ping_pong import find_mpiexec
+from sparsecomm.transports import table
+
+PATIENCE = 100.0
+UCX_PROBLEM = next(row["problem"] for row in table() if row["name"] == "ucx")
+GOOD = Outcome(
+    0, "", {"latency_us": 1.0, "gigabytes_per_second": 2.0, "algorithms": EVERYWHERE}, ""
+)
+
+
+def of(findings: Iterator[Finding]) -> dict[str, tuple[str, str]]:
+    return {finding.subject: (finding.status, finding.remedy) for finding in findings}
+
+
+@pytest.mark.timeout(4 * PATIENCE)
+def test_what_works_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "doctor.json"
+    status = main(["doctor", "--seconds", f"{PATIENCE}", "--json", str(file)])
+    printed = capsys.readouterr().out
+    assert status == 0, printed
+    assert printed.endswith("Nothing is broken.\n")
+    result = json.loads(file.read_text())
+    assert result["broken"] == []
+    assert result["build"] == sparsecomm.build_info()
+    findings = {finding["subject"]: finding for finding in result["findings"]}
+    assert findings["torch"]["status"] == findings["kernels"]["status"] == OK
+    assert findings["kernels"]["figures"]["targets"] == _C.kernel_targets()
+    usable = [name for name in result["build"]["transports"] if name != "inproc"]
+    for name in usable:
+        if name == "mpi" and find_mpiexec() is None:
+            assert findings[name]["status"] == ABSENT
+            continue
+        assert findings[name]["status"] == OK
+        figures = findings[name]["figures"]
+        assert figures["latency_us"] > 0
+        assert figures["gigabytes_per_second"] > 0
+        there = {*EVERYWHERE, *(INNER if name == "c10d" else [])}
+        assert set(figures["algorithms"]) == there
+    for name in result["build"]["transport_problems"]:
+        assert findings[name]["status"] == ABSENT
+
+
+def test_a_library_that_was_named_and_does_not_open(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda *_: GOOD)
+    assert main(["doctor"]) == 0
+    monkeypatch.setenv("SPARSECOMM_UCX_LIBRARY", "/nowhere/libucp.so.0")
+    capsys.readouterr()
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "BROKEN  ucx: libucp cannot be opened (/nowhere/libucp.so.0" in printed
+    assert "pip install libucx-cu13" in printed
+    assert printed.endswith("Broken: ucx.\n")
+
+
+def test_a_transport_that_is_not_there_is_no_failure() -> None:
+    assert doctor.check_transport("ucx", "why", {}, 1).status == ABSENT
+    chosen = doctor.check_transport("ucx", "why", {"SPARSECOMM_TRANSPORT": "ucx"}, 1)
+    assert (chosen.status, chosen.text) == (BROKEN, "why")
+
+
+@pytest.mark.skipif(bool(UCX_PROBLEM), reason=UCX_PROBLEM or "ucx")
+def test_a_transport_that_does_not_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_TLS", "nonsense")
+    found = doctor.check_transport("ucx", "", {}, PATIENCE)
+    assert found.status == BROKEN
+    assert found.text.startswith("failed while connecting\n")
+    assert "rank 0: " in found.text
+    assert "SPARSECOMM_TRANSPORT=c10d" in found.remedy
+
+
+def test_an_interface_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nonsense0")
+    found = doctor.check_transport("c10d", "", {}, PATIENCE)
+    assert found.status == BROKEN
+    assert found.text.startswith("failed while starting\n")
+    assert "GLOO_SOCKET_IFNAME" in found.remedy
+    variables = {"GLOO_SOCKET_IFNAME": "lo,nonsense0"}
+    (again,) = doctor.check_interfaces(variables, ["lo", "eth0"])
+    assert again.status == BROKEN
+    assert again.text == "this machine has no network interface nonsense0"
+    assert "lo, eth0" in again.remedy
+
+
+def processes_with(mark: str) -> list[int]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            line = (folder / "cmdline").read_bytes()
+        except OSError:  # it has ended
+            continue
+        if mark.encode() in line and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.parametrize("launcher", [[], ["mpiexec", "-n", "2"]], ids=["alone", "mpiexec"])
+def test_what_hangs_is_ended(launcher: list[str], tmp_path: Path) -> None:
+    if launcher:
+        launcher[0] = find_mpiexec() or pytest.skip("no mpi4py or no mpiexec")
+    mark = str(tmp_path / "mark")
+    program = (
+        "import subprocess, sys\n"
+        'print(\'{"step": "waiting"}\', flush=True)\n'
+        "subprocess.run([sys.executable, '-c', 'import time; time.sleep(100)', sys.argv[1]])\n"
+    )
+    outcome = doctor.run([*launcher, sys.executable, "-c", program, mark], 3)
+    assert outcome.status is None
+    found = doctor.failure("ucx", outcome, 3)
+    assert found is not None
+    assert found.text == "did not end within 3 s, while waiting"
+    assert "SPARSECOMM_TRANSPORT=c10d" in found.remedy
+    deadline = time.monotonic() + 20
+    while processes_with(mark) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert processes_with(mark) == []
+
+
+def test_what_crashes_is_named() -> None:
+    program = "import os; print('last words', flush=True); os.kill(os.getpid(), 11)"
+    found = doctor.failure("kernels", doctor.run([sys.executable, "-c", program], PATIENCE), 1)
+    assert found is not None
+    assert found.status == BROKEN
+    assert found.text == "ended by SIGSEGV while starting\nlast words"
+
+
+class WrongExchange:
+    """Delivers more than there was."""
+
+    def __init__(self, *_: Any) -> None:
+        self.residual = torch.zeros(probe.NUMEL)
+
+    def run(self, gradient: torch.Tensor) -> None:
+        gradient[0] += 1
+
+
+def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone: Any = SimpleNamespace(rank=0, size=1)
+    monkeypatch.setattr(_C, "Exchange", WrongExchange)
+    with pytest.raises(RuntimeError, match="oktopk at density 1: 1 of 4096 entries are not"):
+        probe.check_allreduce("oktopk", 1.0, alone, torch.clone)
+    both: Any = SimpleNamespace(rank=0, size=2)
+    with pytest.raises(RuntimeError, match="oktopk at density 1: the ranks' results differ"):
+        probe.check_allreduce("oktopk", 1.0, both, lambda tensor: 3 * tensor)
+
+
+def test_torch_of_another_release() -> None:
+    requirements = ["numpy>=1.26", "torch==2.13.*", 'pytest; extra == "test"']
+    assert doctor.check_torch("2.13.0+cpu", requirements).status == OK
+    found = doctor.check_torch("2.14.1", requirements)
+    assert found.status == BROKEN
+    assert found.text == "2.14.1 is installed, and sparsecomm was compiled for 2.13.*"
+    assert "--no-build-isolation" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("built", "problem", "torch_has", "status"),
+    [
+        (False, "not built", False, ABSENT),
+        (False, "not built", True, ADVICE),
+        (True, "there is no CUDA device", False, ABSENT),
+        (True, "", False, ADVICE),
+        (True, "the driver is too old", True, BROKEN),
+        (True, "", True, OK),
+    ],
+)
+def test_cuda(
+    built: bool, problem: str, torch_has: bool, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda *_: GOOD)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a device")
+    found = doctor.check_cuda({"cuda": built, "cuda_problem": problem}, torch_has, 1)
+    assert found.status == status
+    assert bool(found.remedy) == (status in (ADVICE, BROKEN))
+
+
+def test_advice_on_the_environment() -> None:
+    def check(cores: int, ranks: int, **variables: str) -> dict[str, tuple[str, str]]:
+        return of(doctor.check_environment(variables, ["auto", "ucx", "c10d"], cores, ranks))
+
+    assert check(8, 2, OMP_NUM_THREADS="4", SPARSECOMM_TRANSPORT="c10d") == {}
+    assert check(8, 2) == {
+        "OMP_NUM_THREADS": (ADVICE, "OMP_NUM_THREADS=4, for 2 ranks on this machine")
+    }
+    assert check(8, 2, OMP_NUM_THREADS="5") == {"OMP_NUM_THREADS": (ADVICE, "OMP_NUM_THREADS=4")}
+    assert check(8, 2, OMP_NUM_THREADS="many")["OMP_NUM_THREADS"][0] == BROKEN
+    assert check(2, 4, OMP_NUM_THREADS="1")["cores"][0] == ADVICE
+    set_to_one = {"OMP_NUM_THREADS": "1"}
+    typo = check(2, 2, SPARSECOMM_TRANPORT="c10d", **set_to_one)
+    assert typo.keys() == {"SPARSECOMM_TRANPORT"}
+    assert typo["SPARSECOMM_TRANPORT"][0] == ADVICE
+    unknown = check(2, 2, SPARSECOMM_TRANSPORT="verbs", **set_to_one)
+    assert unknown == {"SPARSECOMM_TRANSPORT": (BROKEN, "unset it, or name one of auto, ucx, c10d")}
+
+
+def test_it_is_not_run_under_a_launcher(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit) as status:
+        main(["doctor"])
+    assert status.value.code == 2
+    assert "run it without a launcher" in capsys.readouterr().err

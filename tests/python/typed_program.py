@@ -1,0 +1,85 @@
+"""A user's program, for mypy --strict: every public name in use. It is not run.
+
+An ignored error that mypy does not find fails too, so these lines say what types must refuse.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import assert_type
+
+import sparsecomm
+from sparsecomm import functional as sf
+
+
+def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
+    schedule = sparsecomm.ThresholdSchedule(between="sampled", period=16)
+    schedules = [schedule, sparsecomm.ThresholdSchedule.oktopk(), schedule.exact()]
+    minute = timedelta(minutes=1)
+    oktopk = sparsecomm.OkTopkState(0.01, group, schedule=schedules[0], timeout=minute)
+    sparsecomm.OkTopkState(density="high")  # type: ignore[arg-type]
+    sparsecomm.TopkState(schedule="exact")  # type: ignore[arg-type]
+    oktopk.densty = 0.5  # type: ignore[attr-defined]
+    oktopk.density = 2 * oktopk.density
+    return [
+        oktopk,
+        sparsecomm.TopkState(0.02, value_codec="bf16", threads=2, seed=1),
+        sparsecomm.AutoState(named_parameters=[("weight", torch.zeros(3))]),
+        sparsecomm.DenseOverlapState(transport="c10d"),
+    ]
+
+
+def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> dict[str, float]:
+    sparsecomm.register_comm_hook(ddp, state)
+    sparsecomm.register_comm_hook(state, ddp)  # type: ignore[arg-type]
+    ddp.register_comm_hook(sparsecomm.AutoState(), sparsecomm.auto_hook)
+    ddp.register_comm_hook(sparsecomm.OkTopkState(), sparsecomm.oktopk_hook)
+    ddp.register_comm_hook(sparsecomm.TopkState(), sparsecomm.topk_hook)
+    ddp.register_comm_hook(sparsecomm.DenseOverlapState(), sparsecomm.dense_overlap_hook)
+    state.load_state_dict(state.state_dict())
+    return state.stats()
+
+
+def collectives(tensor: Tensor) -> None:
+    with sparsecomm.Communicator.from_process_group(transport="ucx") as communicator:
+        assert_type(communicator.counters(), dict[str, int])
+        total = sparsecomm.allreduce(tensor, op="avg", communicator=communicator)
+        assert_type(total, Tensor)
+        work = sparsecomm.allgather_sparse(tensor, async_op=True)
+        assert_type(work, sparsecomm.Work[list[Tensor]])
+        try:
+            assert_type(work.wait(), list[Tensor])
+        except sparsecomm.CancelledError:
+            assert_type(work.cancel(), bool)
+        part = sparsecomm.reduce_scatter_sparse(tensor, async_op=True)
+        assert_type(part.get_future(), torch.futures.Future[Tensor])
+        sparsecomm.allreduce(tensor, comunicator=communicator)  # type: ignore[call-overload]
+
+
+def planning() -> list[str]:
+    link = sparsecomm.Link.parse("25gbit", latency="20us")
+    plan = sparsecomm.explain(1_000_000, 0.01, link=link, ranks=8)
+    assert_type(plan, sparsecomm.Explanation)
+    best: sparsecomm.Prediction = plan.best
+    names = [row.algorithm for row in plan.ranking]
+    return [*names, best.index_codec, sparsecomm.__version__, *sparsecomm.build_info()]
+
+
+def operators(gradient: Tensor, residual: Tensor) -> Tensor:
+    threshold: sf.Threshold = sf.threshold_exact(gradient, 10, residual=residual)
+    sf.threshold_sampled(gradient, 10)
+    magnitude = sf.threshold_gaussian(gradient, 10).magnitude
+    sent: sf.SparseVector = sf.fused_error_feedback(gradient, residual, threshold=threshold)
+    parts = [sent, sf.select(gradient, magnitude.item()), sf.top_k(gradient, 10, bucket=512)]
+    total = sf.sparse_sum(parts, gradient.numel())
+    codes = sf.qsgd_quantize(residual, 4, seed=1)
+    sf.qsgd_quantize(residual, 3, seed=1)  # type: ignore[arg-type]
+    dense = sf.qsgd_dequantize(codes, residual.numel(), 4)
+    blocks: sf.BlockScan = sf.block_scan(sf.qsgd_dequantize_add_(dense, codes, 4), 16)
+    assert_type(blocks.bitmap, Tensor)
+    return sf.scatter_(gradient, total.indices, total.values, divisor=2)
