@@ -49,14 +49,13 @@ class Roles(Extension):
     def on_object(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring is None:
             return
-        scopes = [obj, obj.parent, obj.module]
+        scopes = [scope for scope in (obj, obj.parent, obj.module) if scope is not None]
 
         def link(match: re.Match[str]) -> str:
             name = match[1]
-            holders = [
-                scope.path for scope in scopes if scope is not None and name in scope.members
-            ]
-            path = name if "." in name else f"{[*holders, 'sparsecomm'][0]}.{name}"
+            first = name.split(".")[0]
+            holders = [scope.path for scope in scopes if first in scope.members]
+            path = name if first == "sparsecomm" else f"{[*holders, 'sparsecomm'][0]}.{name}"
             return f"[`{name.split('.')[-1]}`][{path}]"
 
         obj.docstring.value = ROLE.sub(link, obj.docstring.value)

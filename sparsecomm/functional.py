@@ -89,11 +89,17 @@ class BlockScan(NamedTuple):
 
 
 class Intersection(NamedTuple):
-    """The entries of two sparse vectors at the indices that both have, in their order."""
+    """The entries of two sparse vectors at the indices that both have, in their order.
 
-    indices: Tensor  #: int32
-    values: Tensor  #: the first vector's, one for each
-    other_values: Tensor  #: the second's
+    Attributes:
+        indices: int32.
+        values: the first vector's, one for each.
+        other_values: the second's.
+    """
+
+    indices: Tensor
+    values: Tensor
+    other_values: Tensor
 
 
 def _cut(threshold: float | Threshold) -> tuple[Tensor, Tensor | None]:

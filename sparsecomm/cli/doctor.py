@@ -28,6 +28,7 @@ from sparsecomm.transports import CHOICE, INTERFACES, UCX_LIBRARY, names, settin
 
 OK, ABSENT, ADVICE, BROKEN = "ok", "absent", "advice", "BROKEN"
 THREADS = "OMP_NUM_THREADS"
+STARTING = "starting"  # before a probe says anything
 OUTPUT_LINES = 12  # of a failed probe, the last
 
 DESCRIPTION = """\
@@ -311,7 +312,7 @@ def run(command: Sequence[str], seconds: float) -> Outcome:
                 os.killpg(process.pid, signal.SIGKILL)
         output.seek(0)
         printed = output.read().decode(errors="replace")
-    step, figures, others = "starting", {}, []
+    step, figures, others = STARTING, {}, []
     for line in printed.splitlines():
         try:
             fields = json.loads(line)
@@ -336,7 +337,9 @@ def failure(subject: str, outcome: Outcome, seconds: float) -> Finding | None:
         text = f"ended by {signal.Signals(-outcome.status).name} while {outcome.step}"
     else:
         text = f"failed while {outcome.step}"
-    remedy = REMEDIES[subject]
+    # The ranks of every transport but MPI meet over gloo.
+    meeting = subject == "ucx" and outcome.step == STARTING
+    remedy = REMEDIES["c10d" if meeting else subject]
     if outcome.status is None:
         remedy += "; on a busy machine, allow it more --seconds"
     return Finding(subject, BROKEN, "\n".join(filter(None, [text, outcome.output])), remedy)

@@ -24,6 +24,9 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
     oktopk = sparsecomm.OkTopkState(0.01, group, schedule=schedules[0], timeout=minute)
     sparsecomm.OkTopkState(density="high")  # type: ignore[arg-type]
     sparsecomm.TopkState(schedule="exact")  # type: ignore[arg-type]
+    warmup = sparsecomm.DensityWarmup(100, (0.25, 0.05))
+    compression = sparsecomm.Compression(algorithm="auto", density=0.02, warmup=warmup)
+    sparsecomm.GTopkState(momentun=0.9)  # type: ignore[call-arg]
     oktopk.densty = 0.5  # type: ignore[attr-defined]
     oktopk.density = 2 * oktopk.density
     return [
@@ -31,6 +34,11 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
         sparsecomm.TopkState(0.02, value_codec="bf16", threads=2, seed=1),
         sparsecomm.AutoState(named_parameters=[("weight", torch.zeros(3))]),
         sparsecomm.DenseOverlapState(transport="c10d"),
+        sparsecomm.CompressionState(compression, group),
+        sparsecomm.QuantizedTopkState(quantize=8),
+        sparsecomm.GaussianKState(dense_steps=10),
+        sparsecomm.GTopkState(clip_norm=1.0, densities={"head": 0.1}),
+        sparsecomm.TopkDsaState(momentum=0.9),
     ]
 
 
@@ -41,6 +49,13 @@ def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> d
     ddp.register_comm_hook(sparsecomm.OkTopkState(), sparsecomm.oktopk_hook)
     ddp.register_comm_hook(sparsecomm.TopkState(), sparsecomm.topk_hook)
     ddp.register_comm_hook(sparsecomm.DenseOverlapState(), sparsecomm.dense_overlap_hook)
+    every = sparsecomm.compression_hook
+    ddp.register_comm_hook(sparsecomm.CompressionState(state.compression), every)
+    ddp.register_comm_hook(sparsecomm.QuantizedTopkState(), sparsecomm.quantized_topk_hook)
+    ddp.register_comm_hook(sparsecomm.GaussianKState(), sparsecomm.gaussian_k_hook)
+    ddp.register_comm_hook(sparsecomm.GTopkState(), sparsecomm.gtopk_hook)
+    ddp.register_comm_hook(sparsecomm.TopkDsaState(), sparsecomm.topk_dsa_hook)
+    state.follow(torch.amp.GradScaler("cpu"))
     state.load_state_dict(state.state_dict())
     return state.stats()
 
@@ -77,6 +92,7 @@ def operators(gradient: Tensor, residual: Tensor) -> Tensor:
     sent: sf.SparseVector = sf.fused_error_feedback(gradient, residual, threshold=threshold)
     parts = [sent, sf.select(gradient, magnitude.item()), sf.top_k(gradient, 10, bucket=512)]
     total = sf.sparse_sum(parts, gradient.numel())
+    assert_type(sf.sparse_intersection(sent, total, gradient.numel()), sf.Intersection)
     codes = sf.qsgd_quantize(residual, 4, seed=1)
     sf.qsgd_quantize(residual, 3, seed=1)  # type: ignore[arg-type]
     dense = sf.qsgd_dequantize(codes, residual.numel(), 4)
