@@ -1,9 +1,11 @@
 #include "compress/device_gradient.h"
 
 #include <algorithm>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
+#include "compress/bucket_selection.h"
 #include "compress/device_threshold.h"
 
 namespace sparsecomm {
@@ -21,9 +23,9 @@ class DeviceGradient final : public LocalGradient<T> {
         queue_(std::move(queue)),
         stream_(queue_.stream),
         find_(queue_) {
-    require(rule.bucket == 0 && rule.first_moment == 0,
-            "on CUDA devices nothing is selected by bucket or by the first moment yet; select by "
-            "threshold, with first_moment = 0, or keep the model on the CPU");
+    require(rule.first_moment == 0,
+            "on CUDA devices nothing is selected by the first moment yet; leave first_moment at 0, "
+            "or keep the model on the CPU");
     follow(schedule);
   }
 
@@ -70,6 +72,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void find_threshold(std::uint64_t k, std::uint64_t step) override {
+    if (rule_.bucket > 0) return;
     ThresholdSource const source = schedule_.local_at(step, threshold_.magnitude > 0);
     if (source == ThresholdSource::reused) {
       threshold_.ties = k;
@@ -88,6 +91,7 @@ class DeviceGradient final : public LocalGradient<T> {
     OnDevice const on(queue_);
     residual_is_clear_ = false;
     whole_ = k >= extent_;
+    if (rule_.bucket > 0) return select_of_buckets(k);
     std::uint64_t const limit = selection_limit(extent_, k);
     // All memory first: once the residual has changed, what was taken out of it must reach the
     // host.
@@ -264,6 +268,38 @@ class DeviceGradient final : public LocalGradient<T> {
   cuda::Kernels<T> const& kernels() const { return library().template kernels<T>(); }
   cuda::Runtime const& runtime() const { return library().runtime; }
   std::uint32_t* outside() { return &flags_.take(queue_, 1)->outside; }
+
+  SparseView<V> select_of_buckets(std::uint64_t k) {
+    auto const residual = joined_residual<T>(segments_, extent_);
+    std::size_t const each = of_each_bucket(extent_, rule_.bucket, k);
+    std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, each);
+    cuda::Packed<V> const out{indices_.take(queue_, count), values_.take(queue_, count)};
+    V* const zeros = zeros_.take(queue_, count);
+    auto const indices = host_indices_.take(queue_, count);
+    auto const values = host_values_.take(queue_, count);
+    auto const& on_residual = library().template kernels<V>();
+    runtime().zero(zeros, count * sizeof(V), stream_);
+    on_residual.top_k_per_bucket(residual.data(), extent_, extent_, rule_.bucket, each, out,
+                                 stream_);
+    on_residual.scatter(residual.data(), extent_, out.indices, zeros, count, V{1}, 0, outside(),
+                        stream_);
+    runtime().copy(indices.data(), out.indices, indices.size_bytes(), stream_);
+    runtime().copy(values.data(), out.values, values.size_bytes(), stream_);
+    runtime().synchronize(stream_);
+    // Zeros need not travel.
+    std::size_t taken = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      if (values[i] == 0) continue;
+      indices[taken] = indices[i];
+      values[taken++] = values[i];
+    }
+    selection_ = {indices.first(taken), values.first(taken)};
+    if (taken < count) {  // what restore() puts back
+      runtime().copy(out.indices, indices.data(), taken * sizeof(std::uint32_t), stream_);
+      runtime().copy(out.values, values.data(), taken * sizeof(V), stream_);
+    }
+    return selection_;
+  }
 
   // For any of the segments.
   void* selection_workspace() {

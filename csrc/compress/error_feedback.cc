@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "compress/bucket_selection.h"
 #include "kernels/top_k.h"
 
 namespace sparsecomm {
@@ -198,18 +199,12 @@ std::size_t ErrorFeedback<T>::pack_by_threshold(std::span<const Segment<T>> segm
 // The indices of the largest of each bucket, which may reach over segments.
 template <class T>
 std::size_t ErrorFeedback<T>::pack_buckets(std::span<const Segment<T>> segments, std::uint64_t k) {
-  auto const all = keys(segments);
-  for (std::size_t i = 1; i < all.size(); ++i) {
-    require(all[i - 1].gradient.data() + all[i - 1].gradient.size() == all[i].gradient.data(),
-            "buckets need the residuals of a group in one piece");
-  }
-  std::size_t of_bucket = 1;
-  while (of_bucket < rule_.bucket && bucket_top_k_count(extent_, rule_.bucket, of_bucket) < k)
-    ++of_bucket;
-  std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, of_bucket);
-  if (count == 0) return 0;
-  top_k_per_bucket<V>({all.front().gradient.data(), extent_}, extent_, rule_.bucket, of_bucket,
-                      {indices_.take(count), values_.take(count)}, executor_);
+  std::span<const V> const key =
+      rule_.first_moment > 0 ? moment_ : joined_residual<T>(segments, extent_);
+  std::size_t const each = of_each_bucket(extent_, rule_.bucket, k);
+  std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, each);
+  top_k_per_bucket<V>(key, extent_, rule_.bucket, each, {indices_.take(count), values_.take(count)},
+                      executor_);
   return count;
 }
 
@@ -221,9 +216,10 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::take(std::span<const Segment<T>> s
   auto const values = values_.take(count);
   std::size_t taken = 0;
   for_each_residual<T>(segments, indices, [&](V& residual, std::size_t i) {
-    if (residual == 0) return;
+    V const value = std::exchange(residual, V{0});
+    if (value == 0) return;
     indices[taken] = indices[i];
-    values[taken++] = std::exchange(residual, V{0});
+    values[taken++] = value;
   });
   selection_ = {indices.first(taken), values.first(taken)};
   return selection_;

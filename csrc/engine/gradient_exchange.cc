@@ -237,7 +237,8 @@ template <class T>
 std::uint64_t GradientExchange<T>::k_of(double density) const {
   if (std::size_t const bucket = options_.rule.bucket; bucket > 0) {
     auto const each = std::llround(density * static_cast<double>(bucket));
-    return bucket_top_k_count(extent_, bucket, std::max<std::uint64_t>(1, each));
+    return std::max<std::uint64_t>(
+        1, bucket_top_k_count(extent_, bucket, std::max<std::uint64_t>(1, each)));
   }
   auto const wanted = std::llround(density * static_cast<double>(extent_));
   return std::clamp<std::uint64_t>(wanted, 1, std::max<std::uint64_t>(1, extent_));

@@ -151,11 +151,21 @@ TEST(CudaExchange, MomentumCorrection) {
   }
 }
 
-TEST(CudaExchange, RulesThatDevicesDoNotHaveAreRefused) {
+TEST(CudaExchange, TheLargestOfEachBucket) {
   for (SelectionRule const& rule :
-       {SelectionRule{.bucket = 512}, SelectionRule{.first_moment = 0.9}}) {
-    EXPECT_THROW(make_device_gradient<float>({}, rule, 10, queue()), InvalidArgument);
+       {SelectionRule{.bucket = 64}, SelectionRule{.bucket = 512, .momentum = 0.5}}) {
+    for (std::size_t const numel : {0, 1, 40, 3000}) {
+      for (double const density : {0.05, 1.0}) {
+        check<float>({"topk_a", 2, numel, density, {}, 3, 6, rule});
+        check<BFloat16>({"auto", 2, numel, density, {}, 3, 6, rule});
+      }
+    }
   }
+}
+
+TEST(CudaExchange, RulesThatDevicesDoNotHaveAreRefused) {
+  SelectionRule const rule{.first_moment = 0.9};
+  EXPECT_THROW(make_device_gradient<float>({}, rule, 10, queue()), InvalidArgument);
 }
 
 // Two groups on one stream, queued before either gradient is there.

@@ -297,8 +297,10 @@ TEST_P(ExchangeTest, RulesOfSelectionKeepTheContracts) {
           Case c{GetParam(), ranks, 1000, density, {ThresholdSource::reused, 3}, pattern, 4, 3};
           c.rule = rule;
           check_contracts<float>(c);
-          c.numel = 17;
-          check_contracts<double>(c);
+          for (std::size_t const numel : {0, 1, 17}) {
+            c.numel = numel;
+            check_contracts<double>(c);
+          }
         }
       }
     }
