@@ -4,8 +4,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build cuda train test test-cpp test-cuda test-python lint types format docs site bench lab scale sanitize \
-  sanitize-quick fuzz clean
+.PHONY: help setup build cuda train test test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
+  scale sanitize sanitize-quick fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -59,6 +59,10 @@ $(VENV)/.simgrid: scripts/system_packages.sh
 	@scripts/system_packages.sh $(PYTHON) scale
 	@touch $@
 
+$(VENV)/.neon: scripts/system_packages.sh
+	@scripts/system_packages.sh $(PYTHON) neon
+	@touch $@
+
 setup: $(VENV)/.torch ## install the system's packages, the virtual environment and torch
 build: $(VENV)/.extension ## compile and install sparsecomm in the virtual environment
 
@@ -101,6 +105,15 @@ cuda: setup ## compile the CUDA kernels, and their tests for a device, where the
 test-cuda: build cuda ## run the CUDA tests and benchmarks on a GPU; torch must have CUDA (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest -m cuda tests/python/test_cuda.py $(ARGS)
 	python benchmarks/cuda_kernels.py
+
+# The loops over memory, and what is made of them.
+NEON_TESTS := kernels_test fused_test top_k_test block_scan_test parallel_test sparse_test wire_test values_test
+
+test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compiled for aarch64, under an emulator
+	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \
+	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse" -DSPARSECOMM_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON
+	cmake --build build/neon --parallel $(JOBS) --target $(NEON_TESTS)
+	ctest --test-dir build/neon --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
 test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest $(ARGS)

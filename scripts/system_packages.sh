@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # Installs what sparsecomm needs from the system and what is missing here, through apt-get as root or with a sudo that
-# asks nothing. Where that cannot be, names the packages. Usage: system_packages.sh [PYTHON [scale]]; with scale, the
-# simulator too.
+# asks nothing. Where that cannot be, names the packages. Usage: system_packages.sh [PYTHON [scale|neon]]; with scale, the
+# simulator too; with neon, a compiler for aarch64 and an emulator.
 set -euo pipefail
 
 python=${1:-python3}
-scale=${2:-}
+extra=${2:-}
 cxx=${CXX:-c++}  # several words, perhaps: ccache g++
 
 has() { command -v "$1" > /dev/null; }
@@ -33,8 +33,15 @@ look() {
   has ccache || optional+=(ccache)                        # builds a second time at once
   has_header hwy/highway.h || optional+=(libhwy-dev)      # otherwise CMake downloads it
   has_header gtest/gtest.h || optional+=(libgtest-dev)    # likewise
-  [ "$scale" != scale ] || has smpicxx || optional+=(libsimgrid-dev)  # make scale
+  [ "$extra" != scale ] || has smpicxx || optional+=(libsimgrid-dev)  # make scale
   has ip || [ -x /sbin/ip ] || optional+=(iproute2)       # make lab
+  if [ "$extra" = neon ]; then                            # make test-neon
+    has aarch64-linux-gnu-g++ || required+=(g++-aarch64-linux-gnu)
+    has qemu-aarch64 || required+=(qemu-user)
+    # Otherwise CMake downloads them.
+    [ -e /usr/lib/aarch64-linux-gnu/libhwy.so ] || optional+=(libhwy-dev:arm64)
+    [ -e /usr/lib/aarch64-linux-gnu/libgtest.a ] || optional+=(libgtest-dev:arm64)
+  fi
 }
 
 look
@@ -48,6 +55,7 @@ if [ "$(id -u)" != 0 ]; then
 fi
 if has apt-get && "${root[@]}" true 2> /dev/null; then
   apt() { "${root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get -q -y --no-install-recommends "$@"; }
+  [ "$extra" != neon ] || "${root[@]}" dpkg --add-architecture arm64
   apt update || echo "apt-get update failed; going on with the package lists that are here" >&2
   # All at once, and where one of them is unknown, one by one.
   apt install "${required[@]}" "${optional[@]}" || for package in "${required[@]}" "${optional[@]}"; do

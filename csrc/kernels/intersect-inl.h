@@ -12,12 +12,11 @@
 
 #include "hwy/highway.h"
 #include "kernels/intersect.h"
+#include "kernels/vector-inl.h"
 
 HWY_BEFORE_NAMESPACE();
 namespace sparsecomm {
 namespace HWY_NAMESPACE {
-
-namespace hn = hwy::HWY_NAMESPACE;
 
 // A vector of `one` against as many of `other`, each with each; the one that ends first moves on.
 // What is equal in two vectors is larger than all that was found before.
@@ -34,8 +33,8 @@ inline std::size_t intersect(std::span<const std::uint32_t> one,
     for (std::size_t k = 1; k < lanes; ++k) {
       shared = hn::Or(shared, hn::Eq(indices, hn::Set(d, other[j + k])));
     }
-    found +=
-        hn::CompressStore(hn::Iota(d, static_cast<std::uint32_t>(i)), shared, d, positions + found);
+    store_set_lanes(d, shared, static_cast<std::uint32_t>(i), positions + found);
+    found += hn::CountTrue(d, shared);
     std::uint32_t const last_of_one = one[i + lanes - 1];
     std::uint32_t const last_of_other = other[j + lanes - 1];
     i += last_of_one <= last_of_other ? lanes : 0;

@@ -1,9 +1,7 @@
 // This file is compiled once per instruction set: foreach_target.h includes it again for each.
 #include "wire/simd.h"
 
-// These have no instruction that the codecs would use over the targets below them.
-#undef HWY_DISABLED_TARGETS
-#define HWY_DISABLED_TARGETS (HWY_SSSE3 | HWY_AVX3_DL)
+#include "base/simd_targets.h"
 #undef HWY_TARGET_INCLUDE
 #define HWY_TARGET_INCLUDE "wire/simd.cc"
 #include "hwy/foreach_target.h"
