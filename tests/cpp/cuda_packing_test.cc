@@ -206,9 +206,11 @@ void check_sum(std::size_t size, std::size_t streams, double density, std::mt199
   kernels.clear(size, space.data(), nullptr);
   std::vector<Array<std::uint32_t>> indices;
   std::vector<Array<V>> values;
+  std::vector<std::vector<std::uint32_t>> all_own(streams);  // which the sum reads at its end
+  std::vector<std::vector<V>> all_numbers(streams);
   for (std::size_t s = 0; s < streams; ++s) {
-    std::vector<std::uint32_t> own;
-    std::vector<V> numbers;
+    std::vector<std::uint32_t>& own = all_own[s];
+    std::vector<V>& numbers = all_numbers[s];
     for (std::size_t i = 0; i < size; ++i) {
       if (static_cast<double>(random() % 1000) >= density * 1000) continue;
       own.push_back(static_cast<std::uint32_t>(i));

@@ -129,6 +129,7 @@ TEST(FiguresTest, FiguresThatContradictOneAnotherAreHeldAgainstAllTheyAreOf) {
   EXPECT_EQ(message_of(errors[2]),
             "the figures of ranks 3, 4 contradict one another: 9 is more than 8");
   for (std::exception_ptr const& error : errors) {
+    if (!error) continue;  // the liar, where all its peers' figures came before they gave up
     try {
       std::rethrow_exception(error);
     } catch (PeerInvalid const& invalid) {
