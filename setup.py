@@ -147,6 +147,8 @@ def extension_arguments() -> dict[str, Any]:
         extra_compile_args=[
             *("-std=c++20", "-O2", "-g1", "-fvisibility=hidden", "-ffp-contract=off"),
             *("-Wall", "-Wextra", "-Werror"),
+            # Without it at::parallel_for is a plain loop. The runtime is torch's, loaded before.
+            "-fopenmp",
             # "base/error.h" is ours; <torch/library.h> never is, whatever csrc/torch holds.
             *("-iquote", str(ROOT / "csrc")),
         ],

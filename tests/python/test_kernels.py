@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -75,6 +77,30 @@ def test_intersection_against_numpy(target: str) -> None:
     one, other = make_streams(NUMEL, 2_000, 3)[:2]
     shared = np.intersect1d(one[0].numpy(), other[0].numpy())
     assert _C.SparseIntersection(target).run(one, other) == len(shared)
+
+
+def test_threads_are_torchs() -> None:
+    # In a process of its own, where nothing has started a thread yet.
+    program = """
+import os, torch
+from sparsecomm import _C
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+torch.set_num_threads(1)
+x = torch.ones(1 << 22)
+torch.set_num_threads(2)
+indices, values = torch.empty(64, dtype=torch.uint32), torch.empty(64)
+before = threads()
+_C.KernelsF32("scalar", 1).select(x, 2.0, indices, values)
+assert threads() == before, "one thread has a companion"
+_C.KernelsF32("scalar", 2).select(x, 2.0, indices, values)
+assert threads() == before + 1, "two threads are one"
+torch.add(x, x)
+assert threads() == before + 1, "torch has threads of its own"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_mistakes_are_named() -> None:
