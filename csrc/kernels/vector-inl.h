@@ -10,9 +10,9 @@
 #include <cstdint>
 
 #include "base/dtype.h"
+#include "base/lanes.h"
 #include "hwy/cache_control.h"
 #include "hwy/highway.h"
-#include "base/lanes.h"
 #include "kernels/magnitude.h"
 
 HWY_BEFORE_NAMESPACE();

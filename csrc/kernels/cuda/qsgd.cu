@@ -1,5 +1,5 @@
-// QSGD: one block per bucket. The arithmetic, operation for operation, is that of wire/qsgd.h, where
-// the format is described.
+// QSGD: one block per bucket. The arithmetic, operation for operation, is that of wire/qsgd.h,
+// where the format is described.
 #include <bit>
 
 #include "kernels/cuda/device.h"
