@@ -18,6 +18,7 @@ using std::chrono::seconds;
 std::vector<std::exception_ptr> on_ranks(
     int size, std::function<void(std::unique_ptr<Transport>)> const& body,
     std::function<UcxOptions(int rank)> const& options = [](int) { return ucx_options_here(); }) {
+  load_ucx_modules();
   auto const meeting = std::make_shared<Meeting>(size);
   return on_threads(size, [&](int rank) {
     body(make_ucx_transport(rank, size, std::make_shared<ThreadRendezvous>(rank, meeting),
