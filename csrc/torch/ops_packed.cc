@@ -224,7 +224,11 @@ std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, s
 std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t nnz,
                                               std::int64_t size, std::string const& whose) {
   auto const indices = checked_positions(contiguous, nnz, size);
-  if (!strictly_increasing(indices)) refuse_order(whose);
+  bool const increasing =
+      on_device(contiguous)
+          ? nnz < 2 || (contiguous.slice(0, 1) > contiguous.slice(0, 0, -1)).all().item<bool>()
+          : strictly_increasing(indices);
+  if (!increasing) refuse_order(whose);
   return indices;
 }
 
@@ -317,19 +321,10 @@ Pair sparse_sum(at::TensorList indices, at::TensorList values, std::int64_t size
                              [&]<class V>() { return sum_of<V>(indices, values, size); });
 }
 
-// Throws unless the indices of a vector on a device are strictly increasing.
-void require_order(at::Tensor const& indices, std::string const& whose) {
-  if (indices.numel() < 2) return;
-  bool const increasing = (indices.slice(0, 1) > indices.slice(0, 0, -1)).all().item<bool>();
-  if (!increasing) refuse_order(whose);
-}
-
 // By a binary search for each entry.
 Triple intersection_on_device(at::Tensor const& indices, at::Tensor const& values,
                               at::Tensor const& other_indices,
                               std::optional<at::Tensor> const& other_values) {
-  require_order(indices, "vector");
-  require_order(other_indices, "the other");
   std::int64_t const others = other_indices.numel();
   at::Tensor const place = at::searchsorted(other_indices, indices);
   at::Tensor const within = (place < others).nonzero().squeeze(1);
@@ -352,29 +347,24 @@ Triple sparse_intersection(at::Tensor const& indices, at::Tensor const& values,
     at::Tensor const one_values = checked_values<V>(indices, values, "values");
     at::Tensor const two_indices = other_indices.contiguous();
     require_same_device(indices, other_indices, "the other");
+    std::optional<at::Tensor> two_values;
+    if (other_values) {
+      two_values = checked_values<V>(other_indices, *other_values, "the other's values");
+    }
+    auto const one = checked_vector(one_indices, one_values.numel(), size, "vector");
+    auto const two = checked_vector(
+        two_indices, two_values ? two_values->numel() : two_indices.numel(), size, "the other");
     if (on_device(indices)) {
-      std::optional<at::Tensor> two_values;
-      if (other_values) {
-        two_values = checked_values<V>(other_indices, *other_values, "the other's values");
-      }
-      checked_positions(one_indices, one_values.numel(), size);
-      checked_positions(two_indices, two_values ? two_values->numel() : two_indices.numel(), size);
       return intersection_on_device(one_indices, one_values, two_indices, two_values);
     }
-    SparseView<V> const one{checked_vector(one_indices, one_values.numel(), size, "vector"),
-                            entries<const V>(one_values)};
+    SparseView<V> const vector{one, entries<const V>(one_values)};
     SparseIntersection<V> intersection;
-    if (!other_values) {
-      auto const shared = intersection.run(
-          one, checked_vector(two_indices, two_indices.numel(), size, "the other"));
+    if (!two_values) {
+      auto const shared = intersection.run(vector, two);
       return std::tuple_cat(copy_packed<V>(shared.indices, shared.values),
                             std::tuple(at::empty({0}, values.options())));
     }
-    at::Tensor const two_values =
-        checked_values<V>(two_indices, *other_values, "the other's values");
-    auto const shared =
-        intersection.run(one, {checked_vector(two_indices, two_values.numel(), size, "the other"),
-                               entries<const V>(two_values)});
+    auto const shared = intersection.run(vector, {two, entries<const V>(*two_values)});
     at::Tensor of_other =
         at::empty({static_cast<std::int64_t>(shared.other.size())}, scalar_type<V>);
     std::ranges::copy(shared.other, entries<V>(of_other).begin());

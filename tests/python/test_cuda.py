@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -199,22 +200,26 @@ def test_gaussian_thresholds_are_near_the_processors(device: Callable[..., Any])
 @devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bucket", [512, 1024])
 def test_qsgd_equals_the_processors(
-    device: Callable[..., Any], bits: Any, dtype: torch.dtype
+    device: Callable[..., Any], bucket: Any, bits: Any, dtype: torch.dtype
 ) -> None:
+    quantize = partial(sf.qsgd_quantize, bits=bits, bucket=bucket)
+    dequantize = partial(sf.qsgd_dequantize, bits=bits, dtype=dtype, bucket=bucket)
+    add = partial(sf.qsgd_dequantize_add_, bits=bits, bucket=bucket)
     for x in inputs(dtype):
         if not x.isfinite().all():
             with pytest.raises(ValueError, match="finite"):
-                device(lambda x: sf.qsgd_quantize(x, bits, seed=1), [x])
+                device(lambda x: quantize(x, seed=1), [x])
             continue
-        check_equal(device, lambda x: sf.qsgd_quantize(x, bits, seed=1, operation=2, stream=3), x)
-        codes, size = sf.qsgd_quantize(x, bits, seed=5), x.numel()
-        check_equal(device, lambda c, n=size: sf.qsgd_dequantize(c, n, bits, dtype=dtype), codes)
-        check_equal(device, lambda x, c: sf.qsgd_dequantize_add_(x, c, bits), x.clone(), codes)
-    codes = sf.qsgd_quantize(torch.ones(2, dtype=dtype), bits, seed=5)
+        check_equal(device, lambda x: quantize(x, seed=1, operation=2, stream=3), x)
+        codes, size = quantize(x, seed=5), x.numel()
+        check_equal(device, lambda c, n=size: dequantize(c, n), codes)
+        check_equal(device, add, x.clone(), codes)
+    codes = quantize(torch.ones(2, dtype=dtype), seed=5)
     codes[dtype.itemsize - 1] = 0xFF  # of the scale
     with pytest.raises(ValueError, match="codes are none that qsgd_quantize makes"):
-        device(lambda c: sf.qsgd_dequantize(c, 2, bits, dtype=dtype), [codes])
+        device(lambda c: dequantize(c, 2), [codes])
 
 
 @devices
@@ -260,13 +265,36 @@ def test_sums_and_scatters_equal_the_processors(
             device(sf.scatter_, arguments)
 
 
+@devices
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
+def test_intersections_equal_the_processors(device: Callable[..., Any], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(6)
+
+    def vector(size: int, density: float) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen = torch.rand(size, generator=generator) < density
+        values = torch.randn(int(chosen.sum()), generator=generator) * 100
+        return chosen.nonzero().flatten().to(torch.int32), values.to(dtype)
+
+    for size in (1, 100, 20_000):
+        for densities in ((0.0, 0.5), (0.5, 0.0), (0.01, 0.5), (0.9, 0.02), (1.0, 1.0)):
+            one, two = (vector(size, density) for density in densities)
+            check_equal(device, lambda a, b, n=size: sf.sparse_intersection(a, b, n), one, two)
+            check_equal(device, lambda a, b, n=size: sf.sparse_intersection(a, b, n), one, two[0])
+    two_values = torch.ones(2, dtype=dtype)
+    good = (torch.tensor([0, 4], dtype=torch.int32), two_values)
+    increasing, inside = "not strictly increasing", r"index 5 is not in \[0, 5"
+    for wrong, match in (([4, 4], increasing), ([0, 5], inside)):
+        bad = (torch.tensor(wrong, dtype=torch.int32), two_values)
+        for pair in ([bad, good], [good, bad], [good, bad[0]]):
+            with pytest.raises(ValueError, match=match):
+                device(lambda a, b: sf.sparse_intersection(a, b, 5), pair)
+
+
 def test_every_operator_has_a_cuda_implementation() -> None:
-    for name in (
-        *("fused_error_feedback", "select", "top_k", "threshold_exact", "threshold_sampled"),
-        *("threshold_gaussian", "qsgd_quantize", "qsgd_dequantize", "qsgd_dequantize_add"),
-        *("block_scan", "sparse_sum", "scatter"),
-    ):
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"sparsecomm::{name}", "CUDA"), name
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("sparsecomm::")]
+    assert len(names) >= 13
+    for name in names:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"), name
 
 
 def test_without_the_library_an_operator_says_what_to_do(tmp_path: Path) -> None:
