@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import itertools
 import math
@@ -188,6 +189,16 @@ def check_clipping() -> None:
             torch.testing.assert_close(flat(gradients(ddp.module).values()), expected)
 
 
+def backward_with_and_without(ddp: DistributedDataParallel, step: int) -> torch.Tensor:
+    """Runs the step's backward pass of a model with one parameter; returns the local gradient."""
+    local = copy.deepcopy(ddp.module)
+    for model in (local, ddp):
+        model.zero_grad()
+        model(batch(step)).square().mean().backward()
+    [gradient] = gradients(local).values()
+    return gradient.reshape(-1)
+
+
 def check_momentum() -> None:
     """With a rank alone: v = v + u, u = m u + g, and what is sent is cleared of both."""
     for mask, select in itertools.product((True, False), ("exact", "bucket")):
@@ -196,13 +207,8 @@ def check_momentum() -> None:
         velocity = torch.zeros(2400)
         residual = torch.zeros(2400)
         for step in range(4):
-            ddp.zero_grad()
-            local = nn.Linear(40, 60, bias=False)
-            local.load_state_dict(ddp.module.state_dict())
-            local(batch(step)).square().mean().backward()
-            ddp(batch(step)).square().mean().backward()
-            [gradient] = gradients(local).values()
-            velocity = 0.5 * velocity + gradient.reshape(-1)
+            gradient = backward_with_and_without(ddp, step)
+            velocity = 0.5 * velocity + gradient
             residual = residual + velocity
             if select == "exact":
                 chosen = residual.abs().topk(120).indices
@@ -230,14 +236,9 @@ def check_first_moment() -> None:
     moment = torch.zeros(2400)
     residual = torch.zeros(2400)
     for step in range(4):
-        ddp.zero_grad()
-        local = nn.Linear(40, 60, bias=False)
-        local.load_state_dict(ddp.module.state_dict())
-        local(batch(step)).square().mean().backward()
-        ddp(batch(step)).square().mean().backward()
-        [gradient] = gradients(local).values()
-        moment = 0.9 * moment + gradient.reshape(-1)
-        residual = residual + gradient.reshape(-1)
+        gradient = backward_with_and_without(ddp, step)
+        moment = 0.9 * moment + gradient
+        residual = residual + gradient
         chosen = moment.abs().topk(120).indices
         expected = torch.zeros(2400)
         expected[chosen] = residual[chosen]
