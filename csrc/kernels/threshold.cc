@@ -178,8 +178,8 @@ Rank<V> find_rank(std::span<V> magnitudes, std::size_t rank, std::vector<V>& lar
 
 template <class V>
 Threshold<V> threshold_at_rank(std::span<V> magnitudes, std::size_t rank) {
-  magnitude_bits_t<V> const bits = at_rank(magnitudes, rank);
-  return make_threshold<V>(bits, count_equal<V>(magnitudes.first(rank), bits));
+  Rank<V> const found = rank_by_partition(magnitudes, rank);
+  return make_threshold<V>(found.bits, rank - found.above);
 }
 
 template <class T>
