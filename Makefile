@@ -107,7 +107,7 @@ test-cuda: build cuda ## run the CUDA tests and benchmarks on a GPU; torch must 
 	python benchmarks/cuda_kernels.py
 
 # The loops over memory, and what is made of them.
-NEON_TESTS := kernels_test fused_test top_k_test block_scan_test parallel_test sparse_test wire_test values_test
+NEON_TESTS := kernels_test fused_test top_k_test block_scan_test parallel_test sparse_test wire_test values_test qsgd_test
 
 test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compiled for aarch64, under an emulator
 	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \
@@ -141,7 +141,7 @@ site: build ## build the documentation site into build/site, without a warning (
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 # Those of the decoders, which read what the network brings; and those of what threads share.
-SANITIZED_ADDRESS := wire_test values_test frame_test fuzz_replay_test
+SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test
 SANITIZED_THREAD := failure_test ucx_test parallel_test
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
