@@ -19,6 +19,13 @@ import torch
 import torch.distributed as dist
 
 
+# Forked from a process that has imported what takes long, and has started no thread.
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(
+    ["torch", "torch.distributed.checkpoint", "torch.nn.parallel", "torch.optim", "sparsecomm"]
+)
+
+
 class RankError(AssertionError):
     """One or more ranks raised; the message holds their tracebacks."""
 
@@ -30,13 +37,15 @@ def _main(
     backend: str,
     timeout: float,
     pipe: Connection,
+    environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
     # Where it hangs, before it is killed.
     faulthandler.dump_traceback_later(0.9 * timeout)
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
@@ -76,12 +85,12 @@ def run_ranks(
         RankError: a rank raised, ended without a result, or was killed.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    context = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for rank in range(size):
-        here, there = context.Pipe()
-        arguments = (rank, size, store.port, backend, timeout, there, function, args)
-        process = context.Process(target=_main, args=arguments, daemon=True)
+        here, there = _CONTEXT.Pipe()
+        environment = dict(os.environ)
+        arguments = (rank, size, store.port, backend, timeout, there, environment, function, args)
+        process = _CONTEXT.Process(target=_main, args=arguments, daemon=True)
         process.start()
         there.close()
         processes.append(process)
