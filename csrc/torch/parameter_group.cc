@@ -1,11 +1,31 @@
 #include "parameter_group.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cstdlib>
+#include <new>
 #include <optional>
 #include <utility>
 
 namespace sparsecomm {
 namespace {
+
+// Large ones lie in huge pages where the system has them: samples and scattered results touch a
+// page each.
+at::Tensor zeros(std::size_t numel, at::TensorOptions const& options) {
+  constexpr std::size_t huge = std::size_t{2} << 20;
+  std::size_t const bytes = numel * options.dtype().itemsize();
+  auto const size = static_cast<std::int64_t>(numel);
+  if (!options.device().is_cpu() || bytes < 4 * huge) return at::zeros({size}, options);
+  std::size_t const rounded = (bytes + huge - 1) / huge * huge;
+  void* const memory = std::aligned_alloc(huge, rounded);
+  if (memory == nullptr) throw std::bad_alloc();
+#ifdef MADV_HUGEPAGE
+  madvise(memory, rounded, MADV_HUGEPAGE);  // a hint: its failure changes nothing
+#endif
+  return at::from_blob(memory, {size}, [](void* data) { std::free(data); }, options).zero_();
+}
 
 template <class T>
 class TypedGroup final : public ParameterGroup {
@@ -87,11 +107,11 @@ ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members
   for (Member const& member : members_) numel_ += member.numel;
   // Cleared on the stream that uses it, so that nothing has to wait.
   c10::OptionalStreamGuard const current(side ? std::optional(side->stream()) : std::nullopt);
-  residual_ = at::zeros({keeps_residual ? static_cast<std::int64_t>(numel_) : 0},
-                        at::TensorOptions()
-                            .dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
-                            .device(side ? side->device() : at::Device(at::kCPU)));
-  if (has_moment) moment_ = at::zeros_like(residual_);
+  std::size_t const kept = keeps_residual ? numel_ : 0;
+  at::TensorOptions const options = at::dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
+                                        .device(side ? side->device() : at::Device(at::kCPU));
+  residual_ = zeros(kept, options);
+  if (has_moment) moment_ = zeros(kept, options);
 }
 
 at::Tensor ParameterGroup::residual_of(Member const& member) const {
