@@ -17,13 +17,18 @@ namespace py = pybind11;
 namespace sparsecomm {
 namespace {
 
+Bucket to_bucket(c10d::GradBucket& bucket) {
+  return {static_cast<std::size_t>(bucket.getIndex()), bucket.isLast(), bucket.getBuffer(),
+          bucket.getParameters(), bucket.getGradients()};
+}
+
 // The hook that DDP's reducer calls without touching Python.
 class DdpHook final : public c10d::CommHookInterface {
  public:
   explicit DdpHook(std::shared_ptr<HookState> state) : state_(std::move(state)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_->run(bucket, bucket.getBuffer(), c10::TensorType::get());
+    return state_->run(to_bucket(bucket), bucket.getBuffer(), c10::TensorType::get());
   }
   at::Tensor parseHookResult(c10::IValue const& result) override { return result.toTensor(); }
 
@@ -62,6 +67,15 @@ class FutureWork final : public c10d::Work {
  private:
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
+
+c10::intrusive_ptr<c10d::Work> run_for_python(HookState& state, Bucket const& bucket) {
+  // Wrapped here, the progress thread needs no GIL for it.
+  c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
+      c10::make_intrusive<PythonValue>(bucket.buffer)));
+  py::gil_scoped_release const release;
+  return c10::make_intrusive<FutureWork>(
+      state.run(bucket, std::move(value), c10::PyObjectType::get()));
+}
 
 py::dict to_dict(HookCheckpoint const& checkpoint) {
   py::list groups;
@@ -146,15 +160,17 @@ void bind_hooks(py::module_& module) {
       .def("name_parameters", &HookState::name_parameters)
       .def("set_densities", &HookState::set_densities)
       .def("follow_loss_scale", &HookState::follow_loss_scale)
-      .def("run",
-           [](HookState& self, c10d::GradBucket& bucket) -> c10::intrusive_ptr<c10d::Work> {
-             // Wrapped here, the progress thread needs no GIL for it.
-             c10::IValue tensor(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
-                 c10::make_intrusive<PythonValue>(bucket.getBuffer())));
-             py::gil_scoped_release const release;
-             return c10::make_intrusive<FutureWork>(
-                 self.run(bucket, std::move(tensor), c10::PyObjectType::get()));
-           })
+      .def("run", [](HookState& self,
+                     c10d::GradBucket& bucket) { return run_for_python(self, to_bucket(bucket)); })
+      .def(
+          "exchange",
+          [](HookState& self, std::size_t index, bool last, at::Tensor const& buffer,
+             std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients) {
+            return run_for_python(
+                self, {index, last, buffer, std::move(parameters), std::move(gradients)});
+          },
+          py::arg("index"), py::arg("last"), py::arg("buffer"), py::arg("parameters"),
+          py::arg("gradients"))
       .def("set_density", &HookState::set_density)
       .def("stats", &stats_dict)
       .def("algorithms", &HookState::algorithms)

@@ -103,6 +103,25 @@ struct HookState::Step {
   }
 };
 
+namespace {
+
+void check_gradients(Bucket const& bucket) {
+  require(bucket.parameters.size() == bucket.gradients.size(), "bucket ", bucket.index, " has ",
+          bucket.parameters.size(), " parameters and ", bucket.gradients.size(),
+          " gradients; give each parameter one");
+  for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
+    at::Tensor const& gradient = bucket.gradients[i];
+    require(gradient.numel() == bucket.parameters[i].numel() && gradient.is_contiguous() &&
+                gradient.options().type_equal(bucket.buffer.options()),
+            "gradient ", i, " of bucket ", bucket.index, " is ", gradient.toString(), ' ',
+            gradient.sizes(), " for a parameter of shape ", bucket.parameters[i].sizes(),
+            "; it must be a contiguous view of the buffer, ", bucket.buffer.toString(),
+            ", with as many elements as the parameter");
+  }
+}
+
+}  // namespace
+
 HookState::HookState(HookOptions options, CommunicatorOptions communicator_options,
                      std::string cuda_library)
     : options_((validate(options.exchange), std::move(options))),
@@ -144,21 +163,22 @@ void HookState::connect(std::unique_ptr<Transport> transport) {
   communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
 }
 
-c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket, c10::IValue value,
+c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10::IValue value,
                                                        c10::TypePtr type) {
-  at::Tensor& buffer = bucket.getBufferRef();
+  at::Tensor const& buffer = bucket.buffer;
   require(communicator_ != nullptr, "this state has no process group yet");
-  require(buffer.layout() == at::kStrided, "bucket ", bucket.getIndex(),
+  require(buffer.layout() == at::kStrided, "bucket ", bucket.index,
           " holds a sparse gradient; this hook compresses dense gradients: use "
           "torch.nn.Embedding(sparse=False), or no hook and the backend \"sparsecomm\"");
   settle_device(bucket);
+  check_gradients(bucket);
 
-  if (bucket.getIndex() == 0) begin_step();
-  std::vector<at::Tensor> const parameters = bucket.getParameters();
-  std::vector<at::Tensor> const gradients = bucket.getGradients();
+  if (bucket.index == 0) begin_step();
+  std::vector<at::Tensor> const& parameters = bucket.parameters;
+  std::vector<at::Tensor> const& gradients = bucket.gradients;
   form_group(parameters, buffer.scalar_type());
-  last_buckets_ += bucket.isLast();
-  if (bucket.isLast() && !sealed_) {
+  last_buckets_ += bucket.last;
+  if (bucket.last && !sealed_) {
     if (loaded_) check_all_loaded();
     loaded_.reset();
     sealed_ = true;
@@ -191,13 +211,13 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(c10d::GradBucket& bucket,
   if (touched.empty()) pending->complete();
   if (options_.clip_norm > 0) {
     held_.insert(held_.end(), complete.begin(), complete.end());
-    if (bucket.isLast()) {
+    if (bucket.last) {
       clip_gradients(gradients_,
                      options_.clip_norm * loss_scale_ / std::sqrt(communicator_->size()));
       submit(std::exchange(held_, {}), true);
     }
   } else {
-    submit(complete, bucket.isLast());
+    submit(complete, bucket.last);
   }
   return pending->future;
 }
@@ -269,11 +289,10 @@ void HookState::follow_scale() {
 }
 
 // Opens what the gradients' device needs; throws InvalidArgument where they cannot be exchanged.
-void HookState::settle_device(c10d::GradBucket& bucket) {
-  at::Device const device = bucket.getBufferRef().device();
+void HookState::settle_device(Bucket const& bucket) {
+  at::Device const device = bucket.buffer.device();
   if (!device_) {
-    require(device.is_cpu() || device.is_cuda(), "bucket ", bucket.getIndex(), " is on ",
-            device.str(),
+    require(device.is_cpu() || device.is_cuda(), "bucket ", bucket.index, " is on ", device.str(),
             "; gradients are exchanged on CPUs and on CUDA devices: move the model to "
             "one of these, or train without the hook");
     if (device.is_cuda()) {
@@ -281,7 +300,7 @@ void HookState::settle_device(c10d::GradBucket& bucket) {
     }
     device_ = device;
   }
-  require(device == *device_, "bucket ", bucket.getIndex(), " is on ", device.str(),
+  require(device == *device_, "bucket ", bucket.index, " is on ", device.str(),
           ", but others were on ", device_->str(),
           "; a state belongs to one device: put the model on one per process");
 }

@@ -8,7 +8,6 @@
 #include <memory>
 #include <optional>
 #include <string>
-#include <torch/csrc/distributed/c10d/comm.hpp>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -36,6 +35,16 @@ struct HookOptions {
   // Before it is added to the residual, a rank's gradient is scaled down to this norm / sqrt(P); 0:
   // not. The norm is that of all parameters, so no exchange starts before the last bucket.
   double clip_norm = 0;
+};
+
+// Gradients that are exchanged as soon as they are all there: DDP's bucket, or anybody else's.
+struct Bucket {
+  std::size_t index = 0;  // 0 begins a step
+  bool last = false;      // of the step
+  at::Tensor buffer;
+  // As many of both; a gradient is a view of the buffer, contiguous.
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> gradients;
 };
 
 struct HookStats {
@@ -66,7 +75,7 @@ class HookState {
   // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
   // whoever waits for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be
   // exchanged; what fails later completes the future with the error.
-  c10::intrusive_ptr<c10::ivalue::Future> run(c10d::GradBucket& bucket, c10::IValue value,
+  c10::intrusive_ptr<c10::ivalue::Future> run(Bucket const& bucket, c10::IValue value,
                                               c10::TypePtr type);
 
   void set_density(double density);
@@ -100,7 +109,7 @@ class HookState {
   void follow_scale();
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
   bool is_group(std::vector<at::Tensor> const& parameters) const;
-  void settle_device(c10d::GradBucket& bucket);
+  void settle_device(Bucket const& bucket);
   std::string key_of(at::Tensor const& parameter);
   void check_loaded(ParameterGroup const& group) const;
   void check_all_loaded() const;
