@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # Forked from a process that has imported what takes long, and has started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
