@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Measures what communication hooks cost per training iteration where the link is no limit.
+"""Measures what communication hooks cost per training iteration, and what they save.
 
-    python benchmarks/ddp_overhead.py
+    python benchmarks/ddp_overhead.py                          all, where the link is no limit
+    python benchmarks/ddp_overhead.py --ranks 4 --link 1gbit   a host per rank, as root
     torchrun --nproc-per-node 2 benchmarks/ddp_overhead.py
 
 Trains one VGG16 per hook, all in one run: an iteration of each in turn, beginning with another one
@@ -22,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from hosts import Hosts, HostsError, missing
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -29,18 +31,23 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm.cli.bench import at_least_1, share, write_json
 from sparsecomm.cli.measure import Spread
-from sparsecomm.cli.ranks import run_on_ranks
+from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from vgg16.model import VGG16
 
-PLAIN = "plain DDP"
+PLAIN = "plain_ddp"
 POWERSGD_START = 2  # steps that PowerSGD leaves dense
 WHOLE_MODEL_MB = 64  # the gradient has 59
 
 
+Install = Callable[[DistributedDataParallel, float], None]
+
+
 @dataclass(frozen=True)
 class Settings:
+    hooks: tuple[str, ...]
+    link: str | None
     iters: int
     warmup: int
     batch: int
@@ -52,6 +59,7 @@ class Settings:
 class Row:
     hook: str
     world_size: int
+    link: str | None
     batch: int
     density: float | None
     iters: int
@@ -61,27 +69,22 @@ class Row:
     iterations: list[float]
 
 
-def oktopk(ddp: DistributedDataParallel, density: float) -> None:
-    sparsecomm.register_comm_hook(ddp, sparsecomm.OkTopkState(density=density))
+def ours(state: Callable[[float], sparsecomm.CompressionState]) -> Install:
+    return lambda ddp, density: sparsecomm.register_comm_hook(ddp, state(density))
 
 
 def oktopk_python(ddp: DistributedDataParallel, density: float) -> None:
     ddp.register_comm_hook(sparsecomm.OkTopkState(density=density), sparsecomm.oktopk_hook)
 
 
-def topk(ddp: DistributedDataParallel, density: float) -> None:
-    sparsecomm.register_comm_hook(ddp, sparsecomm.TopkState(density=density))
+def powersgd(rank: int) -> Install:
+    def install(ddp: DistributedDataParallel, _: float) -> None:
+        state = powerSGD_hook.PowerSGDState(
+            None, matrix_approximation_rank=rank, start_powerSGD_iter=POWERSGD_START
+        )
+        ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
-
-def dense_overlap(ddp: DistributedDataParallel, _: float) -> None:
-    sparsecomm.register_comm_hook(ddp, sparsecomm.DenseOverlapState())
-
-
-def powersgd(ddp: DistributedDataParallel, _: float) -> None:
-    state = powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=POWERSGD_START
-    )
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return install
 
 
 # DDP inspects these annotations, so this module does without postponed ones.
@@ -97,16 +100,24 @@ def bf16(ddp: DistributedDataParallel, _: float) -> None:
     ddp.register_comm_hook(ddp.process_group, bf16_on_cpu)
 
 
-HOOKS: dict[str, Callable[[DistributedDataParallel, float], None]] = {
-    PLAIN: lambda ddp, density: None,
-    "oktopk, C++": oktopk,
-    "oktopk, Python": oktopk_python,
-    "topk, C++": topk,
-    "dense_overlap": dense_overlap,
-    "PowerSGD, rank 1": powersgd,
-    "bf16_compress": bf16,
+SPARSE: dict[str, Install] = {
+    "auto": ours(sparsecomm.AutoState),
+    "oktopk": ours(sparsecomm.OkTopkState),
+    "oktopk_python": oktopk_python,
+    "topk": ours(sparsecomm.TopkState),
+    "quantized_topk": ours(sparsecomm.QuantizedTopkState),
+    "gaussian_k": ours(sparsecomm.GaussianKState),
+    "gtopk": ours(sparsecomm.GTopkState),
+    "topk_dsa": ours(sparsecomm.TopkDsaState),
 }
-SPARSE = ("oktopk, C++", "oktopk, Python", "topk, C++")
+DENSE: dict[str, Install] = {
+    PLAIN: lambda ddp, density: None,
+    "dense_overlap": ours(lambda _: sparsecomm.DenseOverlapState()),
+    "bf16_compress": bf16,
+    "powersgd_1": powersgd(1),
+    "powersgd_4": powersgd(4),
+}
+HOOKS = SPARSE | DENSE
 
 
 class Training:
@@ -114,7 +125,7 @@ class Training:
 
     def __init__(self, hook: str, settings: Settings) -> None:
         torch.manual_seed(1)
-        cap = WHOLE_MODEL_MB if HOOKS[hook] is powersgd else None
+        cap = WHOLE_MODEL_MB if hook.startswith("powersgd") else None
         self.ddp = DistributedDataParallel(VGG16(), bucket_cap_mb=cap)
         HOOKS[hook](self.ddp, settings.density)
         self.optimizer = torch.optim.SGD(self.ddp.parameters(), lr=0.01, momentum=0.9)
@@ -137,6 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add = parser.add_argument
     add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
+    add("--hooks", nargs="+", choices=HOOKS, default=[*HOOKS], help="what to measure")
+    add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")
     add("--iters", type=at_least_1, default=15, help="iterations measured of each hook")
     add("--warmup", type=at_least_1, default=4, help="iterations before them")
     add("--batch", type=at_least_1, default=16, help="images per rank")
@@ -145,15 +158,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.warmup <= POWERSGD_START:
         parser.error(f"--warmup {options.warmup}: PowerSGD starts after {POWERSGD_START} steps")
-    settings = Settings(options.iters, options.warmup, options.batch, options.density, options.json)
-    return run_on_ranks(partial(measure, settings), options.ranks)
+    hooks = (PLAIN, *(hook for hook in options.hooks if hook != PLAIN))
+    settings = Settings(
+        hooks,
+        options.link,
+        options.iters,
+        options.warmup,
+        options.batch,
+        options.density,
+        options.json,
+    )
+    if options.link is None or world_size_of_launcher() is not None:
+        return run_on_ranks(partial(measure, settings), options.ranks)
+    if problem := missing():
+        parser.error(f"--link {options.link} {problem}")
+    own = sys.argv[1:] if arguments is None else arguments
+    try:
+        with Hosts(options.ranks, options.link) as hosts:
+            hosts.run_ranks([sys.executable, str(Path(__file__).resolve()), *own])
+    except (HostsError, ValueError) as error:
+        print(f"--link {options.link}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def measure(settings: Settings) -> None:
-    trainings = {hook: Training(hook, settings) for hook in HOOKS}
+    trainings = {hook: Training(hook, settings) for hook in settings.hooks}
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
-    seconds: dict[str, list[float]] = {hook: [] for hook in HOOKS}
-    order = list(HOOKS)
+    seconds: dict[str, list[float]] = {hook: [] for hook in settings.hooks}
+    order = list(settings.hooks)
     for iteration in range(settings.warmup + settings.iters):
         images = torch.randn(settings.batch, 3, 32, 32, generator=generator)
         labels = torch.randint(10, (settings.batch,), generator=generator)
@@ -162,10 +195,10 @@ def measure(settings: Settings) -> None:
             if iteration >= settings.warmup:
                 seconds[hook].append(elapsed)
         order = order[1:] + order[:1]
-    slowest = torch.tensor([seconds[hook] for hook in HOOKS], dtype=torch.float64)
+    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
-        rows = make_rows(settings, dict(zip(HOOKS, slowest.tolist(), strict=True)))
+        rows = make_rows(settings, dict(zip(seconds, slowest.tolist(), strict=True)))
         print(table(rows), flush=True)
         if settings.file is not None:
             write_json(settings.file, [asdict(row) for row in rows])
@@ -176,6 +209,7 @@ def make_rows(settings: Settings, seconds: dict[str, list[float]]) -> list[Row]:
         Row(
             hook=hook,
             world_size=dist.get_world_size(),
+            link=settings.link,
             batch=settings.batch,
             density=settings.density if hook in SPARSE else None,
             iters=settings.iters,
@@ -193,9 +227,10 @@ def make_rows(settings: Settings, seconds: dict[str, list[float]]) -> list[Row]:
 def table(rows: Sequence[Row]) -> str:
     first = rows[0]
     lines = [
-        f"# VGG16 under DDP, {first.world_size} ranks x {first.batch} images, {first.iters} "
-        f"iterations after {first.warmup} of warm-up, interleaved",
-        f"# {'':16}  {'seconds per iteration':^23}  {'ratio to plain DDP, by round':^28}",
+        f"# VGG16 under DDP, {first.world_size} ranks x {first.batch} images, link "
+        f"{first.link or 'without limit'}, {first.iters} iterations after {first.warmup} of "
+        "warm-up, interleaved",
+        f"# {'':16}  {'seconds per iteration':^23}  {'ratio to plain_ddp, by round':^28}",
         f"# {'hook':16}  {'min':>7} {'median':>7} {'max':>7}  {'min':>9} {'median':>9} {'max':>8}",
     ]
     for row in rows:

@@ -21,6 +21,9 @@ MAX_HOSTS = 200
 BURST_SECONDS = 0.002  # what a link may send at once after a pause
 QUEUE_SECONDS = 0.05  # what a switch port holds before it drops
 GRACE_SECONDS = 10.0  # from asking a process to end to killing it
+PORT = 29500  # free: a namespace has all ports to itself
+# The hosts share a kernel, so without being told UCX would go through shared memory.
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 
 
@@ -159,6 +162,20 @@ class Hosts:
                 process.wait()
         if failed:
             raise HostsError(f"{' '.join(commands[0][:3])} ... failed on {', '.join(failed)}")
+
+    def run_ranks(self, command: Sequence[str]) -> None:
+        """Runs one command on every host, as the ranks of one process group: see run()."""
+        environments = [
+            {
+                "RANK": str(rank),
+                "WORLD_SIZE": str(len(self.names)),
+                "MASTER_ADDR": self.addresses[0],
+                "MASTER_PORT": str(PORT),
+                **ENVIRONMENT,
+            }
+            for rank in range(len(self.names))
+        ]
+        self.run([command] * len(self.names), environments)
 
     def _start(
         self,

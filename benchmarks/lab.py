@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hosts import INTERFACE, Hosts, HostsError, missing, parse_rate
+from hosts import ENVIRONMENT, PORT, Hosts, HostsError, missing, parse_rate
 
 from sparsecomm.cli.bench import algorithm_names, write_json
 from sparsecomm.cli.measure import GLOO_DENSE, is_inner
@@ -39,15 +39,12 @@ FILES = {"full": RESULTS / "lab-grid.json", "goals": RESULTS / "lab-allreduce.js
 ALGORITHMS = tuple(name for name in algorithm_names() if name != GLOO_DENSE)
 # Gloo's allreduce is in every run.
 EVERY = tuple(name for name in ALGORITHMS if not is_inner(name))
-PORT = 29500  # free: a namespace has all ports to itself
 VGG16_NUMEL = 14_728_266
 # The grid, the quick ones first.
 HOSTS = (2, 4, 8)
 RATES = ("10gbit", "1gbit", "100mbit")
 NUMELS = (1 << 20, VGG16_NUMEL, 1 << 26)
 DENSITIES = (0.001, 0.01, 0.02, 0.1)
-# The hosts share a kernel, so without being told UCX would go through shared memory.
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": INTERFACE, "UCX_TLS": "tcp", "OMP_NUM_THREADS": "1"}
 # Of a rank: its gradients, and for each algorithm a residual and dense scratch.
 MEMORY_BYTES = 16 << 30
 
@@ -288,17 +285,7 @@ def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
             *("--seconds", str(options.seconds), "--together", str(together)),
             *("--transport", options.transport, "--exchange-alone", "--json", str(file)),
         ]
-        environments = [
-            {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(set_up.hosts),
-                "MASTER_ADDR": hosts.addresses[0],
-                "MASTER_PORT": str(PORT),
-                **ENVIRONMENT,
-            }
-            for rank in range(set_up.hosts)
-        ]
-        hosts.run([command] * set_up.hosts, environments)
+        hosts.run_ranks(command)
         rows: list[Row] = json.loads(file.read_text())
     return rows
 
