@@ -3,7 +3,7 @@
 Importing this package also registers the ``torch.distributed`` backend ``"sparsecomm"``.
 """
 
-from sparsecomm import functional
+from sparsecomm import functional, optim
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
 from sparsecomm.collectives import (
@@ -70,6 +70,7 @@ __all__ = [
     "gaussian_k_hook",
     "gtopk_hook",
     "oktopk_hook",
+    "optim",
     "quantized_topk_hook",
     "reduce_scatter_sparse",
     "register_comm_hook",

@@ -19,8 +19,8 @@ _BITS = (2, 4, 8)
 _MOST_OF_A_BUCKET = 4096
 
 
-class CompressionOptions(TypedDict, total=False):
-    """The fields of :class:`Compression` that every state takes by keyword."""
+class SelectionOptions(TypedDict, total=False):
+    """The fields of :class:`Compression` that optimizers take by keyword."""
 
     select: str
     bucket: int
@@ -30,7 +30,6 @@ class CompressionOptions(TypedDict, total=False):
     dense_steps: int
     densities: Mapping[str, float]
     dense_below: int
-    momentum: float
     mask_momentum: bool
     first_moment: float
     clip_norm: float | None
@@ -38,6 +37,12 @@ class CompressionOptions(TypedDict, total=False):
     index_codec: str
     value_codec: str
     seed: int
+
+
+class CompressionOptions(SelectionOptions, total=False):
+    """The fields of :class:`Compression` that every state takes by keyword."""
+
+    momentum: float
 
 
 @dataclass(frozen=True, kw_only=True)

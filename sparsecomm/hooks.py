@@ -62,6 +62,8 @@ class CompressionState:
         ValueError: an argument outside its range.
     """
 
+    _average = True  # over the ranks, as DDP expects
+
     def __init__(
         self,
         compression: Compression,
@@ -93,7 +95,7 @@ class CompressionState:
         self._registered = False
         self._compression = compression
         self._native = _C.HookState(
-            compression.native(),
+            compression.native(average=self._average),
             self._timeout,
             torch.get_num_threads() if threads is None else threads,
             str(CUDA_LIBRARY),

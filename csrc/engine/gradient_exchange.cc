@@ -254,6 +254,7 @@ template <class T>
 Proposal GradientExchange<T>::prepare() {
   local_->forget();
   delivered_ = false;
+  received_.reset();
   // Not before, since what the former one rejected may have had to be put back.
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
@@ -378,6 +379,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   local_->keep(result.rejected);
   local_->mask(result.reduced);
   local_->store(result.reduced, divisor());
+  if (!result.reduced.is_dense) received_ = result.reduced.sparse.indices;
   stats_.selected += selection.nnz();
   stats_.result_nnz += result.reduced.nnz();
   state_.collective = sparse_->state();

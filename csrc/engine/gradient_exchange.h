@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -86,6 +87,8 @@ class GradientExchange final : public Operation {
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
   bool delivered() const { return delivered_; }
+  // Where the last result has entries, sorted, until the next exchange; none: everywhere.
+  std::optional<std::span<const std::uint32_t>> received() const { return received_; }
   // For a caller who cannot use the result, as another part of the same step failed: what this rank
   // contributed to it returns to the residual. All ranks must do so alike.
   void withdraw();
@@ -134,6 +137,7 @@ class GradientExchange final : public Operation {
   std::function<void()> ready_;
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;
+  std::optional<std::span<const std::uint32_t>> received_;
   // Of the last step on this rank, for the plan.
   Duration prepared_{};
   double former_seconds_ = 0;

@@ -11,6 +11,7 @@
 #include "planner_dict.h"
 #include "torch_executor.h"
 #include "transport_holder.h"
+#include "wire/checksum.h"
 
 namespace py = pybind11;
 
@@ -171,11 +172,22 @@ void bind_hooks(py::module_& module) {
           },
           py::arg("index"), py::arg("last"), py::arg("buffer"), py::arg("parameters"),
           py::arg("gradients"))
+      .def("add_parameters", &HookState::add_parameters)
+      .def("add_received", &HookState::add_received, py::arg("parameters"), py::arg("gradients"),
+           py::arg("factor"), py::arg("everywhere"), py::call_guard<py::gil_scoped_release>())
       .def("set_density", &HookState::set_density)
       .def("stats", &stats_dict)
       .def("algorithms", &HookState::algorithms)
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
       .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });
+
+  // Of a contiguous tensor on the CPU.
+  module.def("checksum", [](at::Tensor const& tensor) {
+    Checksum checksum;
+    auto const* const data = static_cast<std::byte const*>(tensor.const_data_ptr());
+    checksum.add({data, tensor.nbytes()});
+    return checksum.value();
+  });
 
   // True when the reducer has seen a gradient become ready; a hook would then begin in the middle.
   module.def("has_run_backward", [](c10d::Reducer const& reducer) {

@@ -78,6 +78,15 @@ class HookState {
   c10::intrusive_ptr<c10::ivalue::Future> run(Bucket const& bucket, c10::IValue value,
                                               c10::TypePtr type);
 
+  // More parameters, with their names, in an optimizer that has made steps. Such as have a density
+  // of their own are in `densities` too.
+  void add_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters,
+                      std::vector<std::pair<at::Tensor, double>> const& densities);
+  // parameter += factor * gradient, where the last step brought entries of the gradient, or
+  // `everywhere`; gradients are those that were exchanged, with the strides of their parameters.
+  void add_received(std::vector<at::Tensor> const& parameters,
+                    std::vector<at::Tensor> const& gradients, double factor, bool everywhere);
+
   void set_density(double density);
   HookStats stats() const;
   // Of each group's next step.

@@ -43,6 +43,9 @@ class TypedGroup final : public ParameterGroup {
                  : nullptr)) {}
 
   bool delivered() const override { return exchange_->delivered(); }
+  std::optional<std::span<const std::uint32_t>> received() const override {
+    return exchange_->received();
+  }
   void withdraw() override { exchange_->withdraw(); }
   ExchangeState const& state() const override { return exchange_->state(); }
   void load_state(ExchangeState const& state) override { exchange_->load_state(state); }

@@ -11,6 +11,8 @@
 #include <atomic>
 #include <functional>
 #include <memory>
+#include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -66,6 +68,7 @@ class ParameterGroup {
 
   // See GradientExchange.
   virtual bool delivered() const = 0;
+  virtual std::optional<std::span<const std::uint32_t>> received() const = 0;
   virtual void withdraw() = 0;
   virtual ExchangeState const& state() const = 0;
   virtual void load_state(ExchangeState const& state) = 0;

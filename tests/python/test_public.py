@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import sparsecomm
-from sparsecomm import functional
+from sparsecomm import functional, optim
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("typed_program.py")
@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("typed_program.py")
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public name, and the methods and properties of a class."""
-    for module in (sparsecomm, functional):
+    for module in (sparsecomm, functional, optim):
         for name in module.__all__:
             thing = getattr(module, name)
             yield f"{module.__name__}.{name}", thing

@@ -15,6 +15,7 @@ from typing_extensions import assert_type
 
 import sparsecomm
 from sparsecomm import functional as sf
+from sparsecomm import optim
 
 
 def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
@@ -58,6 +59,33 @@ def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> d
     state.follow(torch.amp.GradScaler("cpu"))
     state.load_state_dict(state.state_dict())
     return state.stats()
+
+
+def optimizers(model: torch.nn.Module, group: dist.ProcessGroup) -> list[torch.optim.Optimizer]:
+    named = list(model.named_parameters())
+    opt = optim.OkTopkSGD(named, lr=0.1, density=0.01, lr_in_accumulator=True)
+    optim.OkTopkSGD(named, densty=0.01)  # type: ignore[call-arg]
+    optim.TopkSGD(model.parameters(), select=512)  # type: ignore[arg-type]
+    with opt.no_sync():
+        assert_type(opt.exchange, sparsecomm.CompressionState)
+    opt.synchronize()
+    torch.optim.lr_scheduler.StepLR(opt, 10)
+    opt.load_state_dict(opt.state_dict())
+    wrapped = optim.DistributedOptimizer(
+        torch.optim.RMSprop(model.parameters()),
+        named_parameters=named,
+        compression=sparsecomm.Compression(algorithm="auto"),
+        process_group=group,
+    )
+    assert_type(wrapped, optim.DistributedOptimizer)
+    return [
+        opt,
+        wrapped,
+        optim.TopkSGD(model.parameters(), 0.1, 0.9, nesterov=True),
+        optim.QuantizedTopkSGD(named, quantize=2, average=False),
+        optim.OkTopkAdam(named, betas=(0.9, 0.99), first_moment=0.9),
+        optim.OkTopkAdamW([{"params": named, "lr": 0.1}], weight_decay=0.1),
+    ]
 
 
 def collectives(tensor: Tensor) -> None:

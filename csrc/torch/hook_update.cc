@@ -1,0 +1,72 @@
+// What an optimizer asks of a state beside the exchange.
+#include <c10/core/GradMode.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+
+#include "hook_state.h"
+
+namespace sparsecomm {
+namespace {
+
+// All elements in the order in which they lie in memory.
+at::Tensor in_memory_order(at::Tensor const& tensor) {
+  return tensor.detach().as_strided({tensor.numel()}, {1});
+}
+
+// As torch's own dense update rounds it: its kernel works on what is gathered.
+void add_at(std::span<const std::uint32_t> indices, std::size_t offset, at::Tensor const& parameter,
+            at::Tensor const& gradient, double factor) {
+  at::Tensor positions = at::empty({static_cast<std::int64_t>(indices.size())}, at::kLong);
+  std::ranges::transform(indices, positions.mutable_data_ptr<std::int64_t>(),
+                         [&](std::uint32_t index) { return index - offset; });
+  positions = positions.to(parameter.device());
+  at::Tensor const all = in_memory_order(parameter);
+  at::Tensor const changed = all.index_select(0, positions);
+  changed.add_(in_memory_order(gradient).index_select(0, positions), factor);
+  all.index_copy_(0, positions, changed);
+}
+
+}  // namespace
+
+void HookState::add_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters,
+                               std::vector<std::pair<at::Tensor, double>> const& densities) {
+  require_idle("add parameters");
+  for (auto const& [name, parameter] : parameters) {
+    names_.emplace(parameter.unsafeGetTensorImpl(), name);
+    parameters_.push_back(parameter);
+  }
+  for (auto const& [parameter, density] : densities) {
+    densities_.emplace(parameter.unsafeGetTensorImpl(), density);
+  }
+  sealed_ = false;
+}
+
+void HookState::add_received(std::vector<at::Tensor> const& parameters,
+                             std::vector<at::Tensor> const& gradients, double factor,
+                             bool everywhere) {
+  require_idle("apply what was received");
+  require(parameters.size() == gradients.size(), gradients.size(), " gradients for ",
+          parameters.size(), " parameters: give one each");
+  c10::NoGradGuard const no_grad;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    at::Tensor const& parameter = parameters[i];
+    auto const place = places_.find(parameter.unsafeGetTensorImpl());
+    require(place != places_.end(), "a parameter of shape ", parameter.sizes(),
+            " has not been exchanged by this state");
+    ParameterGroup const& group = *place->second.group;
+    ParameterGroup::Member const& member = group.members()[place->second.member];
+    auto const received = group.received();
+    if (everywhere || !received || parameter.strides() != gradients[i].strides()) {
+      parameter.add_(gradients[i], factor);
+      continue;
+    }
+    auto const first = std::ranges::lower_bound(*received, member.offset);
+    auto const last = std::ranges::lower_bound(first, received->end(), member.offset + member.numel);
+    if (first == last) continue;
+    add_at({first, last}, member.offset, parameter, gradients[i], factor);
+  }
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,248 @@
+"""Gradients on their way: flat buffers that are exchanged while the backward pass goes on."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sparsecomm.optim.exchange import OptimizerExchange
+
+# What a parameter's gradient is multiplied by, and the parameter itself, before they are added up.
+Rates = Callable[[Tensor], tuple[float, float]]
+
+
+@dataclass(eq=False)
+class _Slot:
+    name: str
+    parameter: Tensor
+    bucket: _Bucket
+    flat: Tensor  # of the bucket's buffer
+    view: Tensor  # the same as a gradient, with the parameter's strides unless that has gaps
+    arrived: bool = False
+
+
+@dataclass(eq=False)
+class _Bucket:
+    buffer: Tensor
+    slots: list[_Slot] = field(default_factory=list)
+    missing: int = 0
+    version: int = -1  # of the buffer when its result had come
+    future: torch.futures.Future[Tensor] | None = None
+
+
+class GradientBuckets:
+    """Takes gradients as autograd accumulates them, and exchanges buckets that are complete.
+
+    Buckets go off in the same order on every rank, whatever the order in which gradients come.
+    While a gradient is on its way the parameter's ``grad`` is ``None``, so that nobody reads or
+    changes what is being exchanged; afterwards it is a view of the buffer.
+
+    Args:
+        state: what exchanges.
+        capacity: bytes of a bucket, at most, but for parameters that are larger.
+        rates: for each parameter, what its gradient is multiplied by, and the share of the
+            parameter itself that is added, before both are exchanged.
+    """
+
+    def __init__(
+        self, state: OptimizerExchange, capacity: float, rates: Rates | None = None
+    ) -> None:
+        self._state = state
+        self._capacity = capacity
+        self._rates = rates
+        self._buckets: list[_Bucket] = []
+        self._slots: dict[Tensor, _Slot] = {}
+        self._frozen: list[tuple[str, Tensor]] = []
+        self._launched = 0
+        self._pausing = False
+        self._synchronized = False
+        self._handles: list[torch.utils.hooks.RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles)
+
+    def add(self, named: list[tuple[str, Tensor]]) -> None:
+        """Makes buckets of more parameters, whose gradients come in about the opposite order."""
+        hook = _hook(weakref.ref(self))
+        self._frozen += [pair for pair in named if not pair[1].requires_grad]
+        trained = [pair for pair in named if pair[1].requires_grad]
+        for members in self._split(trained):
+            first = members[0][1]
+            numel = sum(parameter.numel() for _, parameter in members)
+            bucket = _Bucket(torch.zeros(numel, dtype=first.dtype, device=first.device))
+            bucket.missing = len(members)
+            self._buckets.append(bucket)
+            offset = 0
+            for name, parameter in members:
+                flat = bucket.buffer.narrow(0, offset, parameter.numel())
+                strides = torch.empty_like(parameter, device="meta").stride()
+                view = flat.as_strided(parameter.shape, strides)
+                slot = _Slot(name, parameter, bucket, flat, view)
+                offset += parameter.numel()
+                bucket.slots.append(slot)
+                self._slots[parameter] = slot
+                handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+
+    def _split(self, named: list[tuple[str, Tensor]]) -> list[list[tuple[str, Tensor]]]:
+        compression = self._state.compression
+        whole = compression.dense_below if compression.selects else 0
+        full: list[list[tuple[str, Tensor]]] = []
+        filling: dict[tuple[bool, torch.dtype], list[tuple[str, Tensor]]] = {}
+        for name, parameter in reversed(named):
+            # Those that are sent whole, which are small, share a bucket.
+            key = (parameter.dim() < whole, parameter.dtype)
+            members = filling.setdefault(key, [])
+            if members and sum(p.nbytes for _, p in members) + parameter.nbytes > self._capacity:
+                full.append(members)
+                members = filling[key] = []
+            members.append((name, parameter))
+        return full + [filling[key] for key in sorted(filling, key=str)]
+
+    def arrive(self, parameter: Tensor) -> None:
+        """The hook: the gradient of this backward pass is there."""
+        if self._pausing:
+            return
+        slot = self._slots[parameter]
+        if slot.arrived:
+            raise RuntimeError(
+                f"the gradient of {slot.name} came a second time before step(): a backward pass "
+                "exchanges what it computes; run all but the last one of a step within no_sync()"
+            )
+        self._synchronized = False
+        self._take(slot)
+        self._launch()
+
+    @torch.no_grad()
+    def _take(self, slot: _Slot) -> None:
+        parameter, view = slot.parameter, slot.view
+        gradient = parameter.grad
+        if gradient is not None and gradient.layout != torch.strided:
+            raise TypeError(
+                f"{slot.name} has a sparse gradient; only dense ones are compressed: use "
+                "torch.nn.Embedding(sparse=False)"
+            )
+        factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
+        if gradient is None:
+            view.zero_()
+        elif factor != 1:
+            torch.mul(gradient, factor, out=view)
+        elif gradient is not view:
+            view.copy_(gradient)
+        if share != 0:
+            view.add_(parameter, alpha=share)
+        parameter.grad = None
+        slot.arrived = True
+        slot.bucket.missing -= 1
+
+    def _launch(self) -> None:
+        while self._launched < len(self._buckets):
+            index = self._launched
+            bucket = self._buckets[index]
+            if bucket.missing > 0:
+                return
+            self._launched += 1
+            bucket.future = self._state.exchange(
+                index,
+                index == len(self._buckets) - 1,
+                bucket.buffer,
+                [slot.parameter for slot in bucket.slots],
+                [slot.flat for slot in bucket.slots],
+            )
+
+    def synchronize(self) -> None:
+        """Waits until every ``grad`` is what was exchanged; what has not come counts as zero.
+
+        Does nothing where that is so already.
+        """
+        if self._synchronized:
+            return
+        if self._pausing:
+            raise RuntimeError("gradients are not exchanged within no_sync(); leave it before")
+        for name, parameter in self._frozen:
+            if parameter.requires_grad and parameter.grad is not None:
+                raise RuntimeError(
+                    f"{name} required no gradient when the optimizer was made, and has one now: "
+                    "make the optimizer anew, or leave the parameter out and use "
+                    "add_param_group() when it is to be trained"
+                )
+        for slot in self._slots.values():
+            if not slot.arrived:
+                self._take(slot)
+        self._launch()
+        self._wait()
+        for slot in self._slots.values():
+            slot.parameter.grad = slot.view
+        for bucket in self._buckets:
+            bucket.version = bucket.buffer._version
+        self._synchronized = True
+
+    def _wait(self) -> None:
+        error: Exception | None = None
+        for bucket in self._buckets:
+            try:
+                if bucket.future is not None:
+                    bucket.future.wait()
+            except Exception as failure:
+                error = error or failure
+            bucket.future = None
+            bucket.missing = len(bucket.slots)
+            for slot in bucket.slots:
+                slot.arrived = False
+        self._launched = 0
+        if error is not None:
+            raise error
+
+    def discard(self) -> None:
+        """The gradients are not wanted: what is on its way is waited for, and forgotten."""
+        self._synchronized = False
+        if any(bucket.missing < len(bucket.slots) for bucket in self._buckets):
+            self._wait()
+
+    def finished(self) -> None:
+        """A step has used the gradients."""
+        self._synchronized = False
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Lets gradients accumulate without being exchanged."""
+        before, self._pausing = self._pausing, True
+        try:
+            yield
+        finally:
+            self._pausing = before
+
+    def add_received(self, parameters: list[Tensor], factor: float) -> None:
+        """Adds ``factor`` times its gradient to each parameter, where entries have come.
+
+        Gradients that somebody has changed since are added everywhere.
+        """
+        changed = any(bucket.buffer._version != bucket.version for bucket in self._buckets)
+        views = [self._slots[parameter].view for parameter in parameters]
+        self._state._native.add_received(parameters, views, factor, changed)
+
+    def has_result(self, parameter: Tensor) -> bool:
+        """Whether the parameter's ``grad`` is what was exchanged, and not another tensor."""
+        slot = self._slots.get(parameter)
+        return slot is not None and parameter.grad is slot.view
+
+    def give_back(self, parameter: Tensor) -> None:
+        """Makes the parameter's ``grad`` what was exchanged."""
+        parameter.grad = self._slots[parameter].view
+
+
+def _hook(reference: weakref.ref[GradientBuckets]) -> Callable[[Tensor], None]:
+    def accumulated(parameter: Tensor) -> None:
+        buckets = reference()
+        if buckets is not None:
+            buckets.arrive(parameter)
+
+    return accumulated
+
+
+def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()

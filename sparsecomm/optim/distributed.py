@@ -1,0 +1,453 @@
+"""An optimizer that exchanges gradients with the other ranks before it uses them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsecomm.compression import Compression
+from sparsecomm.hooks import CompressionState
+from sparsecomm.optim.buckets import GradientBuckets
+from sparsecomm.optim.exchange import (
+    OptimizerExchange,
+    check_parameters,
+    described_group,
+    described_parameters,
+    names_of,
+)
+from sparsecomm.transports import AUTO
+
+_SAVED = "sparsecomm"  # the key in state_dict()
+_MEBIBYTE = 1 << 20
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Makes a torch optimizer average its gradients over the ranks, without DDP.
+
+    The optimizer itself is changed, and returned: its class becomes one that derives from this and
+    from what it was, so that schedulers and whoever else holds it keep what they have. The
+    exchange of a gradient starts while the backward pass goes on, as soon as a bucket of them is
+    complete; ``step()`` waits for it. Until then ``grad`` is ``None``. Gradients are accumulated
+    over several backward passes within :meth:`no_sync`, but for the last one. To clip them, or
+    with a ``GradScaler``, call :meth:`synchronize` before.
+
+    A parameter without a gradient takes part with zeros: its ``grad`` is what the others have.
+    Every rank makes the same steps. ``state_dict()`` holds the residuals of this rank too, so every
+    rank saves its own.
+
+    With ``torch.optim.SGD`` without momentum and weight decay the update touches only the entries
+    that were received. The loss that a closure returns to ``torch.optim.LBFGS`` is averaged.
+
+    Args:
+        optimizer: any optimizer of dense gradients.
+        named_parameters: as ``model.named_parameters()`` gives them: the names for error messages
+            and checkpoints, of all of the optimizer's parameters. ``None``: the names that the
+            optimizer was made with, else numbers.
+        compression: what is sent, and how; ``Compression()`` if ``None``.
+        process_group: the ranks that exchange; the default group if ``None``.
+        average: ``False``: gradients are summed.
+        bucket_cap_mb: MiB of a bucket, whose entries are selected together; more than 0.
+            ``math.inf``: of all of the gradient, as in the papers, exchanged once it is complete.
+            Parameters that are sent whole have one of their own.
+        threads: as in :class:`CompressionState`.
+        timeout: of one exchange, and of connecting.
+        transport: what moves the bytes.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or a parameter that cannot be compressed.
+        ValueError: an argument outside its range, names that do not fit, or an optimizer that
+            exchanges already.
+        RuntimeError: there is no process group, or the ranks disagree: in the options, or in names,
+            shapes, types or values of parameters. The same text on every rank.
+    """
+
+    _base: type[torch.optim.Optimizer]
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> DistributedOptimizer:
+        if cls is not DistributedOptimizer:
+            return super().__new__(cls)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ValueError(f"this {type(optimizer).__name__} exchanges its gradients already")
+        base: Any = type(optimizer)
+        optimizer.__class__ = _distributed(base)
+        return optimizer  # type: ignore[return-value]
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        compression: Compression | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        average: bool = True,
+        bucket_cap_mb: float = 25.0,
+        threads: int | None = None,
+        timeout: timedelta | None = None,
+        transport: str = AUTO,
+    ) -> None:
+        try:
+            self._attach(
+                Compression() if compression is None else compression,
+                process_group,
+                named_parameters,
+                average=average,
+                bucket_cap_mb=bucket_cap_mb,
+                threads=threads,
+                timeout=timeout,
+                transport=transport,
+            )
+        except BaseException:
+            self.__class__ = self._base  # type: ignore[assignment]
+            raise
+
+    def _attach(
+        self,
+        compression: Compression,
+        process_group: dist.ProcessGroup | None,
+        named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+        *,
+        average: bool = True,
+        bucket_cap_mb: float = 25.0,
+        lr_in_accumulator: bool = False,
+        threads: int | None = None,
+        timeout: timedelta | None = None,
+        transport: str = AUTO,
+        saved: dict[str, Any] | None = None,
+        join: bool = True,
+    ) -> None:
+        """Begins to exchange; all of torch's part of the optimizer is there.
+
+        Args:
+            saved: what the state begins with.
+            join: ``False``: the ranks connect in the first step.
+        """
+        for name, flag in [("average", average), ("lr_in_accumulator", lr_in_accumulator)]:
+            if not isinstance(flag, bool):
+                raise TypeError(f"{name} must be True or False, not {type(flag).__name__}")
+        if isinstance(bucket_cap_mb, bool) or not isinstance(bucket_cap_mb, (int, float)):
+            raise TypeError(f"bucket_cap_mb must be a number, not {type(bucket_cap_mb).__name__}")
+        if not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is not a size; use more than 0 MiB")
+        exchange = OptimizerExchange(
+            compression,
+            process_group,
+            average=average,
+            threads=threads,
+            timeout=timeout,
+            transport=transport,
+        )
+        self._lr_in_accumulator = lr_in_accumulator
+        for group in self.param_groups:
+            self._check_rates(group)
+        if lr_in_accumulator and compression.clip_norm is not None:
+            raise ValueError(
+                f"lr_in_accumulator=True and clip_norm={compression.clip_norm} exclude each other: "
+                "a norm is of gradients, and what is accumulated is lr times that"
+            )
+        named = self._named(named_parameters)
+        check_parameters(named)
+        exchange._name([(name, p) for name, p in named if p.requires_grad])
+        exchange._pending = saved
+        if join:
+            exchange.compare(self._agreed(named, bucket_cap_mb))
+            exchange._connect()
+        self._group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
+        rates = _rates(weakref.ref(self)) if lr_in_accumulator else None
+        self._exchange = exchange
+        self._parameter_names = [name for name, _ in named]
+        self._buckets = GradientBuckets(exchange, bucket_cap_mb * _MEBIBYTE, rates)
+        self._buckets.add(named)
+        # Without the tensors: what an unpickled optimizer is attached with.
+        self._exchange_arguments = {
+            "compression": compression,
+            "process_group": process_group,
+            "average": average,
+            "bucket_cap_mb": bucket_cap_mb,
+            "lr_in_accumulator": lr_in_accumulator,
+            "threads": threads,
+            "timeout": timeout,
+            "transport": transport,
+        }
+        self._hidden: list[Tensor] = []
+        self._patch_step_function()
+        _patch_again(self)
+        handle = self.register_step_pre_hook(_before_step)
+        # So that everybody else's see what was exchanged.
+        self._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+
+    @property
+    def exchange(self) -> CompressionState:
+        """What exchanges: ``density``, ``stats()``, ``follow(scaler)``, and the residuals."""
+        return self._exchange
+
+    def synchronize(self) -> None:
+        """Waits until every ``grad`` is the average over the ranks; ``step()`` does so itself.
+
+        In between they may be looked at, clipped, or unscaled by a ``GradScaler``; what has been
+        changed is applied as it is then. Gradients of parameters that were not used count as zeros.
+
+        Raises:
+            RuntimeError: within :meth:`no_sync`, or the exchange failed; what was to be sent
+                is in the residuals then, and every ``grad`` is ``None``.
+        """
+        self._buckets.synchronize()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Returns a context in which backward passes only accumulate, as DDP's."""
+        return self._buckets.pause()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """As torch's, with what the ranks exchanged; waits for it, see :meth:`synchronize`.
+
+        A closure is called as often as the optimizer likes, and what it computed is exchanged each
+        time.
+        """
+        base: Any = self._base.step
+        if getattr(base, "hooked", False):
+            base = base.__wrapped__  # the hooks have been called
+
+        def exchanged() -> Any:
+            assert closure is not None
+            loss = closure()
+            self.synchronize()
+            self._add_received()
+            if isinstance(self, torch.optim.LBFGS):
+                return _mean(loss, self.exchange._process_group)
+            return loss
+
+        try:
+            if closure is not None:
+                return base(self, exchanged)
+            self.synchronize()
+            self._add_received()
+            return base(self)
+        finally:
+            for parameter in self._hidden:
+                self._buckets.give_back(parameter)
+            self._hidden.clear()
+            self._buckets.finished()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; gradients that are being exchanged are waited for, and forgotten."""
+        self._buckets.discard()
+        super().zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's; on every rank alike, between two steps. It compares what the ranks add."""
+        super().add_param_group(param_group)
+        if "_buckets" not in self.__dict__:
+            return  # torch's constructor
+        try:
+            self._extend(self.param_groups[-1])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _extend(self, group: dict[str, Any]) -> None:
+        self._check_rates(group)
+        every = self._named(None, self._parameter_names)
+        added = every[len(self._parameter_names) :]
+        check_parameters(added)
+        self._exchange.compare(
+            described_group(len(self.param_groups) - 1, group) | described_parameters(added)
+        )
+        trained = [(name, parameter) for name, parameter in added if parameter.requires_grad]
+        densities = self._exchange.compression.densities_of(every)
+        own = {parameter for _, parameter in trained}
+        self._exchange._native.add_parameters(
+            trained, [(parameter, density) for parameter, density in densities if parameter in own]
+        )
+        self._group_of |= dict.fromkeys(group["params"], len(self.param_groups) - 1)
+        self._buckets.add(added)
+        self._parameter_names += [name for name, _ in added]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns torch's, and under ``"sparsecomm"`` what the exchange keeps on this rank."""
+        return {**super().state_dict(), _SAVED: self._exchange.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restores what :meth:`state_dict` returned on the same rank.
+
+        Raises:
+            ValueError: it is of another kind of optimizer, rank, number of ranks or model. Where
+                there are no residuals to load, ``torch.optim.Optimizer.load_state_dict(self,
+                state_dict)`` takes the state of a plain optimizer.
+        """
+        if _SAVED not in state_dict:
+            raise ValueError(
+                f"the state_dict has no {_SAVED!r}: it is of an optimizer that exchanged nothing; "
+                "torch.optim.Optimizer.load_state_dict(optimizer, state_dict) loads it, and leaves "
+                "the residuals as they are"
+            )
+        self._exchange.load_state_dict(state_dict[_SAVED])
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != _SAVED})
+
+    def __repr__(self) -> str:
+        compression = self._exchange.compression
+        return (
+            super().__repr__().removesuffix(")")
+            + f"Exchange\n    algorithm: {compression.algorithm}\n"
+            + f"    density: {compression.density:g}\n)"
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._exchange_arguments["process_group"] is not None:
+            raise TypeError(
+                f"this {type(self).__name__} has a process group of its own, which cannot be "
+                "pickled or copied; save state_dict() instead, or use the default group"
+            )
+        return {
+            **super().__getstate__(),
+            "_exchange_arguments": self._exchange_arguments,
+            "_exchange_names": self._parameter_names,
+            "_exchange_saved": self._exchange.state_dict(),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        own = {key: value for key, value in state.items() if key.startswith("_exchange_")}
+        super().__setstate__({key: value for key, value in state.items() if key not in own})
+        if not own:
+            return  # torch's load_state_dict()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        self._attach(
+            **own["_exchange_arguments"],
+            named_parameters=list(zip(own["_exchange_names"], parameters, strict=True)),
+            saved=own["_exchange_saved"],
+            join=False,
+        )
+
+    def _named(
+        self,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
+        known: Iterable[str] = (),
+    ) -> list[tuple[str, Tensor]]:
+        """All parameters with their names, of which the first ones are known."""
+        parameters: list[Tensor] = []
+        names = list(known)
+        for group in self.param_groups:
+            given = group.get("param_names")
+            for i, parameter in enumerate(group["params"]):
+                parameters.append(parameter)
+                if len(parameters) > len(names):
+                    names.append(given[i] if given else f"parameter.{len(names)}")
+        if named_parameters is not None:
+            names = names_of(named_parameters, parameters)
+        if len(set(names)) < len(names):
+            twice = sorted({name for name in names if names.count(name) > 1})
+            raise ValueError(f"{', '.join(twice)} names more than one parameter of the optimizer")
+        return list(zip(names, parameters, strict=True))
+
+    def _check_rates(self, group: dict[str, Any]) -> None:
+        if self._lr_in_accumulator and group["momentum"] != 0:
+            raise ValueError(
+                f"lr_in_accumulator=True and momentum={group['momentum']} exclude each other: what "
+                "arrives is the update itself; use momentum=0, or "
+                "DistributedOptimizer(torch.optim.SGD(...), compression=Compression(momentum=...))"
+            )
+
+    def _agreed(self, named: list[tuple[str, Tensor]], bucket_cap_mb: float) -> dict[str, str]:
+        """What the ranks must agree on, by name."""
+        entries = {
+            "optimizer": type(self).__name__,
+            "bucket_cap_mb": f"{bucket_cap_mb:g}",
+            "lr_in_accumulator": str(self._lr_in_accumulator),
+        }
+        for i, group in enumerate(self.param_groups):
+            entries |= described_group(i, group)
+        return entries | described_parameters(named)
+
+    @torch.no_grad()
+    def _add_received(self) -> None:
+        """Makes the updates that are not dense, and hides their gradients from torch's step."""
+        for group in self.param_groups:
+            self._check_rates(group)
+            if not self._adds(group):
+                continue
+            parameters = [p for p in group["params"] if self._buckets.has_result(p)]
+            factor = 1.0 if self._lr_in_accumulator else float(group["lr"])
+            rises = group["maximize"] and not self._lr_in_accumulator
+            self._buckets.add_received(parameters, factor if rises else -factor)
+            for parameter in parameters:
+                parameter.grad = None
+            self._hidden += parameters
+
+    def _adds(self, group: dict[str, Any]) -> bool:
+        """Whether the update is no more than a multiple of the gradient."""
+        if self._lr_in_accumulator:
+            return True
+        if self._base is not torch.optim.SGD:
+            return False
+        return not (
+            group["momentum"] or group["weight_decay"] or group["fused"] or group["differentiable"]
+        )
+
+
+@functools.cache
+def _distributed(base: Any) -> type[DistributedOptimizer]:
+    def reduce(self: DistributedOptimizer, _: object) -> tuple[Any, ...]:
+        return _made_again, (base,), self.__getstate__()
+
+    attributes = {"_base": base, "__reduce_ex__": reduce, "__doc__": base.__doc__}
+    return type(f"Distributed{base.__name__}", (DistributedOptimizer, base), attributes)
+
+
+def _made_again(base: Any) -> DistributedOptimizer:
+    cls = _distributed(base)
+    return cls.__new__(cls)
+
+
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    assert isinstance(optimizer, DistributedOptimizer)
+    if len(args) < 2 and kwargs.get("closure") is None:
+        optimizer.synchronize()
+
+
+def _patch_again(optimizer: DistributedOptimizer) -> None:
+    """A scheduler notes calls of the step that the optimizer had when it was made; see torch's."""
+    if "step" not in vars(optimizer):
+        return
+    reference = weakref.ref(optimizer)
+    step: Any = type(optimizer).step
+
+    @functools.wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        self: Any = reference()
+        self._opt_called = True
+        return step(self, *args, **kwargs)
+
+    noted._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = noted  # type: ignore[method-assign]
+
+
+def _mean(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
+    total = torch.as_tensor(loss).detach().clone()
+    dist.all_reduce(total, group=group)
+    return total / dist.get_world_size(group)
+
+
+def _rates(reference: weakref.ref[DistributedOptimizer]) -> Callable[[Tensor], tuple[float, float]]:
+    """For each parameter, by its group as it is now, what the accumulator takes."""
+
+    def rates(parameter: Tensor) -> tuple[float, float]:
+        optimizer = reference()
+        assert optimizer is not None
+        group = optimizer.param_groups[optimizer._group_of[parameter]]
+        rate = float(group["lr"])
+        return -rate if group["maximize"] else rate, rate * float(group["weight_decay"])
+
+    return rates

@@ -1,0 +1,150 @@
+"""What an optimizer's gradients are exchanged with, and what the ranks compare before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sparsecomm import _C
+from sparsecomm.compression import Compression
+from sparsecomm.hooks import CompressionState
+
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+_SHOWN = 8  # differences between ranks
+
+
+class OptimizerExchange(CompressionState):
+    """The state of an optimizer's exchange."""
+
+    def __init__(
+        self,
+        compression: Compression,
+        process_group: dist.ProcessGroup | None,
+        *,
+        average: bool,
+        threads: int | None,
+        timeout: timedelta | None,
+        transport: str,
+    ) -> None:
+        self._average = average
+        self._pending: dict[str, Any] | None = None
+        super().__init__(
+            compression, process_group, threads=threads, timeout=timeout, transport=transport
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() if self._pending is None else self._pending
+
+    def _connect(self) -> None:
+        super()._connect()
+        if self._pending is not None:
+            saved, self._pending = self._pending, None
+            self.load_state_dict(saved)
+
+    def exchange(
+        self, index: int, last: bool, buffer: Tensor, parameters: list[Tensor], views: list[Tensor]
+    ) -> torch.futures.Future[Tensor]:
+        self._connect()
+        work = self._native.exchange(index, last, buffer, parameters, views)
+        future: torch.futures.Future[Tensor] = work.get_future()
+        return future
+
+    def compare(self, mine: dict[str, str]) -> None:
+        """Raises the same error on every rank of the group unless all have the same."""
+        _, size = self._place()
+        every: list[dict[str, str]] = [{}] * size
+        options = {name: repr(value) for name, value in vars(self._compression).items()}
+        options["average"] = str(self._average)
+        dist.all_gather_object(every, options | mine, group=self._process_group)
+        differing = []
+        for key in dict.fromkeys(key for entries in every for key in entries):
+            ranks: dict[str, list[int]] = {}
+            for rank, entries in enumerate(every):
+                ranks.setdefault(entries.get(key, "nothing"), []).append(rank)
+            if len(ranks) > 1:
+                values = (f"{value} on rank{_join(who)}" for value, who in ranks.items())
+                differing.append(f"{key}: {' but '.join(values)}")
+        if differing:
+            more = len(differing) - _SHOWN
+            raise RuntimeError(
+                "ranks disagree: "
+                + "; ".join(differing[:_SHOWN])
+                + (f"; and {more} more" if more > 0 else "")
+                + ". Make the same optimizer on every rank, of a model with the same parameters: "
+                "seed all ranks alike, or broadcast the parameters from one"
+            )
+
+
+def check_parameters(named: list[tuple[str, Tensor]]) -> None:
+    """Raises TypeError unless all that are trained can be compressed, by one device."""
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    for name, parameter in trained:
+        if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
+            raise TypeError(
+                f"{name} is a parameter of {parameter.dtype}, {parameter.layout}, whose gradient "
+                "cannot be exchanged sparsely; it must be dense and float32, float64, float16 or "
+                "bfloat16"
+            )
+        if parameter.device != trained[0][1].device:
+            raise TypeError(
+                f"{name} is on {parameter.device}, but {trained[0][0]} on {trained[0][1].device}; "
+                "put all parameters of an optimizer on one device"
+            )
+
+
+def names_of(named_parameters: Iterable[tuple[str, Tensor]], parameters: list[Tensor]) -> list[str]:
+    """The parameters' names."""
+    names: dict[Tensor, str] = {}
+    for pair in named_parameters:
+        if not (
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], str)
+            and isinstance(pair[1], Tensor)
+        ):
+            raise TypeError(
+                "named_parameters must hold pairs of a name and a tensor, as "
+                f"model.named_parameters() does, not {type(pair).__name__}"
+            )
+        names[pair[1]] = pair[0]
+    missing = [parameter for parameter in parameters if parameter not in names]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} of the optimizer's {len(parameters)} parameters are not among "
+            f"named_parameters, the first of shape {list(missing[0].shape)}; give it the "
+            "named_parameters() of all models that the optimizer trains"
+        )
+    return [names[parameter] for parameter in parameters]
+
+
+def described_group(number: int, group: dict[str, Any]) -> dict[str, str]:
+    """The options of a parameter group, which ranks must agree on."""
+    return {
+        f"{key} of parameter group {number}": f"{value.item() if _is_number(value) else value}"
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }
+
+
+def described_parameters(named: list[tuple[str, Tensor]]) -> dict[str, str]:
+    """Parameters, which ranks must agree on, their values included."""
+    entries = {}
+    for name, parameter in named:
+        kind = f"{parameter.dtype} {list(parameter.shape)} of strides {list(parameter.stride())}"
+        entries[name] = kind if parameter.requires_grad else f"{kind}, without a gradient"
+        values = parameter.detach().cpu().contiguous()
+        entries[f"the values of {name}"] = f"{_C.checksum(values):016x}"
+    return entries
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def _join(ranks: list[int]) -> str:
+    return (" " if len(ranks) == 1 else "s ") + ", ".join(map(str, ranks))

@@ -1,0 +1,193 @@
+"""torch's SGD, Adam and AdamW that exchange sparse gradients, by method."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
+
+from sparsecomm.compression import Compression, CompressionOptions, SelectionOptions
+from sparsecomm.optim.distributed import DistributedOptimizer
+
+
+class ExchangeOptions(SelectionOptions, total=False):
+    """What optimizers take by keyword, of :class:`DistributedOptimizer` and :class:`Compression`.
+
+    All but ``momentum`` of the latter, which is torch's.
+    """
+
+    density: float
+    process_group: dist.ProcessGroup | None
+    average: bool
+    bucket_cap_mb: float
+    threads: int | None
+    timeout: timedelta | None
+    transport: str
+
+
+class _Method(DistributedOptimizer):
+    _algorithm: ClassVar[str]
+    _defaults: ClassVar[CompressionOptions] = {}
+
+    def _begin(self, options: ExchangeOptions, lr_in_accumulator: bool = False) -> None:
+        given: dict[str, Any] = {**self._defaults, **options}
+        others = {name: given.pop(name) for name in list(given) if name in _OF_THE_EXCHANGE}
+        self._attach(
+            Compression(algorithm=self._algorithm, **given),
+            others.pop("process_group", None),
+            lr_in_accumulator=lr_in_accumulator,
+            **others,
+        )
+
+
+_OF_THE_EXCHANGE = (
+    *("process_group", "average", "bucket_cap_mb"),
+    *("threads", "timeout", "transport"),
+)
+
+
+class _SparseSGD(_Method, torch.optim.SGD):
+    _base = torch.optim.SGD
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        lr_in_accumulator: bool = False,
+        **options: Unpack[ExchangeOptions],
+    ) -> None:
+        torch.optim.SGD.__init__(
+            self,
+            params,
+            lr,
+            momentum,
+            dampening,
+            weight_decay,
+            nesterov,
+            maximize=maximize,
+            foreach=foreach,
+            fused=fused,
+        )
+        self._begin(options, lr_in_accumulator)
+
+
+class TopkSGD(_SparseSGD):
+    """SGD that exchanges every rank's top k and applies their union.
+
+    With ``select="bucket"``, ``lr_in_accumulator=True`` and ``average=False`` it is SparCML's
+    Algorithm 1 without quantisation (Renggli et al. 2019), which sums and takes the largest of
+    every 512 entries.
+
+    ``params``, ``lr``, ``momentum``, ``dampening``, ``weight_decay``, ``nesterov``, ``maximize``,
+    ``foreach`` and ``fused`` are ``torch.optim.SGD``'s; at density 1 so is the result. Without
+    momentum and weight decay a step changes the entries that were received, and no other.
+    ``params`` may be ``model.named_parameters()``, whose names then are in errors and checkpoints.
+
+    Args:
+        lr_in_accumulator: residuals hold ``lr`` times the gradient, by the ``lr`` of each step, and
+            what arrives is the update, which is applied where entries were received.
+            ``weight_decay`` is part of the gradient then, and ``momentum`` must be 0. ``False``:
+            residuals hold the gradient, and ``lr`` is that of the step in which an entry arrives.
+        options: ``density`` (0.01), and what :class:`DistributedOptimizer` and :class:`Compression`
+            take by keyword, but for ``momentum``.
+
+    Raises:
+        TypeError: an argument of the wrong kind, or a parameter that cannot be compressed.
+        ValueError: an argument outside its range.
+        RuntimeError: there is no process group, or ranks disagree: see
+            :class:`DistributedOptimizer`.
+    """
+
+    _algorithm = "topk_a"
+
+
+class QuantizedTopkSGD(_SparseSGD):
+    """SGD that exchanges the top k of every 512 entries in few bits: SparCML's Algorithm 1.
+
+    As in the paper with ``lr_in_accumulator=True`` and ``average=False`` (Renggli et al. 2019);
+    what rounding takes is kept in the residual. ``quantize`` says 2, 4 (the default) or 8 bits.
+    Arguments and errors are those of :class:`TopkSGD`.
+    """
+
+    _algorithm = "topk_a"
+    _defaults: ClassVar[CompressionOptions] = {"select": "bucket", "quantize": 4}
+
+
+class OkTopkSGD(_SparseSGD):
+    """SGD that applies the k largest entries of the ranks' sum, by Ok-Topk's O(k) allreduce.
+
+    With ``lr_in_accumulator=True`` and ``bucket_cap_mb=math.inf`` it is Algorithm 2 of Li and
+    Hoefler 2022. Arguments and errors are those of :class:`TopkSGD`.
+    """
+
+    _algorithm = "oktopk"
+
+
+class _SparseAdam(_Method):
+    _algorithm = "oktopk"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float | Tensor, float | Tensor] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float | None = None,
+        amsgrad: bool = False,
+        *,
+        foreach: bool | None = None,
+        maximize: bool = False,
+        capturable: bool = False,
+        fused: bool | None = None,
+        **options: Unpack[ExchangeOptions],
+    ) -> None:
+        decay = {} if weight_decay is None else {"weight_decay": weight_decay}
+        base: Any = self._base
+        base.__init__(
+            self,
+            params,
+            lr,
+            betas,
+            eps,
+            amsgrad=amsgrad,
+            foreach=foreach,
+            maximize=maximize,
+            capturable=capturable,
+            fused=fused,
+            **decay,
+        )
+        self._begin(options)
+
+
+class OkTopkAdam(_SparseAdam, torch.optim.Adam):
+    """Adam on gradients that Ok-Topk exchanges (Li and Hoefler 2022, section 5).
+
+    ``first_moment=betas[0]`` chooses entries by the local first moment, which is steadier than the
+    gradient. The arguments before ``options`` are ``torch.optim.Adam``'s; ``options`` and errors
+    are as in :class:`TopkSGD`. ``weight_decay`` is 0 unless given.
+    """
+
+    _base = torch.optim.Adam
+
+
+class OkTopkAdamW(_SparseAdam, torch.optim.AdamW):
+    """AdamW on gradients that Ok-Topk exchanges, as :class:`OkTopkAdam`.
+
+    ``weight_decay`` is 0.01 unless given, as that of ``torch.optim.AdamW``, and is applied densely,
+    to the parameters.
+    """
+
+    _base = torch.optim.AdamW

@@ -1,0 +1,670 @@
+"""The optimizers: what they exchange and apply, keep, save and refuse."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, flat, gathered, make_model
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from sparsecomm import Compression, ThresholdSchedule
+from sparsecomm.optim import (
+    DistributedOptimizer,
+    OkTopkAdam,
+    OkTopkAdamW,
+    OkTopkSGD,
+    QuantizedTopkSGD,
+    TopkSGD,
+)
+
+SMALL = 0.005  # MiB of a bucket: several for the model of the tests
+
+
+def backward(model: nn.Module, step: int) -> Tensor:
+    dtype = next(model.parameters()).dtype
+    loss: Tensor = model(batch(step, dtype=dtype)).square().mean()
+    loss.backward()
+    return loss
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(model, step)
+        optimizer.step()
+
+
+def averaged(model: nn.Module) -> None:
+    """What a dense exchange would do."""
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+def train_averaged(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        backward(model, step)
+        averaged(model)
+        optimizer.step()
+
+
+def assert_same(result: nn.Module, expected: nn.Module, what: object) -> None:
+    """Bit for bit where P divides exactly."""
+    found, wanted = flat(result.parameters()), flat(expected.parameters())
+    assert all(torch.equal(other, found) for other in gathered(found)), what
+    if dist.get_world_size() <= 2:
+        assert torch.equal(found, wanted), what
+    else:
+        torch.testing.assert_close(found, wanted)
+
+
+# ---- what is exchanged and applied
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    named = list(model.named_parameters())
+    return [{"params": named[:3], "lr": 0.02}, {"params": named[3:]}]
+
+
+def check_density_one_is_torch() -> None:
+    sgd, adam, adamw = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
+    momentum = {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01}
+    cases: list[tuple[Any, Any, dict[str, Any]]] = [
+        (TopkSGD, sgd, {}),
+        (OkTopkSGD, sgd, {"maximize": True}),
+        (OkTopkSGD, sgd, {**momentum, "foreach": True}),
+        (TopkSGD, sgd, {"momentum": 0.9, "dampening": 0.1, "maximize": True, "foreach": False}),
+        (OkTopkAdam, adam, {"amsgrad": True, "foreach": True}),
+        (OkTopkAdamW, adamw, {"weight_decay": 0.1}),
+        (None, torch.optim.RMSprop, {"momentum": 0.9}),
+        (None, torch.optim.Adagrad, {}),
+        (None, sgd, {}),
+    ]
+    # Where sums are rounded in another order, adaptive rates make much of it.
+    dtype = torch.float32 if dist.get_world_size() <= 2 else torch.float64
+    for kind, base, arguments in cases:
+        plain, model = make_model(dtype=dtype), make_model(dtype=dtype)
+        expected = base(groups_of(plain), lr=0.1, **arguments)
+        if kind is None:
+            optimizer = base(groups_of(model), lr=0.1, **arguments)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)  # before and after
+            same = DistributedOptimizer(
+                optimizer, compression=Compression(density=1.0), bucket_cap_mb=SMALL
+            )
+            assert same is optimizer
+        else:
+            optimizer = kind(
+                groups_of(model), lr=0.1, density=1.0, bucket_cap_mb=SMALL, **arguments
+            )
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        assert isinstance(optimizer, (base, DistributedOptimizer))
+        expected_schedule = torch.optim.lr_scheduler.StepLR(expected, 2)
+        for step in range(4):
+            train(model, optimizer, [step])
+            train_averaged(plain, expected, [step])
+            schedule.step()
+            expected_schedule.step()
+        assert_same(model, plain, (kind, base, arguments))
+        assert optimizer.param_groups[0]["lr"] == expected.param_groups[0]["lr"]
+
+
+def check_dtypes() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        plain, model = make_model(dtype=dtype), make_model(dtype=dtype)
+        train(model, OkTopkSGD(model.named_parameters(), lr=0.1, density=1.0), range(3))
+        train_averaged(plain, torch.optim.SGD(plain.parameters(), lr=0.1), range(3))
+        if dtype == torch.float64:
+            assert_same(model, plain, dtype)
+        else:  # all_reduce rounds sums
+            torch.testing.assert_close(
+                flat(model.parameters()), flat(plain.parameters()), rtol=2e-2, atol=2e-2
+            )
+
+
+class Weights(nn.Module):
+    """Whose gradients are what the test says, whatever the weights are."""
+
+    def __init__(self, *values: Tensor) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([nn.Parameter(value.clone()) for value in values])
+
+    def backward(self, gradients: Iterable[Tensor]) -> None:
+        total: Any = 0
+        for weight, gradient in zip(self.weights, gradients, strict=True):
+            total = total + (weight * gradient).sum()
+        total.backward()
+
+
+def check_only_what_was_received_is_touched() -> None:
+    """A dense pass would make a signalling NaN a quiet one."""
+    torch.manual_seed(0)
+    signalling = torch.full((64, 33), 0x7FA00001, dtype=torch.int32)
+    transposed = torch.empty(6, 8, 3, 5).to(memory_format=torch.channels_last)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for arguments, dense in [
+        ({"lr": 0.5}, False),
+        ({"lr": 0.5, "maximize": True}, False),
+        ({"lr": 0.5, "lr_in_accumulator": True}, False),
+        ({"lr": 0.5, "momentum": 0.9}, True),
+    ]:
+        start = [torch.randn(64, 33), transposed.normal_()]
+        model = Weights(*start)
+        optimizer = OkTopkSGD(
+            model.named_parameters(), density=0.05, select="exact", dense_below=0, **arguments
+        )
+        for _ in range(3):
+            before = [weight.detach().clone() for weight in model.weights]
+            model.backward(
+                [
+                    torch.randn(64, 33, generator=generator),
+                    torch.randn(6, 8, 3, 5, generator=generator),
+                ]
+            )
+            optimizer.synchronize()
+            gradients = [weight.grad for weight in model.weights]
+            masks = [gradient != 0 for gradient in gradients]
+            assert 0 < sum(int(mask.sum()) for mask in masks) < 0.2 * 2832
+            # What has come is not in these places.
+            hole = model.weights[0].data.view(torch.int32)
+            hole[~masks[0]] = signalling[~masks[0]]
+            optimizer.step()
+            assert all(
+                weight.grad is gradient
+                for weight, gradient in zip(model.weights, gradients, strict=True)
+            )
+            after = model.weights[0].data.view(torch.int32)[~masks[0]]
+            assert torch.equal(after, signalling[~masks[0]]) != dense, arguments
+            if not dense:
+                factor = -0.5 if "maximize" not in arguments else 0.5
+                factor = -1.0 if "lr_in_accumulator" in arguments else factor
+                for weight, old, gradient, mask in zip(
+                    model.weights, before, gradients, masks, strict=True
+                ):
+                    expected = old.add(gradient, alpha=factor)
+                    assert torch.equal(weight.data[mask], expected[mask])
+            model.weights[0].data.copy_(before[0])
+            optimizer.zero_grad()
+    # What somebody changed in between is applied where it stands.
+    model = Weights(torch.zeros(4, 4))
+    optimizer = OkTopkSGD(model.parameters(), lr=1.0, density=0.1)
+    model.backward([torch.eye(4)])
+    optimizer.synchronize()
+    model.weights[0].grad += 1
+    expected = -model.weights[0].grad
+    optimizer.step()
+    assert torch.equal(model.weights[0].data, expected)
+
+
+def top(x: Tensor, k: int) -> Tensor:
+    """All but the k largest are zero."""
+    chosen = torch.zeros_like(x)
+    chosen[x.abs().topk(k).indices] = 1
+    return x * chosen
+
+
+def check_the_papers_algorithms() -> None:
+    """001's Algorithm 1, 003's Algorithm 2, and both with the rate outside, in lines of torch."""
+    size, rank, n, k = dist.get_world_size(), dist.get_rank(), 1024, 16
+
+    def gradient(step: int) -> Tensor:
+        return torch.randn(n, generator=torch.Generator().manual_seed(100 * step + rank))
+
+    def split(x: Tensor) -> list[Tensor]:
+        return [x[:512], x[512:]]
+
+    for kind, inside, decay in [
+        (TopkSGD, True, 0.0),
+        (TopkSGD, False, 0.0),
+        (OkTopkSGD, True, 0.0),
+        (OkTopkSGD, True, 0.01),
+        (OkTopkSGD, False, 0.0),
+    ]:
+        average = kind is OkTopkSGD
+        weights = torch.linspace(-1, 1, n)
+        model = Weights(*split(weights))
+        options = (
+            {"select": "bucket"} if kind is TopkSGD else {"schedule": ThresholdSchedule.exact()}
+        )
+        optimizer = kind(
+            model.named_parameters(),
+            lr=0.1,
+            weight_decay=decay,
+            density=k / n,
+            dense_below=0,
+            bucket_cap_mb=math.inf,
+            average=average,
+            lr_in_accumulator=inside,
+            **options,
+        )
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        residual = torch.zeros(n)
+        for step in range(6):
+            rate = 0.1 * 0.7**step
+            optimizer.zero_grad()
+            model.backward(split(gradient(step)))
+            optimizer.step()
+            schedule.step()
+            accumulator = residual + (rate if inside else 1) * (gradient(step) + decay * weights)
+            if kind is TopkSGD:
+                # Buckets begin with the parameter whose gradient comes first, the last one.
+                selected = torch.cat([top(part, k // 2) for part in split(accumulator)])
+            else:
+                selected = top(accumulator, k)
+            total = sum(gathered(selected))
+            if kind is OkTopkSGD:
+                total = top(total, k)
+                selected = torch.where(total != 0, selected, 0)
+            residual = accumulator - selected
+            weights = weights - (1 if inside else rate) * total / (size if average else 1)
+            torch.testing.assert_close(
+                flat(model.parameters()), weights, rtol=1e-5, atol=1e-6, msg=f"{kind} {inside}"
+            )
+
+
+def check_conservation() -> None:
+    """What arrives, and what every rank keeps, is all that there was."""
+    size = dist.get_world_size()
+    for make in (
+        lambda model: QuantizedTopkSGD(model.named_parameters(), lr=0.1, bucket_cap_mb=SMALL),
+        lambda model: OkTopkAdam(model.named_parameters(), density=0.05, first_moment=0.9),
+        lambda model: DistributedOptimizer(
+            torch.optim.Adagrad(model.parameters()), model.named_parameters()
+        ),
+    ):
+        model = make_model()
+        optimizer = make(model)
+        carried = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
+        for step in range(4):
+            optimizer.zero_grad()
+            reference = copy.deepcopy(model)
+            backward(model, step)
+            assert all(p.grad is None for p in model.parameters()), "still on their way"
+            backward(reference, step)
+            optimizer.step()
+            carried += sum(gathered(flat([p.grad for p in reference.parameters()]).double()))
+            carried -= size * flat([p.grad for p in model.parameters()]).double()
+        residuals = optimizer.state_dict()["sparsecomm"]["residuals"]
+        kept = flat([residuals[name] for name, _ in model.named_parameters()]).double()
+        torch.testing.assert_close(sum(gathered(kept)), carried, rtol=1e-5, atol=1e-5)
+        assert optimizer.exchange.stats()["steps"] == 4
+
+
+# ---- steps of other kinds
+
+
+def check_overlap_accumulation_and_unused() -> None:
+    plain, model = make_model(), make_model()
+    expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = OkTopkSGD(
+        model.named_parameters(), lr=0.1, momentum=0.9, density=1.0, bucket_cap_mb=SMALL
+    )
+    # The exchange of the last layers begins before the first one's gradient is there.
+    launched = []
+    first = next(model.parameters())
+    handle = first.register_hook(lambda _: launched.append(optimizer._buckets._launched))
+    train(model, optimizer, range(1))
+    train_averaged(plain, expected, range(1))
+    handle.remove()
+    assert 0 < launched[0] < len(optimizer._buckets._buckets)
+
+    # Accumulated, with and without a gradient there before.
+    for keep in (False, True):
+        optimizer.zero_grad(set_to_none=keep)
+        expected.zero_grad()
+        with optimizer.no_sync():
+            backward(model, 1)
+            backward(model, 2)
+            with pytest.raises(RuntimeError, match="within no_sync"):
+                optimizer.step()
+        for step in (1, 2, 3):
+            backward(plain, step)
+        backward(model, 3)
+        averaged(plain)
+        expected.step()
+        optimizer.step()
+        assert_same(model, plain, keep)
+
+    # Rank 0 uses only the first layers, and then no layer at all: zeros.
+    for used in (4, 0):
+        optimizer.zero_grad()
+        expected.zero_grad()
+        for one in (model, plain):
+            layers: Any = one[:used] if dist.get_rank() == 0 else one
+            if used or dist.get_rank() > 0:
+                layers(batch(9)).square().mean().backward()
+        for parameter in plain.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        averaged(plain)
+        expected.step()
+        optimizer.step()
+        assert_same(model, plain, used)
+
+    backward(model, 5)
+    with pytest.raises(RuntimeError, match=r"8\.bias came a second time before step"):
+        backward(model, 5)
+    # Forgotten on every rank alike.
+    optimizer.zero_grad()
+    expected.zero_grad()
+    train(model, optimizer, [7])
+    train_averaged(plain, expected, [7])
+    assert_same(model, plain, "after a discarded step")
+
+
+def check_closures_and_hooks() -> None:
+    def closure_of(
+        model: nn.Module, optimizer: torch.optim.Optimizer, dense: bool
+    ) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = backward(model, 0)
+            if dense:
+                averaged(model)
+                dist.all_reduce(loss := loss.detach())
+                loss /= dist.get_world_size()
+            return loss
+
+        return closure
+
+    plain, model = make_model(), make_model()
+    expected = torch.optim.LBFGS(plain.parameters(), lr=0.5, max_iter=5)
+    optimizer: Any = DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=5),
+        compression=Compression(density=1.0),
+    )
+    for _ in range(2):
+        expected.step(closure_of(plain, expected, True))
+        optimizer.step(closure_of(model, optimizer, False))
+    assert_same(model, plain, "LBFGS")
+
+    # Hooks, torch's, see what was exchanged; a closure's own loss is returned.
+    model = make_model()
+    optimizer = TopkSGD(model.named_parameters(), lr=0.1, density=0.05)
+    seen: list[str] = []
+
+    def before(_: Any, *__: Any) -> None:
+        assert all(p.grad is not None for p in model.parameters())
+        seen.append("before")
+
+    def after(_: Any, *__: Any) -> None:
+        assert all(p.grad is not None for p in model.parameters())
+        seen.append("after")
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    train(model, optimizer, range(2))
+    assert seen == ["before", "after"] * 2
+    loss = optimizer.step(closure=closure_of(model, optimizer, False))
+    assert loss.requires_grad, "the closure's own"
+
+    # Clipped, or unscaled, in between; a second synchronize() exchanges nothing.
+    optimizer.zero_grad()
+    backward(model, 3)
+    optimizer.synchronize()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    assert norm > 1e-3
+    assert all(torch.equal(other, norm) for other in gathered(norm))
+    old = flat(model.parameters())
+    optimizer.step()
+    assert math.isclose((flat(model.parameters()) - old).norm(), 1e-4, rel_tol=1e-2)
+    assert optimizer.exchange.stats()["steps"] == 4
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer.exchange.follow(scaler)
+    for poison in (False, True):
+        optimizer.zero_grad()
+        old = flat(model.parameters())
+        loss = model(batch(4)).square().mean()
+        scaler.scale(loss * (math.inf if poison and dist.get_rank() == 0 else 1)).backward()
+        optimizer.synchronize()
+        scaler.step(optimizer)
+        scaler.update()
+        assert torch.equal(flat(model.parameters()), old) == poison
+
+
+# ---- state
+
+
+def check_resume_and_copies() -> None:
+    for make in (
+        lambda model: OkTopkSGD(
+            model.named_parameters(), lr=0.1, momentum=0.9, density=0.05, bucket_cap_mb=SMALL
+        ),
+        lambda model: DistributedOptimizer(
+            torch.optim.Adam(model.parameters()), compression=Compression(density=0.05)
+        ),
+    ):
+        model = make_model()
+        optimizer: Any = make(model)
+        train(model, optimizer, range(4))
+        file = io.BytesIO()
+        torch.save([model.state_dict(), optimizer.state_dict()], file)
+        pickled = pickle.dumps([model, optimizer])
+        copies = [pickle.loads(pickled), copy.deepcopy([model, optimizer])]
+        train(model, optimizer, range(4, 8))
+
+        file.seek(0)
+        saved_model, saved = torch.load(file, weights_only=True)
+        resumed = make_model()
+        resumed_optimizer: Any = make(resumed)
+        resumed.load_state_dict(saved_model)
+        resumed_optimizer.load_state_dict(saved)
+        for other, other_optimizer in [(resumed, resumed_optimizer), *copies]:
+            assert type(other_optimizer) is type(optimizer)
+            train(other, other_optimizer, range(4, 8))
+            assert torch.equal(flat(other.parameters()), flat(model.parameters()))
+            text = repr(other_optimizer)
+            assert text == repr(optimizer)
+            assert "density: 0.05" in text
+            assert "lr: " in text
+
+        with pytest.raises(ValueError, match="has no 'sparsecomm'"):
+            resumed_optimizer.load_state_dict({k: saved[k] for k in ("state", "param_groups")})
+        # Dropped, it no longer exchanges.
+        reference = weakref.ref(resumed_optimizer._buckets)
+        del resumed_optimizer, other_optimizer, other, copies
+        assert reference() is None
+        backward(resumed, 0)
+        assert all(parameter.grad is not None for parameter in resumed.parameters())
+
+
+def check_added_groups() -> None:
+    plain, model = make_model(), make_model()
+    named = list(model.named_parameters())
+    optimizer: Any = OkTopkSGD(named[:4], lr=0.1, density=1.0)
+    expected = torch.optim.SGD(list(plain.parameters())[:4], lr=0.1)
+    for step in range(2):
+        train(model, optimizer, [step])
+        train_averaged(plain, expected, [step])
+    optimizer.add_param_group({"params": named[4:], "lr": 0.3})
+    expected.add_param_group({"params": list(plain.parameters())[4:], "lr": 0.3})
+    model.zero_grad()
+    plain.zero_grad()
+    for step in range(2, 4):
+        train(model, optimizer, [step])
+        train_averaged(plain, expected, [step])
+    assert_same(model, plain, "an added group")
+    assert len(optimizer.state_dict()["sparsecomm"]["residuals"]) == len(named)
+    groups = len(optimizer.param_groups)
+    with pytest.raises(TypeError, match=r"extra is a parameter of torch\.complex64"):
+        optimizer.add_param_group(
+            {"params": [("extra", nn.Parameter(torch.zeros(3, dtype=torch.complex64)))]}
+        )
+    assert len(optimizer.param_groups) == groups
+
+
+def check_all() -> None:
+    check_density_one_is_torch()
+    check_dtypes()
+    check_only_what_was_received_is_touched()
+    check_the_papers_algorithms()
+    check_conservation()
+    check_overlap_accumulation_and_unused()
+    check_closures_and_hooks()
+    check_resume_and_copies()
+    check_added_groups()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_optimizers(size: int) -> None:
+    run_ranks(size, check_all, timeout=110)
+
+
+# ---- mistakes
+
+
+def some_parameters() -> list[tuple[str, Tensor]]:
+    return list(make_model().named_parameters())
+
+
+def sgd(**arguments: Any) -> Any:
+    return OkTopkSGD(some_parameters(), **arguments)
+
+
+def wrapped(**arguments: Any) -> Any:
+    optimizer = arguments.pop("optimizer", None)
+    if optimizer is None:
+        optimizer = torch.optim.SGD([parameter for _, parameter in some_parameters()])
+    return DistributedOptimizer(optimizer, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "kind", "message"),
+    [
+        (sgd, {"density": 0}, ValueError, r"density=0 .*\(0, 1\]"),
+        (sgd, {"density": "1%"}, TypeError, "density must be a number, not str"),
+        (sgd, {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 .* more than 0 MiB"),
+        (sgd, {"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb=nan"),
+        (sgd, {"bucket_cap_mb": True}, TypeError, "bucket_cap_mb must be a number, not bool"),
+        (sgd, {"average": 1}, TypeError, "average must be True or False, not int"),
+        (sgd, {"lr_in_accumulator": 1}, TypeError, "lr_in_accumulator must be True or False"),
+        (
+            sgd,
+            {"lr_in_accumulator": True, "momentum": 0.9},
+            ValueError,
+            "lr_in_accumulator=True and momentum=0.9 exclude each other",
+        ),
+        (
+            sgd,
+            {"lr_in_accumulator": True, "clip_norm": 1.0},
+            ValueError,
+            "lr_in_accumulator=True and clip_norm=1.0 exclude each other",
+        ),
+        (sgd, {"threads": 0}, ValueError, "threads=0 .* 1 or more"),
+        (sgd, {"timeout": 3}, TypeError, "timeout must be a timedelta, not int"),
+        (sgd, {"transport": "pigeon"}, ValueError, "transport='pigeon' is none of auto"),
+        (sgd, {"process_group": "all"}, TypeError, "process_group must be .* not str"),
+        (sgd, {"quantize": 3}, ValueError, "quantize=3 bits: choose 2, 4 or 8"),
+        (sgd, {"lr": -1}, ValueError, "Invalid learning rate: -1"),
+        (sgd, {}, RuntimeError, "init_process_group"),
+        (wrapped, {}, RuntimeError, "init_process_group"),
+        (wrapped, {"optimizer": 3}, TypeError, "optimizer must be a torch.optim.Optimizer"),
+        (wrapped, {"compression": 0.01}, TypeError, "compression must be a Compression"),
+        (wrapped, {"named_parameters": [1]}, TypeError, "pairs of a name and a tensor"),
+        (
+            wrapped,
+            {"named_parameters": some_parameters()},
+            ValueError,
+            r"10 of the optimizer's 10 parameters .* first of shape \[40, 40\]",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_named(
+    make: Callable[..., Any], arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        make(**arguments)
+
+
+def test_what_cannot_be_wrapped_stays_as_it_was() -> None:
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    for arguments in ({"bucket_cap_mb": -1}, {"named_parameters": some_parameters()}, {}):
+        with pytest.raises((ValueError, RuntimeError)):
+            DistributedOptimizer(optimizer, **arguments)  # type: ignore[arg-type]
+    assert type(optimizer) is torch.optim.SGD
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def check_mistakes() -> list[str]:
+    """Messages of every rank, of mistakes that are made on some."""
+    rank = dist.get_rank()
+    messages = []
+    model = make_model()
+    first, second, *_ = model.named_parameters()
+    other = nn.Parameter(torch.zeros(3))
+    changed = nn.Parameter(first[1].detach() + (rank == 1))
+    frozen = nn.Parameter(torch.zeros(3), requires_grad=rank != 1)
+    for parameters, arguments in [
+        ([first], {"density": 0.1 if rank == 1 else 0.2}),
+        ([first], {"lr": 0.1 if rank == 1 else 0.2}),
+        ([first], {"lr_in_accumulator": rank == 1}),
+        ([first, second, ("extra", other)] if rank == 1 else [first, second], {}),
+        ([("weight", changed)], {}),
+        ([("weight", frozen)], {}),
+    ]:
+        with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+            OkTopkSGD(parameters, **arguments)
+        messages.append(str(raised.value))
+    optimizer = OkTopkSGD(model.named_parameters(), density=0.1)
+    with pytest.raises(ValueError, match="exchanges its gradients already"):
+        DistributedOptimizer(optimizer)
+    with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+        optimizer.add_param_group({"params": [("more", nn.Parameter(torch.zeros(2 + rank)))]})
+    messages.append(str(raised.value))
+    # Found in a step, and survived.
+    optimizer.exchange.density = 0.125 * (1 + rank)
+    with pytest.raises(RuntimeError, match=r"density: 0\.125 on rank 0 but 0\.25 on rank 1"):
+        train(model, optimizer, range(1))
+    optimizer.exchange.density = 0.1
+    train(model, optimizer, range(2))
+
+    embedding = nn.Embedding(10, 4, sparse=True)
+    sparse = TopkSGD(embedding.named_parameters())
+    with pytest.raises(TypeError, match="weight has a sparse gradient"):
+        embedding(torch.tensor([1])).sum().backward()
+    del sparse
+    late = nn.Linear(4, 4)
+    late.bias.requires_grad_(False)
+    optimizer = TopkSGD(late.named_parameters())
+    late.bias.requires_grad_(True)
+    late(torch.ones(4)).sum().backward()
+    with pytest.raises(RuntimeError, match="bias required no gradient"):
+        optimizer.step()
+    grouped = TopkSGD(late.named_parameters(), process_group=dist.new_group())
+    with pytest.raises(TypeError, match="process group of its own"):
+        pickle.dumps(grouped)
+    return messages
+
+
+def test_mistakes_are_found_on_every_rank_by_name() -> None:
+    of_ranks = run_ranks(2, check_mistakes)
+    assert of_ranks[0] == of_ranks[1]
+    for message, part in zip(
+        of_ranks[0],
+        [
+            "density: 0.2 on rank 0 but 0.1 on rank 1",
+            "lr of parameter group 0: 0.2 on rank 0 but 0.1 on rank 1",
+            "lr_in_accumulator: False on rank 0 but True on rank 1",
+            "extra: nothing on rank 0 but torch.float32 [3]",
+            "the values of weight: ",
+            "on rank 0 but torch.float32 [3] of strides [1], without a gradient on rank 1",
+            "more: torch.float32 [2] of strides [1] on rank 0 but torch.float32 [3]",
+        ],
+        strict=True,
+    ):
+        assert part in message
