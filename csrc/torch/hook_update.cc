@@ -63,7 +63,8 @@ void HookState::add_received(std::vector<at::Tensor> const& parameters,
       continue;
     }
     auto const first = std::ranges::lower_bound(*received, member.offset);
-    auto const last = std::ranges::lower_bound(first, received->end(), member.offset + member.numel);
+    auto const last =
+        std::ranges::lower_bound(first, received->end(), member.offset + member.numel);
     if (first == last) continue;
     add_at({first, last}, member.offset, parameter, gradients[i], factor);
   }

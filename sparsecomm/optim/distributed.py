@@ -57,7 +57,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         bucket_cap_mb: MiB of a bucket, whose entries are selected together; more than 0.
             ``math.inf``: of all of the gradient, as in the papers, exchanged once it is complete.
             Parameters that are sent whole have one of their own.
-        threads: as in :class:`CompressionState`.
+        threads: as in :class:`sparsecomm.CompressionState`.
         timeout: of one exchange, and of connecting.
         transport: what moves the bytes.
 

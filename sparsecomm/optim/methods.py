@@ -16,9 +16,10 @@ from sparsecomm.optim.distributed import DistributedOptimizer
 
 
 class ExchangeOptions(SelectionOptions, total=False):
-    """What optimizers take by keyword, of :class:`DistributedOptimizer` and :class:`Compression`.
+    """What the optimizers by method take by keyword.
 
-    All but ``momentum`` of the latter, which is torch's.
+    The keywords of :class:`sparsecomm.optim.DistributedOptimizer`, and fields of
+    :class:`sparsecomm.Compression`, but for ``momentum``, which is torch's.
     """
 
     density: float
@@ -101,14 +102,14 @@ class TopkSGD(_SparseSGD):
             what arrives is the update, which is applied where entries were received.
             ``weight_decay`` is part of the gradient then, and ``momentum`` must be 0. ``False``:
             residuals hold the gradient, and ``lr`` is that of the step in which an entry arrives.
-        options: ``density`` (0.01), and what :class:`DistributedOptimizer` and :class:`Compression`
-            take by keyword, but for ``momentum``.
+        options: ``density`` (0.01), and what :class:`sparsecomm.optim.DistributedOptimizer` and
+            :class:`sparsecomm.Compression` take by keyword, but for ``momentum``.
 
     Raises:
         TypeError: an argument of the wrong kind, or a parameter that cannot be compressed.
         ValueError: an argument outside its range.
         RuntimeError: there is no process group, or ranks disagree: see
-            :class:`DistributedOptimizer`.
+            :class:`sparsecomm.optim.DistributedOptimizer`.
     """
 
     _algorithm = "topk_a"
