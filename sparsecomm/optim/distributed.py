@@ -182,11 +182,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             "transport": transport,
         }
         self._hidden: list[Tensor] = []
-        self._patch_step_function()
         _patch_again(self)
-        handle = self.register_step_pre_hook(_before_step)
-        # So that everybody else's see what was exchanged.
-        self._optimizer_step_pre_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
 
     @property
     def exchange(self) -> CompressionState:
@@ -215,30 +211,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
         A closure is called as often as the optimizer likes, and what it computed is exchanged each
         time.
         """
-        base: Any = self._base.step
-        if getattr(base, "hooked", False):
-            base = base.__wrapped__  # the hooks have been called
+        if closure is not None:
+            return _step(self, closure)
+        self.synchronize()  # before hooks of torch's, which see what was exchanged
+        return _step(self)
 
-        def exchanged() -> Any:
-            assert closure is not None
-            loss = closure()
-            self.synchronize()
-            self._add_received()
-            if isinstance(self, torch.optim.LBFGS):
-                return _mean(loss, self.exchange._process_group)
-            return loss
-
-        try:
-            if closure is not None:
-                return base(self, exchanged)
-            self.synchronize()
-            self._add_received()
-            return base(self)
-        finally:
-            for parameter in self._hidden:
-                self._buckets.give_back(parameter)
-            self._hidden.clear()
-            self._buckets.finished()
+    step.hooked = True  # type: ignore[attr-defined]  # that is, _step() is
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's; gradients that are being exchanged are waited for, and forgotten."""
@@ -384,6 +362,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 parameter.grad = None
             self._hidden += parameters
 
+    def _conclude(self) -> None:
+        for parameter in self._hidden:
+            self._buckets.give_back(parameter)
+        self._hidden.clear()
+        self._buckets.finished()
+
     def _adds(self, group: dict[str, Any]) -> bool:
         """Whether the update is no more than a multiple of the gradient."""
         if self._lr_in_accumulator:
@@ -409,12 +393,28 @@ def _made_again(base: Any) -> DistributedOptimizer:
     return cls.__new__(cls)
 
 
-def _before_step(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    assert isinstance(optimizer, DistributedOptimizer)
-    if len(args) < 2 and kwargs.get("closure") is None:
+@torch.optim.Optimizer.profile_hook_step
+def _step(optimizer: DistributedOptimizer, closure: Callable[[], Any] | None = None) -> Any:
+    base: Any = optimizer._base.step
+    if getattr(base, "hooked", False):
+        base = base.__wrapped__  # the hooks have been called
+
+    def exchanged() -> Any:
+        assert closure is not None
+        loss = closure()
         optimizer.synchronize()
+        optimizer._add_received()
+        if isinstance(optimizer, torch.optim.LBFGS):
+            return _mean(loss, optimizer.exchange._process_group)
+        return loss
+
+    try:
+        if closure is not None:
+            return base(optimizer, exchanged)
+        optimizer._add_received()
+        return base(optimizer)
+    finally:
+        optimizer._conclude()
 
 
 def _patch_again(optimizer: DistributedOptimizer) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from models import batch, flat, gathered, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sparsecomm import Compression, ThresholdSchedule
 from sparsecomm.optim import (
@@ -111,7 +112,9 @@ def check_density_one_is_torch() -> None:
                 groups_of(model), lr=0.1, density=1.0, bucket_cap_mb=SMALL, **arguments
             )
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
-        assert isinstance(optimizer, (base, DistributedOptimizer))
+        assert isinstance(optimizer, base)
+        assert isinstance(optimizer, DistributedOptimizer)
+        assert optimizer.defaults == expected.defaults
         expected_schedule = torch.optim.lr_scheduler.StepLR(expected, 2)
         for step in range(4):
             train(model, optimizer, [step])
@@ -406,8 +409,10 @@ def check_closures_and_hooks() -> None:
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+    everywhere = register_optimizer_step_pre_hook(before)
     train(model, optimizer, range(2))
-    assert seen == ["before", "after"] * 2
+    everywhere.remove()
+    assert seen == ["before", "before", "after"] * 2
     loss = optimizer.step(closure=closure_of(model, optimizer, False))
     assert loss.requires_grad, "the closure's own"
 
