@@ -10,10 +10,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import assert_type
 
 import sparsecomm
+from sparsecomm import checkpoint
 from sparsecomm import functional as sf
 
 
@@ -58,6 +60,11 @@ def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> d
     state.follow(torch.amp.GradScaler("cpu"))
     state.load_state_dict(state.state_dict())
     return state.stats()
+
+
+def resume(path: str, state: sparsecomm.CompressionState) -> None:
+    planner = checkpoint.ReshardingLoadPlanner(allow_partial_load=True)
+    load({"state": state}, checkpoint_id=path, planner=planner)
 
 
 def collectives(tensor: Tensor) -> None:
