@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import sparsecomm
-from sparsecomm import checkpoint, functional
+from sparsecomm import checkpoint, fsdp, functional
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("typed_program.py")
@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("typed_program.py")
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public name, and the methods and properties of a class."""
-    for module in (sparsecomm, checkpoint, functional):
+    for module in (sparsecomm, checkpoint, fsdp, functional):
         for name in module.__all__:
             thing = getattr(module, name)
             yield f"{module.__name__}.{name}", thing
@@ -83,6 +83,7 @@ def test_the_typed_program_uses_every_public_name() -> None:
     for short, module in (
         ("sparsecomm", sparsecomm),
         ("checkpoint", checkpoint),
+        ("fsdp", fsdp),
         ("sf", functional),
     ):
         names = set(module.__all__) - {"functional"}

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import assert_type
 
 import sparsecomm
-from sparsecomm import checkpoint
+from sparsecomm import checkpoint, fsdp
 from sparsecomm import functional as sf
 
 
@@ -65,6 +66,12 @@ def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> d
 def resume(path: str, state: sparsecomm.CompressionState) -> None:
     planner = checkpoint.ReshardingLoadPlanner(allow_partial_load=True)
     load({"state": state}, checkpoint_id=path, planner=planner)
+
+
+def sharded(model: torch.nn.Module, mesh: DeviceMesh) -> dict[str, float]:
+    state = fsdp.apply(model, sparsecomm.Compression(density=0.02), mesh["replicate"])
+    fsdp.apply(model, 0.02, mesh)  # type: ignore[arg-type]
+    return state.stats()
 
 
 def collectives(tensor: Tensor) -> None:
