@@ -3,6 +3,9 @@
 Importing this package also registers the ``torch.distributed`` backend ``"sparsecomm"``.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from sparsecomm import functional, optim
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
@@ -39,6 +42,9 @@ from sparsecomm.hooks import (
 from sparsecomm.planning import Explanation, Link, Prediction, explain
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
 
+if TYPE_CHECKING:
+    from sparsecomm import checkpoint, fsdp
+
 __all__ = [
     "AutoState",
     "CancelledError",
@@ -63,9 +69,11 @@ __all__ = [
     "allreduce",
     "auto_hook",
     "build_info",
+    "checkpoint",
     "compression_hook",
     "dense_overlap_hook",
     "explain",
+    "fsdp",
     "functional",
     "gaussian_k_hook",
     "gtopk_hook",
@@ -79,3 +87,12 @@ __all__ = [
 ]
 
 register_backend()
+
+# They import parts of torch that take long, and that few need.
+_LAZY = ("checkpoint", "fsdp")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,16 +15,12 @@ from typing_extensions import Unpack
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions
+from sparsecomm.rank_entries import entry_of, rank_key
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import AUTO, connect, names, require_initialised
 
-_FORMAT = 2  # of state_dict()
-_KEYS = {"format", "algorithm", "density", "rank", "world_size"} | {
-    "residuals",
-    "moments",
-    "groups",
-    "loss_scale",
-}
+_FORMAT = 3  # of state_dict()
+_KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
 
 
 class LossScaler(Protocol):
@@ -93,6 +89,7 @@ class CompressionState:
         self._transport = transport
         self._process_group = process_group
         self._registered = False
+        self._part = ""  # of the model, where ranks hold different ones
         self._compression = compression
         self._native = _C.HookState(
             compression.native(average=self._average),
@@ -172,62 +169,73 @@ class CompressionState:
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to be bit-identical.
 
-        It holds tensors, numbers, strings, lists and dicts only. Residuals differ from rank to
-        rank, so every rank saves its own.
+        It holds tensors, numbers, strings, tuples, lists and dicts only. Residuals differ from rank
+        to rank, so every rank saves its own, under a key that names it: ``"rank_0_of_2"``. With
+        torch.distributed.checkpoint, save the state itself, beside the model; so that it can be
+        loaded before the first step, it must know the parameters' names.
 
         Raises:
             ValueError: an exchange is in progress.
         """
-        rank, world_size = self._place()
-        return {
+        saved = self._native.checkpoint()
+        entry = {
             "format": _FORMAT,
             "algorithm": self.algorithm,
             "density": self.density,
-            "rank": rank,
-            "world_size": world_size,
-            **self._native.checkpoint(),
+            **saved,
+            # torch.distributed.checkpoint takes a tuple for one thing, a list for several.
+            "groups": tuple(saved["groups"]),
         }
+        return {rank_key(*self._place()): entry}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned on the same rank of a run with as many ranks.
+        """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
+
+        With another number of ranks, ``state_dict`` is what all of them saved, in one dict:
+        ``{**rank_0, **rank_1}``. Each rank then goes on with the sum of the residuals divided by
+        the former number of ranks, so that nothing is lost, with the steps that were counted, and
+        without thresholds, which are found anew. For torch.distributed.checkpoint there is
+        :class:`sparsecomm.checkpoint.ReshardingLoadPlanner`.
 
         Before the first step, residuals are matched with the parameters as these appear; what does
         not fit raises in that step.
 
         Raises:
-            ValueError: not a state_dict of this kind of state, of another rank or world size, or of
+            ValueError: not a state_dict of this kind of state, of another rank, or of
                 another model.
         """
-        missing = _KEYS - state_dict.keys()
+        entry = entry_of(state_dict, *self._place())
+        missing = _KEYS - entry.keys()
         if missing:
             raise ValueError(
                 f"this is no state_dict of {type(self).__name__}: it lacks "
                 + ", ".join(sorted(missing))
             )
-        rank, world_size = self._place()
-        expected = {
-            "format": _FORMAT,
-            "algorithm": self.algorithm,
-            "rank": rank,
-            "world_size": world_size,
-        }
-        for key, value in expected.items():
-            if state_dict[key] != value:
+        for key, value in {"format": _FORMAT, "algorithm": self.algorithm}.items():
+            if entry[key] != value:
                 raise ValueError(
-                    f"the state_dict has {key} = {state_dict[key]!r}, this state {value!r}; load "
-                    "on each rank what that rank saved, with the same hook and number of ranks"
+                    f"the state_dict has {key} = {entry[key]!r}, this state {value!r}; load it "
+                    "with the same hook, and the release of sparsecomm that saved it"
                 )
-        density = check_density(state_dict["density"])
+        for group in entry["groups"]:
+            nameless = [key for key in group["parameters"] if key not in entry["residuals"]]
+            if nameless:
+                raise ValueError(
+                    f"the state_dict has no residual of {', '.join(nameless)}, which it exchanged: "
+                    "it belongs to another model, or torch.distributed.checkpoint asked a state "
+                    "that knows no names; use sparsecomm.register_comm_hook, or named_parameters"
+                )
+        density = check_density(entry["density"])
         before = self.density
         # First, since a change of density makes thresholds out of date.
         self.density = density
         try:
             self._native.load(
                 {
-                    "residuals": dict(state_dict["residuals"]),
-                    "moments": dict(state_dict["moments"]),
-                    "groups": list(state_dict["groups"]),
-                    "loss_scale": float(state_dict["loss_scale"]),
+                    "residuals": dict(entry["residuals"]),
+                    "moments": dict(entry["moments"]),
+                    "groups": list(entry["groups"]),
+                    "loss_scale": float(entry["loss_scale"]),
                 }
             )
         except BaseException:
@@ -237,9 +245,10 @@ class CompressionState:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(density={self.density:g})"
 
-    def _place(self) -> tuple[int, int]:
+    def _place(self) -> tuple[int, int, str]:
         require_initialised()
-        return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
+        group = self._process_group
+        return dist.get_rank(group), dist.get_world_size(group), self._part
 
     def _name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = list(named_parameters)
@@ -515,7 +524,11 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
     if state._process_group not in (None, ddp.process_group):
         raise ValueError("the state's process group is not the model's; give both the same one")
     state._process_group = ddp.process_group
-    state._name(ddp.module.named_parameters())
+    state._name(
+        (name, parameter)
+        for name, parameter in ddp.module.named_parameters()
+        if name not in ddp.parameters_to_ignore
+    )
     state._connect()
     _C.register_hook(ddp.reducer, state._native)
     # What DDP.register_comm_hook does besides, for its log and for compiled DDP.

@@ -88,8 +88,26 @@ HookCheckpoint HookState::checkpoint() const {
     }
     checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
     checkpoint.moments.insert(loaded_->moments.begin(), loaded_->moments.end());
+  } else if (!sealed_) {
+    add_unseen(checkpoint);
   }
   return checkpoint;
+}
+
+// Before the first step is over: zeros of the named parameters, since torch.distributed.checkpoint
+// loads into what it finds.
+void HookState::add_unseen(HookCheckpoint& checkpoint) const {
+  for (at::Tensor const& parameter : parameters_) {
+    auto const name = names_.find(parameter.unsafeGetTensorImpl());
+    if (name == names_.end() || !parameter.requires_grad()) continue;
+    bool const is_double = parameter.scalar_type() == at::kDouble;
+    at::Tensor const zeros = at::zeros(
+        {parameter.numel()}, parameter.options().dtype(is_double ? at::kDouble : at::kFloat));
+    bool const unseen = checkpoint.residuals.emplace(name->second, zeros).second;
+    if (unseen && options_at(density_of(parameter)).rule.has_moment()) {
+      checkpoint.moments.emplace(name->second, zeros.clone());
+    }
+  }
 }
 
 void HookState::load(HookCheckpoint checkpoint) {
@@ -104,6 +122,11 @@ void HookState::load(HookCheckpoint checkpoint) {
   require(std::isfinite(loss_scale) && loss_scale > 0,
           "the state_dict to load has a loss scale of ", loss_scale,
           ", which no gradient can be divided by");
+  if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
+    loaded_.reset();  // of a run without a step, whose parameters had no names
+    loss_scale_ = loss_scale;
+    return;
+  }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
   try {
     for (auto const& group : groups_) check_loaded(*group);

@@ -74,6 +74,7 @@ struct HookState::Step {
     std::lock_guard const lock(mutex);
     open_groups += groups;
     last_bucket_seen = last_bucket_seen || last_bucket;
+    if (open_groups == 0) finish();  // of a last bucket without parameters
   }
   void end(ParameterGroup& group, bool failed) {
     std::lock_guard const lock(mutex);
@@ -82,7 +83,7 @@ struct HookState::Step {
     } else {
       unusable = true;
     }
-    if (--open_groups == 0 && last_bucket_seen && unusable) take_back();
+    if (--open_groups == 0) finish();
   }
   void break_off() {
     std::lock_guard const lock(mutex);
@@ -90,6 +91,9 @@ struct HookState::Step {
   }
 
  private:
+  void finish() {
+    if (last_bucket_seen && unusable) take_back();
+  }
   void take_back() {
     std::exception_ptr error;
     for (ParameterGroup* const group : std::exchange(delivered, {})) {

@@ -122,6 +122,7 @@ class HookState {
   std::string key_of(at::Tensor const& parameter);
   void check_loaded(ParameterGroup const& group) const;
   void check_all_loaded() const;
+  void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
   void require_idle(char const* what) const;
 

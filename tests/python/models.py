@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+
+from sparsecomm import CompressionState
 
 
 def make_model(seed: int = 0, width: int = 40, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -47,3 +50,9 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     everyone = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, tensor.contiguous())
     return everyone
+
+
+def checkpoint_of(state: CompressionState) -> dict[str, Any]:
+    """This rank's entry of the state_dict."""
+    [entry] = state.state_dict().values()
+    return entry  # type: ignore[no-any-return]

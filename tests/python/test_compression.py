@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, flat, gathered, make_ddp, make_model, train
+from models import batch, checkpoint_of, flat, gathered, make_ddp, make_model, train
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -148,7 +148,7 @@ def check_dense_parameters() -> None:
                         expect_equal(found[name], expected[name], name)
                     elif name.endswith("weight"):
                         assert (found[name] == 0).any(), name
-            assert state.state_dict()["residuals"].keys() == expected.keys()
+            assert checkpoint_of(state)["residuals"].keys() == expected.keys()
 
 
 def check_densities() -> None:
@@ -157,12 +157,12 @@ def check_densities() -> None:
     ddp, state = with_state(TopkState(density=0.1, select="exact", densities=kept))
     shares = {"4.weight": 0.5, "0.weight": 0.25, "2.weight": 0.1}
     for step in range(2):
-        before = state.state_dict()["residuals"] if step else {}
+        before = checkpoint_of(state)["residuals"] if step else {}
         model = make_model()
         model(batch(step)).square().mean().backward()
         ddp.zero_grad()
         ddp(batch(step)).square().mean().backward()
-        after = state.state_dict()["residuals"]
+        after = checkpoint_of(state)["residuals"]
         for name, gradient in gradients(model).items():
             accumulated = gradient.reshape(-1) + before.get(name, 0)
             selected = int((after[name] != accumulated).sum())
@@ -225,7 +225,7 @@ def check_momentum() -> None:
                 velocity[chosen] = 0
             [result] = gradients(ddp.module).values()
             assert torch.equal(result.reshape(-1), expected), (mask, select, step)
-            saved = state.state_dict()
+            saved = checkpoint_of(state)
             assert torch.equal(saved["residuals"]["weight"], residual)
             assert torch.equal(saved["moments"]["weight"], velocity)
 
@@ -245,7 +245,7 @@ def check_first_moment() -> None:
         residual[chosen] = 0
         [result] = gradients(ddp.module).values()
         assert torch.equal(result.reshape(-1), expected), step
-        assert torch.equal(state.state_dict()["residuals"]["weight"], residual)
+        assert torch.equal(checkpoint_of(state)["residuals"]["weight"], residual)
 
 
 def check_warmup() -> None:
@@ -278,7 +278,7 @@ def check_quantized() -> None:
     )
     ddp, _ = with_state(state)
     train(ddp, sgd(ddp), range(2))
-    assert any(r.any() for r in state.state_dict()["residuals"].values())
+    assert any(r.any() for r in checkpoint_of(state)["residuals"].values())
 
 
 def _check_options() -> None:
@@ -351,20 +351,20 @@ def _check_resume() -> None:
             target.load_state_dict(content)
         train(resumed, resumed_optimizer, range(7, 14))
         assert torch.equal(flat(resumed.parameters()), flat(ddp.parameters())), (kind, options)
-        expected, found = state.state_dict(), resumed_state.state_dict()
+        expected, found = checkpoint_of(state), checkpoint_of(resumed_state)
         for key in ("residuals", "moments"):
             assert expected[key].keys() == found[key].keys()
             for name, tensor in expected[key].items():
                 assert torch.equal(tensor, found[key][name]), (key, name)
         assert expected["groups"] == found["groups"]
 
-    saved = state.state_dict()
+    [(key, entry)] = state.state_dict().items()
     with pytest.raises(ValueError, match="lacks loss_scale"):
-        state.load_state_dict({k: v for k, v in saved.items() if k != "loss_scale"})
+        state.load_state_dict({key: {k: v for k, v in entry.items() if k != "loss_scale"}})
     with pytest.raises(ValueError, match="loss scale of 0"):
-        state.load_state_dict({**saved, "loss_scale": 0.0})
+        state.load_state_dict({key: {**entry, "loss_scale": 0.0}})
     with pytest.raises(ValueError, match=r"a moment for .* keeps none"):
-        state.load_state_dict({**saved, "moments": saved["residuals"]})
+        state.load_state_dict({key: {**entry, "moments": entry["residuals"]}})
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -439,19 +439,19 @@ def check_overflow() -> None:
         optimizer = sgd(ddp)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         state.follow(scaler)
-        parameters, saved = torch.empty(0), state.state_dict()
+        parameters, saved = torch.empty(0), checkpoint_of(state)
         for step in scaled_steps(ddp, optimizer, scaler, range(6), overflow=4):
             if step == 3:
-                parameters, saved = flat(ddp.parameters()).clone(), state.state_dict()
+                parameters, saved = flat(ddp.parameters()).clone(), checkpoint_of(state)
             if step == 4:
                 assert scaler.get_scale() == 512
                 assert torch.equal(flat(ddp.parameters()), parameters), kind
-                after = state.state_dict()
+                after = checkpoint_of(state)
                 for key in ("residuals", "moments"):
                     for name, tensor in saved[key].items():
                         assert torch.equal(after[key][name], tensor), (kind, key, name)
         assert not torch.equal(flat(ddp.parameters()), parameters)
-        assert state.state_dict()["loss_scale"] == 512
+        assert checkpoint_of(state)["loss_scale"] == 512
         assert all(
             torch.equal(other, flat(ddp.parameters())) for other in gathered(flat(ddp.parameters()))
         )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import checkpoint_of
 from ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -378,7 +379,7 @@ def run_hook(
         ddp([values.to(device=device, dtype=dtype) for values in inputs]).backward()
         # No synchronisation of ours: reading waits for the stream that the reducer waited on.
         results.append(torch.cat([p.grad.reshape(-1).cpu() for p in model.parameters()]))
-    return results, state.state_dict()
+    return results, checkpoint_of(state)
 
 
 def check_hook_equals_the_processor(native: bool) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import batch, flat, gathered, make_ddp, make_model, train
+from models import batch, checkpoint_of, flat, gathered, make_ddp, make_model, train
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -89,7 +89,7 @@ def check_conservation_and_replicas() -> None:
                 result = flat([p.grad for p in model.parameters() if p.grad is not None])
                 assert all(torch.equal(other, result) for other in gathered(result)), (kind, dtype)
                 carried -= size * result.double()
-                residuals = state.state_dict()["residuals"]
+                residuals = checkpoint_of(state)["residuals"]
                 kept = flat([residuals[name] for name, _ in model.named_parameters()])
                 tolerance = 1e-12 if dtype == torch.float64 else 1e-5
                 if dtype in (torch.float16, torch.bfloat16):
@@ -130,14 +130,14 @@ def check_non_finite() -> None:
         register(ddp, state, native=True)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
         train(ddp, optimizer, range(2))
-        before = state.state_dict()["residuals"]
+        before = checkpoint_of(state)["residuals"]
         optimizer.zero_grad()
         factor = math.inf if dist.get_rank() == last else 1.0
         (factor * ddp(batch(2)).square().mean()).backward()
         for parameter in ddp.parameters():
             assert parameter.grad is not None
             assert not parameter.grad.isfinite().all()
-        after = state.state_dict()["residuals"]
+        after = checkpoint_of(state)["residuals"]
         assert all(torch.equal(before[key], after[key]) for key in before)
         train(ddp, optimizer, range(3, 5))
         assert all(p.grad is not None and p.grad.isfinite().all() for p in ddp.parameters())
@@ -152,7 +152,7 @@ def check_partly_non_finite() -> None:
         register(ddp, state, native=True)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
         train(ddp, optimizer, range(2))
-        before = state.state_dict()
+        before = checkpoint_of(state)
         handle = next(ddp.module.parameters()).register_hook(
             lambda gradient: gradient * (math.inf if dist.get_rank() == last else 1.0)
         )
@@ -160,7 +160,7 @@ def check_partly_non_finite() -> None:
         ddp(batch(2)).square().mean().backward()
         handle.remove()
         reference(batch(2)).square().mean().backward()
-        after = state.state_dict()
+        after = checkpoint_of(state)
         first = next(name for name, _ in ddp.module.named_parameters())
         [poisoned] = [group for group in after["groups"] if first in group["parameters"]]
         others = [group for group in after["groups"] if group is not poisoned]
@@ -239,40 +239,44 @@ def _check_resume() -> None:
         resumed_optimizer.load_state_dict(saved_optimizer)
         resumed_state.load_state_dict(saved_state)
         # Saving again before the first step gives the same back.
-        again = resumed_state.state_dict()
-        assert again.keys() == saved_state.keys()
-        assert again["groups"] == saved_state["groups"]
+        [(place, entry)] = saved_state.items()
+        assert place == f"rank_{dist.get_rank()}_of_{dist.get_world_size()}"
+        again = checkpoint_of(resumed_state)
+        assert again.keys() == entry.keys()
+        assert again["groups"] == entry["groups"]
         train(resumed, resumed_optimizer, range(7, 14))
         assert torch.equal(flat(resumed.parameters()), flat(ddp.parameters())), (kind, native)
-        expected, found = state.state_dict(), resumed_state.state_dict()
+        expected, found = checkpoint_of(state), checkpoint_of(resumed_state)
         assert expected["groups"] == found["groups"]
         for key, residual in expected["residuals"].items():
             assert torch.equal(residual, found["residuals"][key]), key
 
-        # What belongs to another model, rank or world is refused.
-        for change, message in [
-            ({"rank": 99}, "rank"),
-            ({"world_size": 99}, "world_size"),
-            ({"algorithm": "dense"}, "algorithm"),
-        ]:
+        # What belongs to another model, method or rank is refused.
+        for change, message in [({"format": 2}, "format"), ({"algorithm": "dense"}, "algorithm")]:
             with pytest.raises(ValueError, match=message):
-                resumed_state.load_state_dict({**saved_state, **change})
+                resumed_state.load_state_dict({place: {**entry, **change}})
         with pytest.raises(ValueError, match="lacks groups"):
-            resumed_state.load_state_dict({k: v for k, v in saved_state.items() if k != "groups"})
-        name = next(iter(saved_state["residuals"]))
+            resumed_state.load_state_dict(
+                {place: {k: v for k, v in entry.items() if k != "groups"}}
+            )
+        with pytest.raises(ValueError, match="has rank_98_of_99, and neither rank_"):
+            resumed_state.load_state_dict({"rank_98_of_99": entry})
+        name = next(iter(entry["residuals"]))
+        without = {k: v for k, v in entry["residuals"].items() if k != name}
+        with pytest.raises(ValueError, match=f"no residual of {name}.*another model"):
+            resumed_state.load_state_dict({place: {**entry, "residuals": without}})
         for residuals in (
-            {**saved_state["residuals"], name: torch.zeros(1)},
-            {k: v for k, v in saved_state["residuals"].items() if k != name},
-            {**saved_state["residuals"], "one too many": torch.zeros(1)},
+            {**entry["residuals"], name: torch.zeros(1)},
+            {**entry["residuals"], "one too many": torch.zeros(1)},
         ):
             other, other_optimizer, other_state = start()
-            other_state.load_state_dict({**saved_state, "residuals": residuals})
+            other_state.load_state_dict({place: {**entry, "residuals": residuals}})
             with pytest.raises((ValueError, RuntimeError), match="another model"):
                 train(other, other_optimizer, range(1))
-            before = resumed_state.state_dict()
+            before = checkpoint_of(resumed_state)
             with pytest.raises(ValueError, match="another model"):
-                resumed_state.load_state_dict({**saved_state, "residuals": residuals})
-            after = resumed_state.state_dict()
+                resumed_state.load_state_dict({place: {**entry, "residuals": residuals}})
+            after = checkpoint_of(resumed_state)
             assert all(
                 torch.equal(v, after["residuals"][k]) for k, v in before["residuals"].items()
             )
@@ -405,10 +409,9 @@ def check_dense_overlap_is_plain_ddp() -> None:
                 torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
             stats = state.stats()
             assert (stats["steps"], stats["realised_density"]) == (5, 1)
-            saved = state.state_dict()
-            assert not saved["residuals"]
+            assert not checkpoint_of(state)["residuals"]
             other = sparsecomm.DenseOverlapState()
-            other.load_state_dict(saved)
+            other.load_state_dict(state.state_dict())
             with pytest.raises(ValueError, match="sends every entry; its density is 1"):
                 other.density = 0.5
 

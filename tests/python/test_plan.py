@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from models import checkpoint_of
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -222,7 +223,7 @@ def _resume(saved: list[bytes]) -> dict[str, float]:
     model, state = _make()
     state.load_state_dict(torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True))
     _step(model)
-    [group] = [group for group in state.state_dict()["groups"] if "plan" in group]
+    [group] = [group for group in checkpoint_of(state)["groups"] if "plan" in group]
     figures: dict[str, float] = group["plan"]["figures"]
     return figures
 
@@ -232,7 +233,7 @@ def test_ddp_follows_a_plan_that_its_checkpoint_holds() -> None:
     assert results[0][0] == results[1][0]
     assert results[0][2] == results[1][2]
     state = torch.load(io.BytesIO(results[0][1]), weights_only=True)
-    [group] = [group for group in state["groups"] if "plan" in group]
+    [group] = [group for group in state["rank_0_of_2"]["groups"] if "plan" in group]
     # The bias goes by itself, densely.
     assert sorted(results[0][0]) == sorted([group["plan"]["algorithm"], "dense_rabenseifner"])
     # Not measured anew.

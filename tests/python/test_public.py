@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import sparsecomm
-from sparsecomm import functional, optim
+from sparsecomm import checkpoint, fsdp, functional, optim
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = Path(__file__).with_name("typed_program.py")
@@ -24,7 +24,7 @@ PROGRAM = Path(__file__).with_name("typed_program.py")
 
 def public() -> Iterator[tuple[str, Any]]:
     """Every public name, and the methods and properties of a class."""
-    for module in (sparsecomm, functional, optim):
+    for module in (sparsecomm, checkpoint, fsdp, functional, optim):
         for name in module.__all__:
             thing = getattr(module, name)
             yield f"{module.__name__}.{name}", thing
@@ -80,7 +80,13 @@ def test_the_typed_program_uses_every_public_name() -> None:
         for node in ast.walk(ast.parse(PROGRAM.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    for short, module in (("sparsecomm", sparsecomm), ("sf", functional), ("optim", optim)):
-        names = set(module.__all__) - {"functional", "optim"}
+    for short, module in (
+        ("sparsecomm", sparsecomm),
+        ("checkpoint", checkpoint),
+        ("fsdp", fsdp),
+        ("optim", optim),
+        ("sf", functional),
+    ):
+        names = set(module.__all__) - {"checkpoint", "fsdp", "functional", "optim"}
         missing = sorted(names - {name for owner, name in used if owner == short})
         assert not missing, f"{PROGRAM.name} does not use {', '.join(missing)}"

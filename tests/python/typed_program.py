@@ -10,12 +10,14 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import assert_type
 
 import sparsecomm
+from sparsecomm import checkpoint, fsdp, optim
 from sparsecomm import functional as sf
-from sparsecomm import optim
 
 
 def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
@@ -86,6 +88,17 @@ def optimizers(model: torch.nn.Module, group: dist.ProcessGroup) -> list[torch.o
         optim.OkTopkAdam(named, betas=(0.9, 0.99), first_moment=0.9),
         optim.OkTopkAdamW([{"params": named, "lr": 0.1}], weight_decay=0.1),
     ]
+
+
+def resume(path: str, state: sparsecomm.CompressionState) -> None:
+    planner = checkpoint.ReshardingLoadPlanner(allow_partial_load=True)
+    load({"state": state}, checkpoint_id=path, planner=planner)
+
+
+def sharded(model: torch.nn.Module, mesh: DeviceMesh) -> dict[str, float]:
+    state = fsdp.apply(model, sparsecomm.Compression(density=0.02), mesh["replicate"])
+    fsdp.apply(model, 0.02, mesh)  # type: ignore[arg-type]
+    return state.stats()
 
 
 def collectives(tensor: Tensor) -> None:

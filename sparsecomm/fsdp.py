@@ -1,0 +1,200 @@
+"""Sparse exchange between the replicas of models that FSDP2 shards: hybrid sharding (HSDP).
+
+Within a group of ranks FSDP2 shards the model and reduces gradients as ever; between such groups,
+which are replicas of one another, the gradient shards are exchanged sparsely::
+
+    mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh["shard"])
+    fully_shard(model, mesh=mesh["shard"])
+    state = sparsecomm.fsdp.apply(model, sparsecomm.Compression(density=0.01), mesh["replicate"])
+
+Fast links, within a host say, are for sharding; the slow ones carry 1% of the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from sparsecomm import _C
+from sparsecomm.compression import Compression
+from sparsecomm.hooks import CompressionState
+from sparsecomm.transports import AUTO
+
+__all__ = ["apply"]
+
+
+def apply(
+    model: nn.Module,
+    compression: Compression,
+    mesh: DeviceMesh,
+    *,
+    threads: int | None = None,
+    timeout: timedelta | None = None,
+    transport: str = AUTO,
+) -> CompressionState:
+    """Averages the gradient shards of ``model`` over its replicas, sparsely.
+
+    Call it after ``fully_shard`` and before the first backward pass, on every rank: it connects the
+    ranks, and installs a hook on every ``FSDPModule`` in ``model``. The hook is called when FSDP
+    has reduced the gradients of a module; it exchanges them with the ranks that have the same
+    shard, and returns once the average is there. Replicas must begin with the same parameters.
+
+    Every parameter's shard has its residual, of float32 (float64 for float64 gradients), on every
+    rank. ``densities`` and ``dense_below`` of ``compression`` go by the names and dimensions of
+    ``model``'s parameters. In ``state_dict()`` of the returned state a rank's entry names its
+    place among the replicas and its shard, as in ``"rank_0_of_4_shard_1_of_8"``; it can be loaded
+    by another number of replicas, but not of shards.
+
+    FSDP's own average over the shards comes first. Do not count the replicas in a factor that
+    you give ``set_gradient_divide_factor``: they are averaged over in any case.
+
+    Args:
+        model: with ``fully_shard`` applied to it, to modules in it, or both, on a mesh of one
+            dimension; with two, FSDP sums over the replicas itself.
+        compression: what is sent, and how. No ``clip_norm``: the norm of all gradients is not
+            known when the first of them are exchanged.
+        mesh: of one dimension: the ranks that have the same shard as this one.
+        threads: as in :class:`sparsecomm.CompressionState`, and so are the others.
+        timeout: of one exchange, and of connecting.
+        transport: what moves the bytes.
+
+    Returns:
+        The state, for ``stats()``, ``follow()``, ``density`` and checkpoints.
+
+    Raises:
+        TypeError: an argument of the wrong kind; no module of ``model`` is an ``FSDPModule``.
+        ValueError: ``mesh`` has several dimensions; ``compression`` clips; FSDP replicates the
+            model itself, or shards its modules over different numbers of ranks.
+        RuntimeError: the model has an all-reduce hook already.
+    """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"mesh has {mesh.ndim} dimensions; give the one of the replicas, as in "
+            'mesh["replicate"]'
+        )
+    if not isinstance(compression, Compression):
+        raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
+    if compression.clip_norm is not None:
+        raise ValueError(
+            f"clip_norm={compression.clip_norm} needs the gradients of all parameters at once, and "
+            "FSDP has those of a module at a time; clip after the backward pass, with "
+            "torch.nn.utils.clip_grad_norm_"
+        )
+    groups = list(_groups(model))
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = CompressionState(
+        compression,
+        mesh.get_group(),
+        threads=threads,
+        timeout=timeout,
+        transport=transport,
+    )
+    parts = {_part(group) for _, group in groups}
+    if len(parts) != 1:
+        raise ValueError(
+            "modules are sharded over different numbers of ranks; call apply for each of the "
+            "parts that are sharded alike"
+        )
+    [state._part] = parts
+    steps = _Steps(state._native)
+    hooks = [(module, _Hook(group, names, steps)) for module, group in groups]
+    state._name(pair for _, hook in hooks for pair in zip(hook.names, hook.parameters, strict=True))
+    state._connect()
+    for module, hook in hooks:
+        module.set_all_reduce_hook(hook)
+    state._registered = True
+    return state
+
+
+def _groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
+    """The FSDP modules of ``model`` that have trainable parameters of their own, with these."""
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not modules:
+        raise TypeError(
+            f"no module of this {type(model).__name__} is an FSDPModule; apply "
+            "torch.distributed.fsdp.fully_shard to it first"
+        )
+    for module in modules:
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if group._is_hsdp:
+                raise ValueError(
+                    "this model was sharded on a mesh of two dimensions, so that FSDP sums over "
+                    "the replicas itself; give fully_shard the dimension of the shards alone, as "
+                    'in mesh["shard"]'
+                )
+            if group._all_reduce_hook is not None:
+                raise RuntimeError("this model has an all-reduce hook already; FSDP takes one")
+            if any(p.sharded_param.requires_grad for p in group.fsdp_params):
+                yield module, group
+
+
+def _part(group: FSDPParamGroup) -> str:
+    info = group.mesh_info
+    assert isinstance(info, FSDPMeshInfo)
+    return f"_shard_{info.shard_mesh_rank}_of_{info.shard_mesh_size}"
+
+
+class _Steps:
+    """Tells the state where a backward pass begins and ends."""
+
+    def __init__(self, native: _C.HookState) -> None:
+        self._native = native
+        self._seen: list[_Hook] = []
+
+    def exchange(self, hook: _Hook, reduced: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+        if hook in self._seen:
+            self._seen.clear()  # the last backward pass was broken off
+        if not self._seen:
+            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        self._seen.append(hook)
+        index = len(self._seen) - 1
+        work = self._native.exchange(index, False, reduced, hook.parameters, gradients)
+        work.get_future().wait()
+
+    def _end(self) -> None:
+        index = len(self._seen)
+        self._seen.clear()
+        nothing = torch.empty(0)
+        self._native.exchange(index, True, nothing, [], []).get_future().wait()
+
+
+class _Hook:
+    """What FSDP calls with the reduced gradients of a module, which is changed in place."""
+
+    def __init__(self, group: FSDPParamGroup, names: dict[int, str], steps: _Steps) -> None:
+        self._steps = steps
+        trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self.names = [names[id(p.sharded_param)] for p in trainable]
+        self._sizes = [p.padded_sharded_param_size.numel() for p in trainable]
+        # They stand for the parameters, which FSDP may exchange: of their sizes, without memory.
+        self.parameters = [
+            torch.empty(1, dtype=_reduced_dtype(p.sharded_param.dtype, group), device=group.device)
+            .expand(p.padded_sharded_param_size)
+            .requires_grad_()
+            for p in trainable
+        ]
+
+    def __call__(self, reduced: torch.Tensor) -> None:
+        if reduced.numel() != sum(self._sizes):
+            raise ValueError(
+                f"FSDP has reduced {reduced.numel()} gradient entries of {', '.join(self.names)}, "
+                f"which have {sum(self._sizes)}: some took no part in the backward pass; call "
+                "model.set_reduce_scatter_unused_params(True)"
+            )
+        self._steps.exchange(self, reduced, list(torch.split(reduced, self._sizes)))
+
+
+def _reduced_dtype(dtype: torch.dtype, group: FSDPParamGroup) -> torch.dtype:
+    policy = group.mp_policy
+    return policy.reduce_dtype or policy.param_dtype or dtype

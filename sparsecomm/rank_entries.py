@@ -1,0 +1,115 @@
+"""State dicts of many ranks: an entry for each, merged where their number changes.
+
+``state_dict()`` of a state has one entry, under a key that names the rank, so that
+torch.distributed.checkpoint, which takes equal keys for copies of one thing, keeps every rank's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+KEY = re.compile(r"rank_(\d+)_of_(\d+)(.*)")
+
+
+def rank_key(rank: int, size: int, part: str = "") -> str:
+    """The key of a rank's entry; ``part`` tells apart groups of ranks that hold different parts."""
+    return f"rank_{rank}_of_{size}{part}"
+
+
+def entry_of(
+    state_dict: Mapping[str, Any], rank: int, size: int, part: str = ""
+) -> Mapping[str, Any]:
+    """The entry of this rank, or what those of all ranks of another number make together."""
+    own = rank_key(rank, size, part)
+    if own in state_dict:
+        entry: Mapping[str, Any] = state_dict[own]
+        return entry
+    sizes = complete_sizes(state_dict, part)
+    if len(sizes) != 1:
+        raise ValueError(
+            f"the state_dict has {', '.join(map(str, state_dict)) or 'nothing'}, and neither {own} "
+            "nor all ranks of another number: load on each rank what that rank saved, or "
+            "the state_dicts of all ranks of the saved run together, in one dict"
+        )
+    return merge([state_dict[rank_key(r, sizes[0], part)] for r in range(sizes[0])])
+
+
+def merge(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What any rank of a run of any size goes on with, after a run of ``len(entries)`` ranks.
+
+    Results are averages over ranks, so what P ranks have not sent yet is the sum of their residuals
+    over P, and as much is to come from Q ranks if each of them gets just that.
+    """
+    first = entries[0]
+    for entry in entries[1:]:
+        if entry.keys() != first.keys():
+            raise ValueError("the entries of the state_dict are of different kinds of states")
+    return {
+        name: _mean_of_each([entry[name] for entry in entries], name)
+        if name in ("residuals", "moments")
+        else merge_leaf([entry[name] for entry in entries], name)
+        for name in first
+    }
+
+
+def complete_sizes(keys: Iterable[str], part: str) -> list[int]:
+    ranks: dict[int, set[int]] = {}
+    for key in keys:
+        match = KEY.fullmatch(str(key))
+        if match and match[3] == part:
+            ranks.setdefault(int(match[2]), set()).add(int(match[1]))
+    return [size for size, found in ranks.items() if found == set(range(size))]
+
+
+def _mean_of_each(tensors: Sequence[Mapping[str, torch.Tensor]], what: str) -> dict[str, Any]:
+    for other in tensors[1:]:
+        if other.keys() != tensors[0].keys():
+            raise ValueError(f"the ranks of the state_dict have {what} of different parameters")
+    result = {}
+    for name, tensor in tensors[0].items():
+        total = tensor.clone()
+        for other in tensors[1:]:
+            if other[name].shape != total.shape:
+                raise ValueError(
+                    f"the {what} of {name} in the state_dict have different shapes: "
+                    f"{tuple(total.shape)} and {tuple(other[name].shape)}"
+                )
+            total += other[name]
+        result[name] = total.div_(len(tensors))
+    return result
+
+
+def merge_leaf(values: Sequence[Any], name: str) -> Any:
+    if name == "groups":
+        return _merge_groups(values)
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"the ranks of the state_dict differ in {name}: {', '.join(map(repr, values))}; load "
+            "what all ranks saved in the same step"
+        )
+    return values[0]
+
+
+def _merge_groups(values: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[str, Any], ...]:
+    kept = [[(group["parameters"], group["step"]) for group in groups] for groups in values]
+    steps = [[step for _, step in groups] for groups in kept]
+    if any(groups != kept[0] for groups in kept):
+        raise ValueError(
+            f"the ranks of the state_dict were at steps {', '.join(map(str, steps))} of their "
+            "groups of parameters; load what all ranks saved in the same step"
+        )
+    # No threshold, no shares of the result and no plan: those were for that number of ranks.
+    return tuple(
+        {
+            "parameters": list(parameters),
+            "step": step,
+            "local_threshold": 0.0,
+            "global_threshold": 0.0,
+            "boundaries": [],
+        }
+        for parameters, step in kept[0]
+    )
