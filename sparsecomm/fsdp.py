@@ -164,8 +164,8 @@ class _Steps:
 
     def _end(self) -> None:
         index = len(self._seen)
+        nothing = torch.empty(0, device=self._seen[-1].parameters[0].device)
         self._seen.clear()
-        nothing = torch.empty(0)
         self._native.exchange(index, True, nothing, [], []).get_future().wait()
 
 
