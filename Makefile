@@ -52,7 +52,7 @@ $(VENV)/.torch: $(VENV)/.system Makefile
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	python -m pip install --quiet --no-build-isolation --editable '.[examples,mpi,test,lint,docs]'
+	python -m pip install --quiet --no-build-isolation --editable '.[examples,integrations,mpi,test,lint,docs]'
 	@touch $@
 
 $(VENV)/.simgrid: scripts/system_packages.sh

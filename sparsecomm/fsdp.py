@@ -9,27 +9,27 @@ which are replicas of one another, the gradient shards are exchanged sparsely::
     fully_shard(model, mesh=mesh["shard"])
     state = sparsecomm.fsdp.apply(model, sparsecomm.Compression(density=0.01), mesh["replicate"])
 
-Fast links, within a host say, are for sharding; the slow ones carry 1% of the gradient.
+Fast links, within a host say, are for sharding; the slow ones carry 1% of the gradient. Without
+replicas there is :func:`apply_reduce_scatter`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from sparsecomm import _C
 from sparsecomm.compression import Compression
+from sparsecomm.fsdp_modules import groups_of, part_of
 from sparsecomm.hooks import CompressionState
+from sparsecomm.reduce_scatter import ReduceScatterState, apply_reduce_scatter
 from sparsecomm.transports import AUTO
 
-__all__ = ["apply"]
+__all__ = ["ReduceScatterState", "apply", "apply_reduce_scatter"]
 
 
 def apply(
@@ -91,7 +91,9 @@ def apply(
             "FSDP has those of a module at a time; clip after the backward pass, with "
             "torch.nn.utils.clip_grad_norm_"
         )
-    groups = list(_groups(model))
+    groups = list(groups_of(model))
+    if any(group._all_reduce_hook is not None for _, group in groups):
+        raise RuntimeError("this model has an all-reduce hook already; FSDP takes one")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = CompressionState(
         compression,
@@ -100,7 +102,7 @@ def apply(
         timeout=timeout,
         transport=transport,
     )
-    parts = {_part(group) for _, group in groups}
+    parts = {part_of(group) for _, group in groups}
     if len(parts) != 1:
         raise ValueError(
             "modules are sharded over different numbers of ranks; call apply for each of the "
@@ -115,34 +117,6 @@ def apply(
         module.set_all_reduce_hook(hook)
     state._registered = True
     return state
-
-
-def _groups(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
-    """The FSDP modules of ``model`` that have trainable parameters of their own, with these."""
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if not modules:
-        raise TypeError(
-            f"no module of this {type(model).__name__} is an FSDPModule; apply "
-            "torch.distributed.fsdp.fully_shard to it first"
-        )
-    for module in modules:
-        for group in module._get_fsdp_state()._fsdp_param_groups:
-            if group._is_hsdp:
-                raise ValueError(
-                    "this model was sharded on a mesh of two dimensions, so that FSDP sums over "
-                    "the replicas itself; give fully_shard the dimension of the shards alone, as "
-                    'in mesh["shard"]'
-                )
-            if group._all_reduce_hook is not None:
-                raise RuntimeError("this model has an all-reduce hook already; FSDP takes one")
-            if any(p.sharded_param.requires_grad for p in group.fsdp_params):
-                yield module, group
-
-
-def _part(group: FSDPParamGroup) -> str:
-    info = group.mesh_info
-    assert isinstance(info, FSDPMeshInfo)
-    return f"_shard_{info.shard_mesh_rank}_of_{info.shard_mesh_size}"
 
 
 class _Steps:
@@ -164,8 +138,8 @@ class _Steps:
 
     def _end(self) -> None:
         index = len(self._seen)
+        nothing = torch.empty(0, device=self._seen[-1].parameters[0].device)
         self._seen.clear()
-        nothing = torch.empty(0)
         self._native.exchange(index, True, nothing, [], []).get_future().wait()
 
 

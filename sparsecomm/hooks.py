@@ -190,7 +190,7 @@ class CompressionState:
             # torch.distributed.checkpoint takes a tuple for one thing, a list for several.
             "groups": tuple(saved["groups"]),
         }
-        return {rank_key(*self._place()): entry}
+        return {rank_key(*self._place(), self._part): entry}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
@@ -208,7 +208,8 @@ class CompressionState:
             ValueError: not a state_dict of this kind of state, of another rank, or of
                 another model.
         """
-        entry = entry_of(state_dict, *self._place())
+        rank, size = self._place()
+        entry = entry_of(state_dict, rank, size, self._part)
         missing = _KEYS - entry.keys()
         if missing:
             raise ValueError(
@@ -229,6 +230,11 @@ class CompressionState:
                     "it belongs to another model, or torch.distributed.checkpoint asked a state "
                     "that knows no names; use sparsecomm.register_comm_hook, or named_parameters"
                 )
+        kept = {key: dict(entry[key]) for key in ("residuals", "moments")}
+        former = next((group["ranks"] for group in entry["groups"] if "ranks" in group), size)
+        if not self._average and former != size:
+            for tensors in kept.values():
+                tensors.update({name: t * (former / size) for name, t in tensors.items()})
         density = check_density(entry["density"])
         before = self.density
         # First, since a change of density makes thresholds out of date.
@@ -236,8 +242,7 @@ class CompressionState:
         try:
             self._native.load(
                 {
-                    "residuals": dict(entry["residuals"]),
-                    "moments": dict(entry["moments"]),
+                    **kept,
                     "groups": list(entry["groups"]),
                     "loss_scale": float(entry["loss_scale"]),
                 }
@@ -249,10 +254,9 @@ class CompressionState:
     def __repr__(self) -> str:
         return f"{type(self).__name__}(density={self.density:g})"
 
-    def _place(self) -> tuple[int, int, str]:
+    def _place(self) -> tuple[int, int]:
         require_initialised()
-        group = self._process_group
-        return dist.get_rank(group), dist.get_world_size(group), self._part
+        return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
 
     def _name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = list(named_parameters)

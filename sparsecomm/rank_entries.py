@@ -41,8 +41,9 @@ def entry_of(
 def merge(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """What any rank of a run of any size goes on with, after a run of ``len(entries)`` ranks.
 
-    Results are averages over ranks, so what P ranks have not sent yet is the sum of their residuals
-    over P, and as much is to come from Q ranks if each of them gets just that.
+    Where results are averages over ranks, what P ranks have not sent yet is the sum of their
+    residuals over P, and as much is to come from Q ranks if each of them gets just that. Where they
+    are sums, each has to get P / Q times as much; the groups say P.
     """
     first = entries[0]
     for entry in entries[1:]:
@@ -110,6 +111,7 @@ def _merge_groups(values: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[dict[s
             "local_threshold": 0.0,
             "global_threshold": 0.0,
             "boundaries": [],
+            "ranks": len(values),
         }
         for parameters, step in kept[0]
     )

@@ -8,9 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.nn.parallel import DistributedDataParallel
-
-from sparsecomm import CompressionState
 
 
 def make_model(seed: int = 0, width: int = 40, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -52,7 +51,7 @@ def gathered(tensor: torch.Tensor) -> list[torch.Tensor]:
     return everyone
 
 
-def checkpoint_of(state: CompressionState) -> dict[str, Any]:
+def checkpoint_of(state: Stateful) -> dict[str, Any]:
     """This rank's entry of the state_dict."""
     [entry] = state.state_dict().values()
     return entry  # type: ignore[no-any-return]

@@ -17,10 +17,12 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 import sparsecomm
 import sparsecomm.fsdp
 from sparsecomm import Compression, CompressionState, ThresholdSchedule
+from sparsecomm.checkpoint import ReshardingLoadPlanner
 
 
 def grid() -> DeviceMesh:
@@ -280,8 +282,139 @@ def _check(folder: Path) -> None:
     check_training(mesh)
     check_non_finite(mesh)
     check_skipped_and_unused(mesh)
-    check_resuming(mesh, folder)
+    check_resuming(mesh, folder / "hsdp")
+    check_sharded_without_replicas(mesh["shard"])
+    check_sharded_non_finite(mesh["shard"])
+    check_sharded_resuming(mesh, folder / "fsdp")
+    check_sharded_mistakes(mesh)
 
 
-def test_between_replicas(tmp_path: Path) -> None:
+def test_fsdp(tmp_path: Path) -> None:
     run_ranks(4, _check, tmp_path, timeout=110)
+
+
+# ---- without replicas
+
+
+def whole(model: Any, gradients: bool = True) -> dict[str, torch.Tensor]:
+    return {
+        name: (p.grad if gradients else p).full_tensor().detach().reshape(-1).clone()
+        for name, p in model.named_parameters()
+    }
+
+
+def summed(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    total = tensor.clone()
+    dist.all_reduce(total, group=mesh.get_group())
+    return total
+
+
+def check_sharded_without_replicas(mesh: DeviceMesh) -> None:
+    """Density 1 is FSDP; at 5% nothing is lost (contract 1), and it learns."""
+    plain, dense, sparse = (shard(mesh) for _ in range(3))
+    sparsecomm.fsdp.apply_reduce_scatter(dense, 1)
+    state = sparsecomm.fsdp.apply_reduce_scatter(sparse, 0.05)
+    reference = make_model()
+    carried = {name: torch.zeros(p.numel()) for name, p in reference.named_parameters()}
+    for step in range(3):
+        for model in (plain, dense, sparse, reference):
+            model.zero_grad()
+            model(batch(step)).square().mean().backward()
+        expected, found, few = (whole(model) for model in (plain, dense, sparse))
+        kept = checkpoint_of(state)["residuals"]
+        for name, p in reference.named_parameters():
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-6, atol=1e-9)
+            carried[name] += summed(p.grad.reshape(-1), mesh) - 2 * few[name]
+            torch.testing.assert_close(summed(kept[name], mesh), carried[name], atol=1e-7, rtol=0)
+            if p.dim() < 2:
+                torch.testing.assert_close(few[name], expected[name], rtol=1e-6, atol=1e-9)
+        weights = torch.cat([few[name] for name, p in reference.named_parameters() if p.dim() > 1])
+        assert 0.04 < (weights != 0).float().mean() < 2 * 0.05
+    losses = []
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = (sparse(batch(0)) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.3 * losses[0]
+
+
+def check_sharded_non_finite(mesh: DeviceMesh) -> None:
+    model, reference = shard(mesh), make_model()
+    state = sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+    model(batch(0)).square().mean().backward()
+    before = checkpoint_of(state)["residuals"]
+    model.zero_grad()
+    factor = math.inf if mesh.get_local_rank() == 0 else 1.0
+    handle = model[0].register_forward_hook(
+        lambda _, __, output: output.register_hook(lambda gradient: gradient * factor) and None
+    )
+    model(batch(1)).square().mean().backward()
+    handle.remove()
+    reference(batch(1)).square().mean().backward()
+    after = checkpoint_of(state)["residuals"]
+    for name, p in reference.named_parameters():
+        if name.startswith("0."):
+            assert whole(model)[name].isnan().all()
+            assert torch.equal(after[name], before[name])
+        else:
+            torch.testing.assert_close(after[name], before[name] + p.grad.reshape(-1))
+    # The step after it is as any other.
+    model.zero_grad()
+    model(batch(2)).square().mean().backward()
+    assert all(gradient.isfinite().all() for gradient in whole(model).values())
+
+
+def check_sharded_resuming(mesh: DeviceMesh, folder: Path) -> None:
+    """On the same ranks bit-identical, and on another number of them without loss."""
+    model = shard(mesh["shard"])
+    state = sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+    train(model, sgd(model), range(3))
+    before, kept = whole(model, gradients=False), checkpoint_of(state)["residuals"]
+    mine = folder / str(mesh["replicate"].get_local_rank())
+    group = mesh.get_group("shard")
+    dcp.save({"state": state}, checkpoint_id=mine, process_group=group)
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3, 6))
+    resumed = shard(mesh["shard"])
+    other = sparsecomm.fsdp.apply_reduce_scatter(resumed, 0.05)
+    dcp.load({"state": other}, checkpoint_id=mine, process_group=group)
+    with torch.no_grad():
+        for name, p in resumed.named_parameters():
+            rows = before[name].reshape(p.shape).chunk(2)
+            p.to_local().copy_(rows[mesh["shard"].get_local_rank()])
+    train(resumed, torch.optim.SGD(resumed.parameters(), lr=0.1), range(3, 6))
+    for name, value in whole(model, gradients=False).items():
+        assert torch.equal(whole(resumed, gradients=False)[name], value), name
+
+    # Four shards go on from two: what is to come is the sum over the number of ranks.
+    four = init_device_mesh("cpu", (4,))
+    every = shard(four)
+    more = sparsecomm.fsdp.apply_reduce_scatter(every, 0.05)
+    planner = ReshardingLoadPlanner()
+    dcp.load({"state": more}, checkpoint_id=folder / "0", planner=planner)
+    for name, residual in checkpoint_of(more)["residuals"].items():
+        expected = summed(kept[name], mesh["shard"]) / 2
+        dist.broadcast(expected, 0)
+        assert torch.equal(residual, expected), name
+
+
+def check_sharded_mistakes(mesh: DeviceMesh) -> None:
+    apply = sparsecomm.fsdp.apply_reduce_scatter
+    with pytest.raises(TypeError, match="no module of this Sequential is an FSDPModule"):
+        apply(make_model())
+    with pytest.raises(ValueError, match="density"):
+        apply(shard(mesh["shard"]), 0.0)
+    with pytest.raises(ValueError, match="dense_below=-1"):
+        apply(shard(mesh["shard"]), dense_below=-1)
+    with pytest.raises(ValueError, match="FSDP sums over the replicas itself"):
+        apply(shard(mesh))
+    columns = shard(mesh["shard"], shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)
+    with pytest.raises(ValueError, match=r"0\.weight is placed as Shard\(dim=1\)|S\(1\)"):
+        apply(columns)
+    divided = shard(mesh["shard"])
+    apply(divided)
+    divided.set_gradient_divide_factor(3.0)
+    with pytest.raises(ValueError, match="leave out set_gradient_divide_factor"):
+        divided(batch(0)).square().mean().backward()

@@ -168,6 +168,7 @@ def save(folder: Path, group: dist.ProcessGroup) -> None:
 def go_on(folder: Path, former: int, group: dist.ProcessGroup) -> None:
     """Contract 1 over a change of the number of ranks."""
     parts = [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(former)]
+    together = {key: entry for part in parts for key, entry in part.items()}
     loaded = []
     for distributed in (False, True):
         run = Run(group)
@@ -180,7 +181,6 @@ def go_on(folder: Path, former: int, group: dist.ProcessGroup) -> None:
         else:
             with pytest.raises(ValueError, match=r"nor all ranks of another number"):
                 run.state.load_state_dict(parts[0])
-            together = {key: entry for part in parts for key, entry in part.items()}
             run.state.load_state_dict(together)
         loaded.append(checkpoint_of(run.state))
         assert torch.equal(run.pending(), run.balance)
@@ -189,6 +189,13 @@ def go_on(folder: Path, former: int, group: dist.ProcessGroup) -> None:
         assert {group["step"] for group in checkpoint_of(run.state)["groups"]} == {12}
         assert run.state.stats()["steps"] == 5
     expect_same(*loaded)
+    # What is sums of the ranks, as some optimizers have it, has to stay the same sum.
+    summing = OkTopkState(density=0.05)
+    summing._process_group, summing._average = group, False
+    summing.load_state_dict(together)
+    for name, residual in checkpoint_of(summing)["residuals"].items():
+        total = residual * group.size()
+        assert torch.equal(total, sum(e["residuals"][name] for e in together.values())), name
 
 
 def check_other_numbers_of_ranks(folder: Path) -> None:
