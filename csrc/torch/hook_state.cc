@@ -69,11 +69,14 @@ struct HookState::Step {
   bool last_bucket_seen = false;
   bool unusable = false;
   std::vector<ParameterGroup*> delivered;
+  TimePoint last_bucket_came{};
+  Duration exposed{};
 
   void begin(std::size_t groups, bool last_bucket) {
     std::lock_guard const lock(mutex);
     open_groups += groups;
     last_bucket_seen = last_bucket_seen || last_bucket;
+    if (last_bucket) last_bucket_came = steady_clock().now();
     if (open_groups == 0) finish();  // of a last bucket without parameters
   }
   void end(ParameterGroup& group, bool failed) {
@@ -83,11 +86,17 @@ struct HookState::Step {
     } else {
       unusable = true;
     }
+    if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
+    group.set_exposed(exposed);
     if (--open_groups == 0) finish();
   }
   void break_off() {
     std::lock_guard const lock(mutex);
     if (!last_bucket_seen) take_back();
+  }
+  Duration time_exposed() {
+    std::lock_guard const lock(mutex);
+    return exposed;
   }
 
  private:
@@ -263,7 +272,10 @@ void HookState::begin_step() {
   waiting_.clear();
   held_.clear();
   gradients_.clear();
-  if (step_) step_->break_off();
+  if (step_) {
+    step_->break_off();
+    exposed_ += step_->time_exposed();
+  }
   step_ = std::make_shared<Step>();
   follow_scale();
 }
@@ -432,8 +444,13 @@ void HookState::set_density(double density) {
 
 HookStats HookState::stats() const {
   require_idle("read the statistics");
-  HookStats total{left_, communicator_ ? communicator_->counters() : Counters{}};
-  for (auto const& group : groups_) total.exchange += group->stats();
+  HookStats total{left_, communicator_ ? communicator_->counters() : Counters{}, exposed_, {}};
+  if (step_) total.exposed += step_->time_exposed();
+  for (auto const& group : groups_) {
+    total.exchange += group->stats();
+    total.groups.push_back({group->name(), group->members().size(), group->numel(),
+                            group->last_step(), group->exposed()});
+  }
   if (by_bucket_) total.exchange.steps = last_buckets_;
   return total;
 }
