@@ -40,6 +40,7 @@ from sparsecomm.hooks import (
     topk_hook,
 )
 from sparsecomm.planning import Explanation, Link, Prediction, explain
+from sparsecomm.reporting import report, report_at_exit, write_stats
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
 
 if TYPE_CHECKING:
@@ -82,8 +83,11 @@ __all__ = [
     "quantized_topk_hook",
     "reduce_scatter_sparse",
     "register_comm_hook",
+    "report",
+    "report_at_exit",
     "topk_dsa_hook",
     "topk_hook",
+    "write_stats",
 ]
 
 register_backend()

@@ -10,7 +10,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from sparsecomm import _C
-from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, table
+from sparsecomm.transports import (
+    AUTO,
+    MPI_LIBRARY,
+    STALL_LIMIT,
+    checked_stall_limit,
+    connect,
+    log_stall,
+    table,
+)
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -36,6 +44,7 @@ class Communicator:
         *,
         transport: str = AUTO,
         timeout: timedelta | None = None,
+        stall_limit: timedelta | None = STALL_LIMIT,
     ) -> Communicator:
         """Connects the ranks of ``process_group``, the default group if ``None``.
 
@@ -45,17 +54,27 @@ class Communicator:
             process_group: of torch.distributed, over any backend.
             transport: ``"auto"`` takes the first that works on all ranks; ``"ucx"``, ``"c10d"``.
             timeout: of connecting, and of one operation; torch.distributed's default if ``None``.
+            stall_limit: a rank that waits longer for others, without any progress, logs a warning
+                that says for whom, and where they are; again when it has waited twice as long, and
+                so on until the timeout. ``None``: never.
 
         Raises:
             RuntimeError: torch.distributed is not initialised, this rank is not in the group, or
                 the ranks did not all connect in time, or the transport cannot be used.
             ValueError: there is no such transport.
         """
-        limit = _checked_timeout(timeout)
-        return cls(_C.Communicator(connect(process_group, limit, transport), limit))
+        limit, stall_limit = _checked_timeout(timeout), checked_stall_limit(stall_limit)
+        transport_made = connect(process_group, limit, transport)
+        return cls(_C.Communicator(transport_made, limit, 1, stall_limit, log_stall))
 
     @classmethod
-    def from_mpi(cls, comm: MPI.Comm, *, timeout: timedelta | None = None) -> Communicator:
+    def from_mpi(
+        cls,
+        comm: MPI.Comm,
+        *,
+        timeout: timedelta | None = None,
+        stall_limit: timedelta | None = STALL_LIMIT,
+    ) -> Communicator:
         """Uses the ranks of an mpi4py communicator; torch.distributed is not needed.
 
         Collective over ``comm``, which is duplicated and may be freed afterwards. Operations call
@@ -70,6 +89,7 @@ class Communicator:
         Args:
             comm: an intracommunicator.
             timeout: of one operation; torch.distributed's default if ``None``.
+            stall_limit: as in :meth:`from_process_group`; a rank knows only whom it waits for.
 
         Raises:
             RuntimeError: sparsecomm was built without MPI.
@@ -79,13 +99,13 @@ class Communicator:
         """
         from mpi4py import MPI
 
-        limit = _checked_timeout(timeout)
+        limit, stall_limit = _checked_timeout(timeout), checked_stall_limit(stall_limit)
         if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL:
             raise ValueError(f"{comm!r} is not a communicator of mpi4py with this rank in it")
         if problem := next(row["problem"] for row in table() if row["name"] == "mpi"):
             raise RuntimeError(f"sparsecomm has no MPI transport: {problem}")
         transport = _C.mpi_transport(str(MPI_LIBRARY), MPI.Get_library_version(), comm.py2f())
-        return cls(_C.Communicator(transport, limit))
+        return cls(_C.Communicator(transport, limit, 1, stall_limit, log_stall))
 
     @property
     def engine(self) -> _C.Communicator:

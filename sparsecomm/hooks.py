@@ -17,7 +17,15 @@ from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions
 from sparsecomm.rank_entries import entry_of, rank_key
 from sparsecomm.schedule import check_density
-from sparsecomm.transports import AUTO, connect, names, require_initialised
+from sparsecomm.transports import (
+    AUTO,
+    STALL_LIMIT,
+    checked_stall_limit,
+    connect,
+    log_stall,
+    names,
+    require_initialised,
+)
 
 _FORMAT = 3  # of state_dict()
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
@@ -56,6 +64,9 @@ class CompressionState:
         named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
             ``state_dict()``; without them, parameters are numbered in the order in which DDP's
             first buckets hold them. :func:`register_comm_hook` sets them itself.
+        stall_limit: a rank that waits longer for others, without any progress, logs a warning to
+            the logger ``"sparsecomm"`` that says for whom, and where they are; again when it has
+            waited twice as long, and so on until the timeout. ``None``: never.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -73,6 +84,7 @@ class CompressionState:
         timeout: timedelta | None = None,
         transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        stall_limit: timedelta | None = STALL_LIMIT,
     ) -> None:
         if not isinstance(compression, Compression):
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
@@ -102,6 +114,8 @@ class CompressionState:
             str(CUDA_LIBRARY),
             compression.dense_below,
             compression.clip_norm or 0.0,
+            checked_stall_limit(stall_limit),
+            log_stall,
         )
         self._knows_names = False
         if named_parameters is not None:
@@ -156,18 +170,41 @@ class CompressionState:
             )
         self._native.follow_loss_scale(scaler.get_scale)
 
-    def stats(self) -> dict[str, float]:
-        """Totals of this rank since the state was made.
+    def stats(self) -> dict[str, Any]:
+        """What this rank has sent and how long that took, in all and in the last step.
 
-        ``steps``; ``realised_density`` (entries selected over entries seen) and ``result_density``
-        (entries of the results over entries seen); ``sent_bytes``, ``received_bytes`` and
-        ``messages`` (sent), control messages included; ``select_seconds``, ``exchange_seconds`` and
-        ``apply_seconds``, each summed over the buckets.
+        Totals since the state was made, numbers: ``steps``; ``realised_density`` (entries selected
+        over entries seen) and ``result_density`` (entries of the results over entries seen);
+        ``sent_bytes``, ``received_bytes`` and ``messages`` (sent), control messages included;
+        ``agree_seconds`` (waiting for the other ranks to come, and comparing with them),
+        ``select_seconds``, ``exchange_seconds`` and ``apply_seconds``, each summed over the groups;
+        ``exposed_seconds``, which no backward pass hid: from when the last bucket of a step had
+        come to when the last group's result was written (on a CUDA device: enqueued).
+
+        ``groups`` is a list with a dict for each group of parameters, of the last step it completed
+        here:
+
+        - ``name``; ``parameters`` and ``numel``, how many it has;
+        - ``step`` of the group, from 0; ``algorithm`` that ran; ``finite``, false where some rank
+          had an overflow, so that nothing was exchanged;
+        - ``realised_density`` and ``result_density``, as above;
+        - ``threshold``, the magnitude (in units of the loss scale) from which on entries were
+          selected, and ``threshold_age``, the steps since it was found: 0 unless the schedule
+          reuses it. ``None`` where nothing is selected by a threshold; the age also where the
+          threshold came from a checkpoint;
+        - ``sent_bytes``, ``received_bytes``, ``messages``;
+        - ``agree_seconds``, ``select_seconds``, ``exchange_seconds``, ``apply_seconds``;
+        - ``exposed_seconds``, from when the step's last bucket had come to when the group was done,
+          0 where that was before. Groups are exchanged one after another, so the largest is the
+          step's;
+        - ``observed_seconds``, the step without the wait for other ranks, and
+          ``predicted_seconds``, what the plan expected of it, corrected by the steps before;
+          ``None`` where no plan chose.
 
         Raises:
             ValueError: an exchange is in progress.
         """
-        stats: dict[str, float] = self._native.stats()
+        stats: dict[str, Any] = self._native.stats()
         return stats
 
     def state_dict(self) -> dict[str, Any]:
@@ -296,6 +333,7 @@ class _Method(CompressionState):
         timeout: timedelta | None = None,
         transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        stall_limit: timedelta | None = STALL_LIMIT,
         **options: Unpack[CompressionOptions],
     ) -> None:
         chosen: CompressionOptions = {**self._defaults, **options}
@@ -306,6 +344,7 @@ class _Method(CompressionState):
             timeout=timeout,
             transport=transport,
             named_parameters=named_parameters,
+            stall_limit=stall_limit,
         )
 
 
@@ -417,6 +456,7 @@ class DenseOverlapState(CompressionState):
         timeout: of one exchange, and of connecting.
         transport: what moves the bytes.
         named_parameters: for error messages.
+        stall_limit: as in :class:`CompressionState`.
     """
 
     def __init__(
@@ -426,6 +466,7 @@ class DenseOverlapState(CompressionState):
         timeout: timedelta | None = None,
         transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+        stall_limit: timedelta | None = STALL_LIMIT,
     ) -> None:
         super().__init__(
             Compression(algorithm="dense_overlap", density=1),
@@ -433,6 +474,7 @@ class DenseOverlapState(CompressionState):
             timeout=timeout,
             transport=transport,
             named_parameters=named_parameters,
+            stall_limit=stall_limit,
         )
 
 

@@ -29,6 +29,7 @@ from torch.distributed import distributed_c10d
 from sparsecomm import _C
 
 AUTO = "auto"
+STALL_LIMIT = timedelta(seconds=60)
 INTERFACES = "GLOO_SOCKET_IFNAME"
 CHOICE = "SPARSECOMM_TRANSPORT"
 UCX_LIBRARY = "SPARSECOMM_UCX_LIBRARY"
@@ -89,6 +90,22 @@ def names() -> list[str]:
 @functools.cache
 def warn(text: str) -> None:
     """Logs a warning, once per process however many groups are connected."""
+    logging.getLogger("sparsecomm").warning("%s", text)
+
+
+def checked_stall_limit(limit: timedelta | None) -> timedelta | None:
+    """Returns ``limit``; raises TypeError or ValueError where it is no positive timedelta."""
+    if limit is None:
+        return None
+    if not isinstance(limit, timedelta):
+        raise TypeError(f"stall_limit must be a timedelta or None, not {type(limit).__name__}")
+    if limit <= timedelta(0):
+        raise ValueError(f"stall_limit={limit} is not positive; None: no stall is logged")
+    return limit
+
+
+def log_stall(text: str) -> None:
+    """Logs a warning of a rank that waits."""
     logging.getLogger("sparsecomm").warning("%s", text)
 
 

@@ -27,6 +27,7 @@ class Channel {
   Transport const& transport() const { return transport_; }
   // See Transport::allreduce.
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction) {
+    Wait const waiting(transport_, everybody);
     transport_.allreduce(bytes, dtype, reduction, deadline_);
   }
 
@@ -38,7 +39,10 @@ class Channel {
   }
   // See Deadline::postpone.
   void postpone(Duration time) { deadline_.postpone(time); }
-  std::size_t wait(Request& request) { return transport_.wait(request, deadline_); }
+  std::size_t wait(Request& request) {
+    Wait const waiting(transport_, request.peer);
+    return transport_.wait(request, deadline_);
+  }
   void wait_all(std::span<Request> requests);
 
   // Waits for a message of exactly frames.size() frames and validates each. Throws PeerInvalid,
@@ -59,6 +63,18 @@ class Channel {
   [[noreturn]] void blame(int peer, std::exception const& error) const;
 
  private:
+  // Lets other threads see it.
+  class Wait {
+   public:
+    Wait(Transport& transport, int peer) : transport_(transport) { transport_.begin_wait(peer); }
+    ~Wait() { transport_.end_wait(); }
+    Wait(Wait const&) = delete;
+    Wait& operator=(Wait const&) = delete;
+
+   private:
+    Transport& transport_;
+  };
+
   Tag tag(Phase phase) const { return ((operation_ & 0x0fffffffu) << 3) | static_cast<Tag>(phase); }
   Transport& transport_;
   std::uint32_t operation_;

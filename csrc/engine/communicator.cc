@@ -156,6 +156,9 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       owner_(::getpid()),
       intents_(transport_->size()),
       counters_(transport_->size()),
+      watch_(options_.stall.log && transport_->size() > 1
+                 ? std::make_unique<StallWatch>(*transport_, options_.stall, options_.timeout)
+                 : nullptr),
       thread_([this] { progress(); }) {}
 
 Communicator::~Communicator() {
@@ -164,9 +167,11 @@ Communicator::~Communicator() {
     // held it: it can only be left alone.
     std::ignore = transport_.release();
     std::ignore = changed_.release();
+    std::ignore = watch_.release();
     thread_.detach();
     return;
   }
+  if (watch_) watch_->stop();
   bool busy = false;
   {
     std::lock_guard const lock(mutex_);
@@ -180,6 +185,7 @@ Communicator::~Communicator() {
     transport_->abort();
   }
   thread_.join();
+  watch_.reset();
   transport_.reset();  // before the buffers that its requests may still point to
 }
 
@@ -289,9 +295,11 @@ void Communicator::progress() {
 void Communicator::execute(Operation& operation, bool cancelled) {
   require<Aborted>(broken_.empty(), "an earlier operation failed (", broken_,
                    "); destroy this communicator and make a new one with the ranks that are left");
+  ObservedStage const whole(operation.observer(), Stage::whole);
   ++next_operation_;
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
                   Deadline(clock_, options_.timeout));
+  StallWatch::Operation const watched(watch_.get(), next_operation_);
   try {
     Agreement const agreement = agree(channel, operation, cancelled);
     operation.run(channel, agreement);
@@ -322,6 +330,8 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
     intent = Intent::failed;
     proposal.text = what(std::current_exception());
   }
+  if (watch_) watch_->propose(proposal.text);
+  ObservedStage const agreeing(operation.observer(), Stage::agree);
   Fingerprint const own{fnv1a(proposal.text),    proposal.entries, proposal.former_entries,
                         proposal.former_seconds, proposal.finite,  intent};
   proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
@@ -389,6 +399,7 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
 }
 
 void Communicator::fail(std::exception_ptr error) {
+  if (watch_) watch_->stop();  // before the others' silence becomes an error
   {
     std::lock_guard const lock(mutex_);
     if (closing_) error = std::make_exception_ptr(Aborted(closed_by_its_owner));

@@ -26,7 +26,9 @@
 #include "base/executor.h"
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
+#include "engine/observer.h"
 #include "engine/planner.h"
+#include "engine/stall.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
@@ -62,6 +64,9 @@ class Operation {
   // Undoes what prepare() and run() did to the caller's data so that nothing is lost; called after
   // a failure.
   virtual void roll_back() noexcept {}
+  // Of stages that the communicator knows: Stage::whole and Stage::agree; others are the
+  // operation's own. Null: nobody looks.
+  virtual StageObserver* observer() { return nullptr; }
 };
 
 struct CommunicatorOptions {
@@ -69,6 +74,9 @@ struct CommunicatorOptions {
   Duration failure_grace =
       std::chrono::seconds(1);          // how long survivors wait for each other's reports
   std::optional<Figures> figures = {};  // the same on all ranks; measured on first use if absent
+  // Told when an operation waits for other ranks without any progress for longer than the limit,
+  // and by whom; nobody: no watch is kept.
+  StallOptions stall = {};
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
@@ -148,7 +156,8 @@ class Communicator {
   bool running_ = false;  // it is still running
   bool closing_ = false;
   Counters counters_;
-  std::thread thread_;  // last, so that it starts when all else is ready
+  std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
+  std::thread thread_;                 // last, so that it starts when all else is ready
 };
 
 // Measures the communicator's figures, where no operation has needed them yet.

@@ -10,15 +10,17 @@
 namespace sparsecomm {
 namespace {
 
+// Measures a stage, and shows it.
 class Stopwatch {
  public:
-  Stopwatch(Clock const& clock, Duration& total)
-      : clock_(clock), total_(total), start_(clock.now()) {}
+  Stopwatch(StageObserver* observer, Stage stage, Clock const& clock, Duration& total)
+      : observed_(observer, stage), clock_(clock), total_(total), start_(clock.now()) {}
   ~Stopwatch() { total_ += clock_.now() - start_; }
   Stopwatch(Stopwatch const&) = delete;
   Stopwatch& operator=(Stopwatch const&) = delete;
 
  private:
+  ObservedStage observed_;
   Clock const& clock_;
   Duration& total_;
   TimePoint start_;
@@ -43,6 +45,7 @@ ExchangeStats& ExchangeStats::operator+=(ExchangeStats const& other) {
   selected += other.selected;
   result_nnz += other.result_nnz;
   numel += other.numel;
+  agree += other.agree;
   select += other.select;
   exchange += other.exchange;
   apply += other.apply;
@@ -217,6 +220,7 @@ void GradientExchange<T>::load_state(ExchangeState state) {
   }
   former_seconds_ = 0;
   former_selected_ = 0;
+  threshold_found_.reset();
   local_->reset(state.local_threshold);
   if (sparse_) sparse_->load_state(state.collective);
   state_ = std::move(state);
@@ -259,10 +263,12 @@ Proposal GradientExchange<T>::prepare() {
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
   if (ready_) std::exchange(ready_, {})();
+  before_ = stats_;
+  traffic_before_ = Traffic::of(communicator_.transport().counters());
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
   TimePoint const started = communicator_.clock().now();
-  Stopwatch const watch(communicator_.clock(), stats_.select);
+  Stopwatch const watch(observer_, Stage::select, communicator_.clock(), stats_.select);
   bool const finite = local_->all_finite();
   std::ostringstream text;
   text << std::setprecision(std::numeric_limits<double>::max_digits10)
@@ -290,7 +296,8 @@ Proposal GradientExchange<T>::prepare() {
       algorithm_->sparse) {
     find_threshold();
   }
-  prepared_ = communicator_.clock().now() - started;
+  proposed_ = communicator_.clock().now();
+  prepared_ = proposed_ - started;
   return {.text = text.str(),
           .finite = finite,
           .former_seconds = former_seconds_,
@@ -301,6 +308,9 @@ Proposal GradientExchange<T>::prepare() {
 template <class T>
 void GradientExchange<T>::find_threshold() {
   if (extent_ == 0) return;
+  ThresholdSource const source =
+      local_schedule(*algorithm_, options_).local_at(state_.step, state_.local_threshold > 0);
+  if (source != ThresholdSource::reused) threshold_found_ = state_.step;
   local_->find_threshold(k(), state_.step);
   state_.local_threshold = local_->threshold();
 }
@@ -309,6 +319,8 @@ template <class T>
 void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   Clock const& clock = communicator_.clock();
   bool const warmup = warms_up_densely();
+  stats_.agree += clock.now() - proposed_;
+  std::optional<double> predicted;
   if (planned_ && !warmup) {
     plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
@@ -318,10 +330,10 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
         find_threshold();
       }
     }
+    predicted = plan_.expected(workload(), state_.step);
   }
+  AlgorithmEntry const& algorithm = warmup ? find_algorithm(warmup_algorithm) : *algorithm_;
   TimePoint const agreed = clock.now();
-  std::uint64_t const selected = stats_.selected;
-  std::uint64_t const result_nnz = stats_.result_nnz;
   if (!agreement.all_finite) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
     V const nan = std::numeric_limits<V>::quiet_NaN();
@@ -334,16 +346,41 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
     run_dense(channel, *dense_, planned_ || options_.feedback);
   }
   delivered_ = agreement.all_finite;
+  // Without the wait for ranks that came late, which is no algorithm's doing.
+  double const seconds = std::chrono::duration<double>(prepared_ + (clock.now() - agreed)).count();
+  record(algorithm, predicted, seconds);
   if (planned_ && !warmup) {
-    // Without the wait for ranks that came late, which is no algorithm's doing.
-    former_seconds_ = std::chrono::duration<double>(prepared_ + (clock.now() - agreed)).count();
-    former_selected_ = algorithm_->sparse ? stats_.selected - selected : 0;
-    if (agreement.all_finite) follow_plan(stats_.result_nnz - result_nnz);
+    former_seconds_ = seconds;
+    former_selected_ = algorithm.sparse ? last_.selected : 0;
+    if (agreement.all_finite) follow_plan(last_.result_nnz);
     state_.plan = plan_.state();
   }
   ++state_.step;
   ++stats_.steps;
   stats_.numel += extent_;
+}
+
+template <class T>
+void GradientExchange<T>::record(AlgorithmEntry const& algorithm, std::optional<double> predicted,
+                                 double seconds) {
+  Traffic const traffic = Traffic::of(communicator_.transport().counters());
+  last_ = {.algorithm = algorithm.name,
+           .step = state_.step,
+           .finite = delivered_,
+           .selected = stats_.selected - before_.selected,
+           .result_nnz = stats_.result_nnz - before_.result_nnz,
+           .sent_bytes = traffic.sent_bytes - traffic_before_.sent_bytes,
+           .received_bytes = traffic.received_bytes - traffic_before_.received_bytes,
+           .messages = traffic.messages - traffic_before_.messages,
+           .agree = stats_.agree - before_.agree,
+           .select = stats_.select - before_.select,
+           .exchange = stats_.exchange - before_.exchange,
+           .apply = stats_.apply - before_.apply,
+           .observed_seconds = seconds,
+           .predicted_seconds = predicted};
+  if (!algorithm.sparse || state_.local_threshold == 0) return;
+  last_.threshold = state_.local_threshold;
+  if (threshold_found_) last_.threshold_age = state_.step - *threshold_found_;
 }
 
 template <class T>
@@ -362,7 +399,7 @@ template <class T>
 void GradientExchange<T>::run_sparse(Channel& channel) {
   SparseView<V> selection;
   {
-    Stopwatch const watch(communicator_.clock(), stats_.select);
+    Stopwatch const watch(observer_, Stage::select, communicator_.clock(), stats_.select);
     if (options_.rule.accumulates()) {
       local_->accumulate();
       find_threshold();
@@ -371,11 +408,11 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   }
   AllreduceResult<V> result;
   {
-    Stopwatch const watch(communicator_.clock(), stats_.exchange);
+    Stopwatch const watch(observer_, Stage::exchange, communicator_.clock(), stats_.exchange);
     result = sparse_->run(channel, selection,
                           {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
-  Stopwatch const watch(communicator_.clock(), stats_.apply);
+  Stopwatch const watch(observer_, Stage::apply, communicator_.clock(), stats_.apply);
   local_->keep(result.rejected);
   local_->mask(result.reduced);
   local_->store(result.reduced, divisor());
@@ -388,11 +425,11 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
 template <class T>
 void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback) {
   if (feedback) {
-    Stopwatch const watch(communicator_.clock(), stats_.select);
+    Stopwatch const watch(observer_, Stage::select, communicator_.clock(), stats_.select);
     if (options_.rule.accumulates()) local_->accumulate();
     local_->flush();
   }
-  Stopwatch const watch(communicator_.clock(), stats_.exchange);
+  Stopwatch const watch(observer_, Stage::exchange, communicator_.clock(), stats_.exchange);
   // The sum and the average of one gradient are the gradient.
   if (communicator_.size() > 1) {
     dense.run(channel, local_->gather(), Reduction::sum, divisor());

@@ -15,6 +15,7 @@
 #include "compress/local_gradient.h"
 #include "engine/communicator.h"
 #include "engine/planner.h"
+#include "engine/step_record.h"
 
 namespace sparsecomm {
 
@@ -53,7 +54,7 @@ struct ExchangeStats {
   std::uint64_t selected = 0;    // entries this rank packed
   std::uint64_t result_nnz = 0;  // entries of the results
   std::uint64_t numel = 0;       // entries of the gradients
-  Duration select{}, exchange{}, apply{};
+  Duration agree{}, select{}, exchange{}, apply{};
 
   // Of several groups; as many steps as the one that has made most.
   ExchangeStats& operator+=(ExchangeStats const& other);
@@ -96,6 +97,7 @@ class GradientExchange final : public Operation {
   ExchangeState const& state() const { return state_; }
   void load_state(ExchangeState state);
   ExchangeStats const& stats() const { return stats_; }
+  StepRecord const& last_step() const { return last_; }
   std::uint64_t extent() const { return extent_; }
   // False while a plan tries algorithms; the same on all ranks.
   bool settled() const { return !planned_ || plan_.settled(state_.step); }
@@ -105,14 +107,19 @@ class GradientExchange final : public Operation {
     return algorithm_ ? algorithm_->name : auto_algorithm;
   }
 
+  // Lives as long as the exchange.
+  void show_to(StageObserver& observer) { observer_ = &observer; }
+
   Proposal prepare() override;
   void run(Channel& channel, Agreement const& agreement) override;
   void roll_back() noexcept override;
+  StageObserver* observer() override { return observer_; }
 
  private:
   void check_messages(AlgorithmEntry const& algorithm) const;
   void use(AlgorithmEntry const& algorithm);
   void find_threshold();
+  void record(AlgorithmEntry const& algorithm, std::optional<double> predicted, double seconds);
   void run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback);
   void run_sparse(Channel& channel);
   void forget_thresholds();
@@ -138,12 +145,19 @@ class GradientExchange final : public Operation {
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;
   std::optional<std::span<const std::uint32_t>> received_;
+  StageObserver* observer_ = nullptr;
+  std::optional<std::uint64_t> threshold_found_;  // the step
+  // As this step began.
+  ExchangeStats before_;
+  Traffic traffic_before_;
+  TimePoint proposed_{};  // when its proposal was ready
   // Of the last step on this rank, for the plan.
   Duration prepared_{};
   double former_seconds_ = 0;
   std::uint64_t former_selected_ = 0;
   ExchangeState state_;
   ExchangeStats stats_;
+  StepRecord last_;
 };
 
 }  // namespace sparsecomm

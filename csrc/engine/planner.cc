@@ -264,6 +264,16 @@ void Plan::conclude(Workload const& workload, std::uint64_t result_nnz, bool tim
   decide(known, step);
 }
 
+double Plan::expected(Workload const& workload, std::uint64_t step) {
+  Workload const known = corrected(workload);
+  auto const all = predictions(known);
+  auto const own = std::ranges::find(all, state_.algorithm, &Prediction::algorithm);
+  Experience const* const experience = experience_of(state_.algorithm, step);
+  double const total =
+      own == all.end() ? predict(*state_.algorithm, known, *state_.figures).total() : own->total();
+  return total * (experience != nullptr ? experience->correction : common_correction(step));
+}
+
 std::span<const Prediction> Plan::predictions(Workload const& known) {
   bool const same = known.k == predicted_.k && known.union_nnz == predicted_.union_nnz &&
                     known.extent == predicted_.extent && known.ranks == predicted_.ranks;

@@ -156,7 +156,9 @@ class Plan {
   // What is known of the workload by now, in place of what was assumed; in steps of 2%, so that
   // what follows from it need not be computed at every step.
   Workload corrected(Workload workload) const;
-  // Seconds that the algorithm is expected to take, given the experience so far.
+  // Seconds that the step at hand is expected to take; once there is a decision.
+  double expected(Workload const& workload, std::uint64_t step);
+  // Seconds that the algorithm may take, given the experience so far: what decisions compare.
   double estimate(Prediction const& prediction, std::uint64_t step) const;
 
  private:

@@ -1,4 +1,5 @@
 #include <pybind11/chrono.h>
+#include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
 
@@ -12,6 +13,7 @@
 #include "interpreter.h"
 #include "parameter_group.h"
 #include "planner_dict.h"
+#include "stall_log.h"
 #include "torch_executor.h"
 #include "transport_holder.h"
 
@@ -203,13 +205,17 @@ void bind_engine(py::module_& module) {
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout,
-                       std::int64_t threads) {
+                       std::int64_t threads,
+                       std::optional<std::chrono::duration<double>> stall_limit,
+                       std::function<void(std::string const&)> log_stall) {
              CommunicatorOptions options;
              options.timeout = std::chrono::duration_cast<Duration>(timeout);
+             options.stall = make_stall_options(stall_limit, std::move(log_stall));
              options.executor = make_executor(threads);
              return make_communicator(transport.take(), options);
            }),
-           py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1)
+           py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1,
+           py::arg("stall_limit") = py::none(), py::arg("log_stall") = py::none())
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)

@@ -9,6 +9,7 @@
 #include "bindings.h"
 #include "hook_state.h"
 #include "planner_dict.h"
+#include "stall_log.h"
 #include "torch_executor.h"
 #include "transport_holder.h"
 #include "wire/checksum.h"
@@ -122,16 +123,41 @@ HookCheckpoint from_dict(py::dict const& saved) {
   return checkpoint;
 }
 
+double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+double share(std::uint64_t count, std::uint64_t numel) {
+  return numel == 0 ? 0.0 : static_cast<double>(count) / static_cast<double>(numel);
+}
+
+py::dict group_dict(GroupStats const& group) {
+  StepRecord const& last = group.last;
+  py::dict result;
+  result["name"] = group.name;
+  result["parameters"] = group.parameters;
+  result["numel"] = group.numel;
+  result["algorithm"] = last.algorithm;
+  result["step"] = last.step;
+  result["finite"] = last.finite;
+  result["realised_density"] = share(last.selected, group.numel);
+  result["result_density"] = share(last.result_nnz, group.numel);
+  result["threshold"] = last.threshold;
+  result["threshold_age"] = last.threshold_age;
+  result["sent_bytes"] = last.sent_bytes;
+  result["received_bytes"] = last.received_bytes;
+  result["messages"] = last.messages;
+  result["agree_seconds"] = seconds(last.agree);
+  result["select_seconds"] = seconds(last.select);
+  result["exchange_seconds"] = seconds(last.exchange);
+  result["apply_seconds"] = seconds(last.apply);
+  result["exposed_seconds"] = seconds(group.exposed);
+  result["observed_seconds"] = last.observed_seconds;
+  result["predicted_seconds"] = last.predicted_seconds;
+  return result;
+}
+
 py::dict stats_dict(HookState const& state) {
   HookStats const stats = state.stats();
-  auto const seconds = [](Duration duration) {
-    return std::chrono::duration<double>(duration).count();
-  };
-  auto const per_element = [&](std::uint64_t count) {
-    return stats.exchange.numel == 0
-               ? 0.0
-               : static_cast<double>(count) / static_cast<double>(stats.exchange.numel);
-  };
+  auto const per_element = [&](std::uint64_t count) { return share(count, stats.exchange.numel); };
   py::dict result;
   result["steps"] = stats.exchange.steps;
   result["realised_density"] = per_element(stats.exchange.selected);
@@ -139,9 +165,16 @@ py::dict stats_dict(HookState const& state) {
   result["sent_bytes"] = Counters::total(stats.counters.sent_bytes);
   result["received_bytes"] = Counters::total(stats.counters.received_bytes);
   result["messages"] = Counters::total(stats.counters.sent_messages);
+  result["agree_seconds"] = seconds(stats.exchange.agree);
   result["select_seconds"] = seconds(stats.exchange.select);
   result["exchange_seconds"] = seconds(stats.exchange.exchange);
   result["apply_seconds"] = seconds(stats.exchange.apply);
+  result["exposed_seconds"] = seconds(stats.exposed);
+  py::list groups;
+  for (GroupStats const& group : stats.groups) {
+    if (!group.last.algorithm.empty()) groups.append(group_dict(group));
+  }
+  result["groups"] = groups;
   return result;
 }
 
@@ -151,16 +184,19 @@ void bind_hooks(py::module_& module) {
   py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
       .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout,
                        std::int64_t threads, std::string cuda_library, int dense_below,
-                       double clip_norm) {
+                       double clip_norm, std::optional<std::chrono::duration<double>> stall_limit,
+                       std::function<void(std::string const&)> log_stall) {
              CommunicatorOptions communicator;
              communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
+             communicator.stall = make_stall_options(stall_limit, std::move(log_stall));
              communicator.executor = make_executor(threads);
              return std::make_shared<HookState>(
                  HookOptions{std::move(options), dense_below, clip_norm}, communicator,
                  std::move(cuda_library));
            }),
            py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"),
-           py::arg("dense_below"), py::arg("clip_norm"))
+           py::arg("dense_below"), py::arg("clip_norm"), py::arg("stall_limit") = py::none(),
+           py::arg("log_stall") = py::none())
       .def("connect",
            [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
       .def_property_readonly("connected", &HookState::connected)
@@ -183,6 +219,7 @@ void bind_hooks(py::module_& module) {
            py::arg("factor"), py::arg("everywhere"), py::call_guard<py::gil_scoped_release>())
       .def("set_density", &HookState::set_density)
       .def("stats", &stats_dict)
+      .def_property_readonly("rank", &HookState::rank)
       .def("algorithms", &HookState::algorithms)
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
       .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });

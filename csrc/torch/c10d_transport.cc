@@ -155,6 +155,10 @@ class C10dTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     return board_.reports();
   }
+  void post_status(std::string_view status) noexcept override {
+    board_.post_status(rank(), status);
+  }
+  std::vector<std::string> statuses() noexcept override { return board_.statuses(); }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {

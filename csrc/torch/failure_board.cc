@@ -12,6 +12,7 @@ namespace sparsecomm {
 namespace {
 
 std::string board_key(int rank) { return concat("failure/", rank); }
+std::string status_key(int rank) { return concat("status/", rank); }
 
 }  // namespace
 
@@ -20,6 +21,8 @@ struct FailureBoard::Shared {
   std::mutex mutex;  // guards what follows
   std::vector<std::optional<FailureReport>> reports;
   bool closed = false;
+  bool asking = false;
+  std::vector<std::string> answers;
 
   // Reads until every rank has reported or nobody asks any more.
   void read() {
@@ -36,6 +39,22 @@ struct FailureBoard::Shared {
       }
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
+  }
+
+  void ask() {
+    std::vector<std::string> found(reports.size());
+    try {
+      auto const own = store->clone();
+      for (std::size_t rank = 0; rank < found.size(); ++rank) {
+        std::string const key = status_key(static_cast<int>(rank));
+        if (own->check({key})) found[rank] = own->get_to_str(key);
+      }
+    } catch (std::exception const&) {
+      // The board is gone: what has been read is what there is.
+    }
+    std::lock_guard const lock(mutex);
+    answers = std::move(found);
+    asking = false;
   }
 };
 
@@ -56,6 +75,28 @@ void FailureBoard::post(int rank, FailureReport const& report) noexcept {
   } catch (std::exception const&) {
     // The board is gone, most likely with the rank that served it: each survivor judges by itself.
   }
+}
+
+void FailureBoard::post_status(int rank, std::string_view status) noexcept {
+  try {
+    shared_->store->set(status_key(rank), std::string(status));
+  } catch (std::exception const&) {
+    // As above.
+  }
+}
+
+std::vector<std::string> FailureBoard::statuses() noexcept {
+  std::vector<std::string> answers(shared_->reports.size());
+  std::lock_guard const lock(shared_->mutex);
+  if (shared_->asking) return answers;  // in vain so far
+  if (!shared_->answers.empty()) answers = std::exchange(shared_->answers, {});
+  try {
+    std::thread([shared = shared_] { shared->ask(); }).detach();
+    shared_->asking = true;
+  } catch (std::exception const&) {
+    // No thread to be had.
+  }
+  return answers;
 }
 
 std::vector<std::optional<FailureReport>> FailureBoard::reports() noexcept {

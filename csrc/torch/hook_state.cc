@@ -73,11 +73,14 @@ struct HookState::Step {
   bool last_bucket_seen = false;
   bool unusable = false;
   std::vector<ParameterGroup*> delivered;
+  TimePoint last_bucket_came{};
+  Duration exposed{};
 
   void begin(std::size_t groups, bool last_bucket) {
     std::lock_guard const lock(mutex);
     open_groups += groups;
     last_bucket_seen = last_bucket_seen || last_bucket;
+    if (last_bucket) last_bucket_came = steady_clock().now();
     if (open_groups == 0) finish();  // of a last bucket without parameters
   }
   // `group`: null for a gradient of which nothing is kept.
@@ -88,11 +91,17 @@ struct HookState::Step {
     } else if (group) {
       delivered.push_back(group);
     }
+    if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
+    group.set_exposed(exposed);
     if (--open_groups == 0) finish();
   }
   void break_off() {
     std::lock_guard const lock(mutex);
     if (!last_bucket_seen) take_back();
+  }
+  Duration time_exposed() {
+    std::lock_guard const lock(mutex);
+    return exposed;
   }
 
  private:
@@ -309,7 +318,10 @@ void HookState::begin_step() {
   held_.clear();
   held_sparse_.clear();
   gradients_.clear();
-  if (step_) step_->break_off();
+  if (step_) {
+    step_->break_off();
+    exposed_ += step_->time_exposed();
+  }
   step_ = std::make_shared<Step>();
   follow_scale();
 }
@@ -482,8 +494,13 @@ void HookState::set_density(double density) {
 
 HookStats HookState::stats() const {
   require_idle("read the statistics");
-  HookStats total{left_, communicator_ ? communicator_->counters() : Counters{}};
-  for (auto const& group : groups_) total.exchange += group->stats();
+  HookStats total{left_, communicator_ ? communicator_->counters() : Counters{}, exposed_, {}};
+  if (step_) total.exposed += step_->time_exposed();
+  for (auto const& group : groups_) {
+    total.exchange += group->stats();
+    total.groups.push_back({group->name(), group->members().size(), group->numel(),
+                            group->last_step(), group->exposed()});
+  }
   if (by_bucket_) total.exchange.steps = last_buckets_;
   return total;
 }

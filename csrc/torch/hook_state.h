@@ -52,9 +52,20 @@ struct Bucket {
   std::vector<bool> unused = {};
 };
 
+struct GroupStats {
+  std::string name;
+  std::size_t parameters = 0;
+  std::size_t numel = 0;
+  StepRecord last;
+  Duration exposed{};  // see HookStats
+};
+
 struct HookStats {
   ExchangeStats exchange;  // summed over groups; steps: of the group that has made most
   Counters counters;       // of the communicator
+  // What steps took after their last bucket had come, until all groups were done.
+  Duration exposed{};
+  std::vector<GroupStats> groups;  // of the last step
 };
 
 // Not thread-safe but for what run() and the progress thread share: called by whoever runs the
@@ -76,6 +87,10 @@ class HookState {
   void follow_loss_scale(std::function<double()> loss_scale);
   void connect(std::unique_ptr<Transport> transport);
   bool connected() const { return communicator_ != nullptr; }
+  // Null until connected.
+  std::optional<int> rank() const {
+    return communicator_ ? std::optional(communicator_->rank()) : std::nullopt;
+  }
 
   // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
   // whoever waits for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be
@@ -154,6 +169,7 @@ class HookState {
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
   std::size_t groups_formed_ = 0;
   ExchangeStats left_;                                               // of groups that are no more
+  Duration exposed_{};                                               // of former steps
   std::unordered_map<ParameterGroup const*, double> own_densities_;  // of groups that have one
   std::function<double()> current_loss_scale_;
   double loss_scale_ = 1;

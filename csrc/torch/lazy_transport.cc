@@ -35,6 +35,14 @@ class LazyTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     return transport_ ? transport_->failures() : std::vector<std::optional<FailureReport>>(size());
   }
+  void post_status(std::string_view status) noexcept override {
+    std::lock_guard const lock(mutex_);
+    if (transport_) transport_->post_status(status);
+  }
+  std::vector<std::string> statuses() noexcept override {
+    std::lock_guard const lock(mutex_);
+    return transport_ ? transport_->statuses() : Transport::statuses();
+  }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {

@@ -35,12 +35,14 @@ class TypedGroup final : public ParameterGroup {
   TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
              ExchangeOptions const& options, Communicator& communicator, bool keeps_residual,
              SideStream const* side)
-      : ParameterGroup(dtype, std::move(members), communicator, keeps_residual,
+      : ParameterGroup(name, dtype, std::move(members), communicator, keeps_residual,
                        options.rule.has_moment(), side),
         exchange_(std::make_shared<GradientExchange<T>>(
             name, numel_, options, communicator,
             side ? make_device_gradient<T>(options.schedule, options.rule, numel_, side->queue())
-                 : nullptr)) {}
+                 : nullptr)) {
+    exchange_->show_to(labels_);
+  }
 
   bool delivered() const override { return exchange_->delivered(); }
   std::optional<std::span<const std::uint32_t>> received() const override {
@@ -50,6 +52,7 @@ class TypedGroup final : public ParameterGroup {
   ExchangeState const& state() const override { return exchange_->state(); }
   void load_state(ExchangeState const& state) override { exchange_->load_state(state); }
   ExchangeStats const& stats() const override { return exchange_->stats(); }
+  StepRecord const& last_step() const override { return exchange_->last_step(); }
   void set_density(double density) override { exchange_->set_density(density); }
   void rescale_thresholds(double ratio) override { exchange_->rescale(ratio); }
   std::string_view algorithm() const override { return exchange_->algorithm(); }
@@ -103,10 +106,15 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
   }
 }
 
-ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members,
+ParameterGroup::ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
                                Communicator& communicator, bool keeps_residual, bool has_moment,
                                SideStream const* side)
-    : dtype_(dtype), members_(std::move(members)), communicator_(communicator), side_(side) {
+    : name_(std::move(name)),
+      dtype_(dtype),
+      members_(std::move(members)),
+      communicator_(communicator),
+      labels_(name_),
+      side_(side) {
   for (Member const& member : members_) numel_ += member.numel;
   // Cleared on the stream that uses it, so that nothing has to wait.
   c10::OptionalStreamGuard const current(side ? std::optional(side->stream()) : std::nullopt);
@@ -151,6 +159,7 @@ void ParameterGroup::discard_arrivals() {
 void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
                             Communicator::Completion done) {
   std::shared_ptr<Operation> operation = bind(std::move(ready));
+  labels_.follow_this_thread();
   busy_ = true;
   auto const finish = [this, end = std::move(end),
                        done = std::move(done)](std::exception_ptr error) {
@@ -174,6 +183,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
 
 void ParameterGroup::run() {
   std::shared_ptr<Operation> const operation = bind({});
+  labels_.follow_this_thread();
   busy_ = true;
   try {
     communicator_.run(operation);

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "engine/gradient_exchange.h"
+#include "profiler_labels.h"
 #include "side_stream.h"
 
 namespace sparsecomm {
@@ -41,6 +42,8 @@ class ParameterGroup {
                                               SideStream const* side = nullptr);
   virtual ~ParameterGroup() = default;
 
+  std::string const& name() const { return name_; }
+  std::size_t numel() const { return numel_; }
   std::vector<Member> const& members() const { return members_; }
   at::ScalarType dtype() const { return dtype_; }
   // All members' residuals, 1-D, float32 (float64 for float64 gradients), in member order; empty
@@ -67,6 +70,10 @@ class ParameterGroup {
   // Exchanges in this thread where nothing else is going on; blocks.
   void run();
   bool busy() const { return busy_; }
+  // Of the last step: how long after its last bucket had come the group was done. Set before it is
+  // idle.
+  void set_exposed(Duration time) { exposed_ = time; }
+  Duration exposed() const { return exposed_; }
 
   // See GradientExchange.
   virtual bool delivered() const = 0;
@@ -75,6 +82,7 @@ class ParameterGroup {
   virtual ExchangeState const& state() const = 0;
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;
+  virtual StepRecord const& last_step() const = 0;
   virtual void set_density(double density) = 0;
   virtual void rescale_thresholds(double ratio) = 0;
   virtual std::string_view algorithm() const = 0;
@@ -88,18 +96,21 @@ class ParameterGroup {
     bool unused;
   };
 
-  ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator,
-                 bool keeps_residual, bool has_moment, SideStream const* side);
+  ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
+                 Communicator& communicator, bool keeps_residual, bool has_moment,
+                 SideStream const* side);
   // Arrivals in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
   virtual std::shared_ptr<Operation> bind(std::function<void()> ready) = 0;
 
+  std::string name_;
   at::ScalarType dtype_;
   std::vector<Member> members_;
   Communicator& communicator_;
   std::size_t numel_ = 0;
   at::Tensor residual_;
   at::Tensor moment_;  // of the same size; undefined without
+  ProfilerLabels labels_;
 
  private:
   void withhold(Arrival const& arrival);
@@ -112,6 +123,7 @@ class ParameterGroup {
   std::vector<Arrival> arrivals_;
   std::size_t arrived_ = 0;
   std::atomic<bool> busy_ = false;
+  Duration exposed_{};
 };
 
 }  // namespace sparsecomm

@@ -75,6 +75,8 @@ class StoreRendezvous final : public Rendezvous {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     return board_.reports();
   }
+  void post_status(std::string_view status) noexcept override { board_.post_status(rank_, status); }
+  std::vector<std::string> statuses() noexcept override { return board_.statuses(); }
 
  private:
   void put(std::string const& key, std::string const& text) {

@@ -17,13 +17,14 @@ struct Hub {
     std::map<std::pair<int, Tag>, std::deque<Message>> messages;  // by (sender, tag)
   };
 
-  explicit Hub(int size) : mailboxes(size), gone(size, false), board(size) {}
+  explicit Hub(int size) : mailboxes(size), gone(size, false), board(size), statuses(size) {}
 
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<Mailbox> mailboxes;
   std::vector<bool> gone;
   std::vector<std::optional<FailureReport>> board;
+  std::vector<std::string> statuses;
 };
 
 class InprocTransport final : public Transport {
@@ -75,6 +76,15 @@ class InprocTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     std::lock_guard const lock(hub_->mutex);
     return hub_->board;
+  }
+
+  void post_status(std::string_view status) noexcept override {
+    std::lock_guard const lock(hub_->mutex);
+    hub_->statuses[rank()] = status;
+  }
+  std::vector<std::string> statuses() noexcept override {
+    std::lock_guard const lock(hub_->mutex);
+    return hub_->statuses;
   }
 
  protected:

@@ -4,6 +4,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "transport/transport.h"
@@ -24,6 +25,10 @@ class Rendezvous {
   // The failure board, as Transport has it.
   virtual void post_failure(FailureReport const& report) noexcept = 0;
   virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
+
+  // The stall board, likewise.
+  virtual void post_status(std::string_view status) noexcept = 0;
+  virtual std::vector<std::string> statuses() noexcept = 0;
 };
 
 // The transport asked for cannot be had; every rank throws it with the same text.

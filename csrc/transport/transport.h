@@ -2,6 +2,7 @@
 // time (the communicator's progress thread).
 #pragma once
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
@@ -20,9 +21,13 @@ namespace sparsecomm {
 // Distinguishes messages between the same two ranks. Below 2^31 for every engine's sake.
 using Tag = std::uint32_t;
 
+// In place of a peer that is waited for.
+inline constexpr int nobody = -1, everybody = -2;
+
 // A posted send or receive. Trivially copyable; owned by the transport, released by wait().
 struct Request {
   std::uint32_t slot = UINT32_MAX;
+  int peer = nobody;
 };
 
 // Counted where messages are posted; [peer].
@@ -72,7 +77,8 @@ class Transport {
   // Posts a message to `peer`. `bytes` stays readable until the request has been waited for.
   Request isend(int peer, Tag tag, std::span<const std::byte> bytes) {
     check_peer(peer);
-    Request const request = do_isend(peer, tag, bytes);
+    Request request = do_isend(peer, tag, bytes);
+    request.peer = peer;
     counters_.sent_bytes[peer] += bytes.size();
     ++counters_.sent_messages[peer];
     return request;
@@ -80,7 +86,9 @@ class Transport {
   // Posts a receive of at most bytes.size() bytes; what arrives fills the front.
   Request irecv(int peer, Tag tag, std::span<std::byte> bytes) {
     check_peer(peer);
-    return do_irecv(peer, tag, bytes);
+    Request request = do_irecv(peer, tag, bytes);
+    request.peer = peer;
+    return request;
   }
   // Blocks until the request is complete and releases it. Returns how many bytes arrived; an engine
   // that cannot tell returns the size of the buffer. Throws PeerLost when the peer is gone or the
@@ -109,6 +117,25 @@ class Transport {
   virtual void post_failure(FailureReport const& report) noexcept = 0;
   virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
 
+  // The stall board, likewise out of band, for ranks that wait for one another; from any thread.
+  // post_status() replaces what this rank says of itself. statuses() asks for what the ranks say,
+  // and returns what the last such question has brought, [rank], empty where nothing is known.
+  // Neither blocks or throws; an engine without a board knows nothing.
+  virtual void post_status(std::string_view /*status*/) noexcept {}
+  virtual std::vector<std::string> statuses() noexcept {
+    return std::vector<std::string>(static_cast<std::size_t>(size_));
+  }
+
+  // Whom the thread that uses the transport waits for, and how often it has waited; from any
+  // thread. Kept up to date by the channel.
+  int awaited() const { return awaited_.load(std::memory_order_relaxed); }
+  std::uint64_t waits() const { return waits_.load(std::memory_order_relaxed); }
+  void begin_wait(int peer) {
+    awaited_.store(peer, std::memory_order_relaxed);
+    waits_.store(waits() + 1, std::memory_order_relaxed);
+  }
+  void end_wait() { awaited_.store(nobody, std::memory_order_relaxed); }
+
   // The receiver of a frame knows its length; engines need not.
   void count_received(int peer, std::size_t bytes) {
     counters_.received_bytes[peer] += bytes;
@@ -127,6 +154,8 @@ class Transport {
   }
   int rank_, size_;
   Counters counters_;
+  std::atomic<int> awaited_ = nobody;
+  std::atomic<std::uint64_t> waits_ = 0;
 };
 
 }  // namespace sparsecomm

@@ -114,6 +114,8 @@ class UcxTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     return rendezvous_->failures();
   }
+  void post_status(std::string_view status) noexcept override { rendezvous_->post_status(status); }
+  std::vector<std::string> statuses() noexcept override { return rendezvous_->statuses(); }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {

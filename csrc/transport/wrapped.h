@@ -32,6 +32,8 @@ class WrappedTransport : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     return inner_->failures();
   }
+  void post_status(std::string_view status) noexcept override { inner_->post_status(status); }
+  std::vector<std::string> statuses() noexcept override { return inner_->statuses(); }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {

@@ -173,7 +173,8 @@ class SparseExchange(Exchange):
         return round(stats["realised_density"] * stats["steps"] * self._entries)
 
     def _stats(self) -> dict[str, float]:
-        return {name: float(value) for name, value in self.state.stats().items()}
+        totals = self.state.stats()
+        return {name: float(value) for name, value in totals.items() if name != "groups"}
 
 
 def make_exchange(

@@ -13,12 +13,13 @@ namespace sparsecomm::test {
 
 // What the threads share.
 struct Meeting {
-  explicit Meeting(int size) : round(size), board(size), size(size) {}
+  explicit Meeting(int size) : round(size), board(size), statuses(size), size(size) {}
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::vector<std::string>> rounds;
   std::vector<std::size_t> round;  // how many each rank has entered
   std::vector<std::optional<FailureReport>> board;
+  std::vector<std::string> statuses;
   int size;
 };
 
@@ -48,6 +49,14 @@ class ThreadRendezvous final : public Rendezvous {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     std::lock_guard const lock(meeting_->mutex);
     return meeting_->board;
+  }
+  void post_status(std::string_view status) noexcept override {
+    std::lock_guard const lock(meeting_->mutex);
+    meeting_->statuses[rank_] = status;
+  }
+  std::vector<std::string> statuses() noexcept override {
+    std::lock_guard const lock(meeting_->mutex);
+    return meeting_->statuses;
   }
 
  private:

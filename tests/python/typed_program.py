@@ -6,6 +6,7 @@ An ignored error that mypy does not find fails too, so these lines say what type
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,7 +37,7 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
         oktopk,
         sparsecomm.TopkState(0.02, value_codec="bf16", threads=2, seed=1),
         sparsecomm.AutoState(named_parameters=[("weight", torch.zeros(3))]),
-        sparsecomm.DenseOverlapState(transport="c10d"),
+        sparsecomm.DenseOverlapState(transport="c10d", stall_limit=None),
         sparsecomm.CompressionState(compression, group),
         sparsecomm.QuantizedTopkState(quantize=8),
         sparsecomm.GaussianKState(dense_steps=10),
@@ -45,7 +46,7 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
     ]
 
 
-def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> dict[str, float]:
+def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> dict[str, Any]:
     sparsecomm.register_comm_hook(ddp, state)
     sparsecomm.register_comm_hook(state, ddp)  # type: ignore[arg-type]
     ddp.register_comm_hook(sparsecomm.AutoState(), sparsecomm.auto_hook)
@@ -95,10 +96,22 @@ def resume(path: str, state: sparsecomm.CompressionState) -> None:
     load({"state": state}, checkpoint_id=path, planner=planner)
 
 
-def sharded(model: torch.nn.Module, mesh: DeviceMesh) -> dict[str, float]:
+def sharded(model: torch.nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     state = fsdp.apply(model, sparsecomm.Compression(density=0.02), mesh["replicate"])
     fsdp.apply(model, 0.02, mesh)  # type: ignore[arg-type]
     return state.stats()
+
+
+class Writer:
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None: ...
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None: ...
+
+
+def statistics(state: sparsecomm.CompressionState, writer: Writer) -> str:
+    sparsecomm.report_at_exit(state)
+    sparsecomm.write_stats(writer, state, step=7)
+    sparsecomm.write_stats(print, state)  # type: ignore[arg-type]
+    return sparsecomm.report(state, state)
 
 
 def collectives(tensor: Tensor) -> None:

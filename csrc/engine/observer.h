@@ -1,0 +1,41 @@
+// Who follows an operation through its stages, so as to show them in a trace.
+#pragma once
+
+#include <cstdint>
+
+namespace sparsecomm {
+
+enum class Stage : std::uint8_t {
+  whole,     // all that follows
+  agree,     // waits for the other ranks and compares with them; see Proposal
+  select,    // finds what is sent
+  exchange,  // sends and reduces it
+  apply,     // writes the result
+};
+
+// Called by the thread that runs the operation; what begins last ends first.
+class StageObserver {
+ public:
+  virtual ~StageObserver() = default;
+  virtual void begin(Stage stage) noexcept = 0;
+  virtual void end(Stage stage) noexcept = 0;
+};
+
+// Lasts as long as the stage. `observer` may be null.
+class ObservedStage {
+ public:
+  ObservedStage(StageObserver* observer, Stage stage) : observer_(observer), stage_(stage) {
+    if (observer_ != nullptr) observer_->begin(stage_);
+  }
+  ~ObservedStage() {
+    if (observer_ != nullptr) observer_->end(stage_);
+  }
+  ObservedStage(ObservedStage const&) = delete;
+  ObservedStage& operator=(ObservedStage const&) = delete;
+
+ private:
+  StageObserver* observer_;
+  Stage stage_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,237 @@
+#include "engine/stall.h"
+
+#include <algorithm>
+#include <cmath>
+#include <iterator>
+#include <set>
+#include <sstream>
+#include <utility>
+
+namespace sparsecomm {
+namespace {
+
+// Of the limit: how late a stall is noticed, and how long the others' words are waited for.
+constexpr int looks_per_limit = 16;
+constexpr Duration shortest_pause = std::chrono::milliseconds(1);
+
+double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
+// Of "name=value;name=value".
+std::string_view field(std::string_view text, std::string_view name) {
+  while (!text.empty()) {
+    std::string_view const entry = text.substr(0, text.find(';'));
+    if (entry.size() > name.size() && entry.starts_with(name) && entry[name.size()] == '=') {
+      return entry.substr(name.size() + 1);
+    }
+    text.remove_prefix(std::min(entry.size() + 1, text.size()));
+  }
+  return {};
+}
+
+std::string rounded(double time) {
+  return concat(time < 10 ? std::round(time * 10) / 10 : std::round(time), " s");
+}
+
+std::string name_operation(Whereabouts const& at) {
+  return concat("operation ", at.operation, at.what.empty() ? "" : concat(" (", at.what, ")"));
+}
+
+std::string name_awaited(int awaited) {
+  return awaited == everybody ? std::string("the others") : concat("rank ", awaited);
+}
+
+std::string describe(int rank, std::optional<Whereabouts> const& at, std::uint64_t operation) {
+  std::string const name = concat("rank ", rank);
+  if (!at) {
+    std::string const last =
+        operation > 1 ? concat(", after it came to operation ", operation - 1) : "";
+    return concat("nothing is heard of ", name, last,
+                  ": it is stopped, cut off or gone, or was busy until just now");
+  }
+  std::string const since = concat(" for at least ", rounded(at->seconds));
+  if (!at->running) {
+    if (at->operation == 0) return concat(name, " has begun no operation", since);
+    return concat(name, " is in no operation", since, ", its last was ", name_operation(*at));
+  }
+  if (at->awaited == nobody) return concat(name, " computes in ", name_operation(*at), since);
+  return concat(name, " waits", since, " for ", name_awaited(at->awaited), " in ",
+                name_operation(*at));
+}
+
+// The ranks that keep this one waiting, as far as is known.
+std::set<int> find_missing(int rank, Whereabouts const& own,
+                           std::span<const std::optional<Whereabouts>> others) {
+  std::set<int> missing, awaited;
+  if (own.awaited >= 0) awaited.insert(own.awaited);
+  bool const waits_for_all = own.awaited == everybody;
+  for (int peer = 0; peer < static_cast<int>(others.size()); ++peer) {
+    if (peer == rank) continue;
+    std::optional<Whereabouts> const& at = others[peer];
+    if (!at) {
+      if (waits_for_all) awaited.insert(peer);
+      continue;
+    }
+    bool const waits = at->running && at->awaited != nobody;
+    bool const behind = at->operation < own.operation;
+    if (behind || (at->operation == own.operation && at->running && !waits)) missing.insert(peer);
+    if (waits && at->awaited >= 0 && at->awaited != rank) awaited.insert(at->awaited);
+  }
+  for (int const peer : awaited) {
+    if (!others[peer]) missing.insert(peer);
+  }
+  if (!missing.empty()) return missing;
+  // Everybody waits: a message is on its way, or lost.
+  if (own.awaited >= 0) return {own.awaited};
+  for (int peer = 0; peer < static_cast<int>(others.size()); ++peer) {
+    if (peer != rank) missing.insert(peer);
+  }
+  return missing;
+}
+
+}  // namespace
+
+std::string serialize_whereabouts(Whereabouts const& whereabouts) {
+  std::ostringstream out;
+  out << whereabouts.operation << ' ' << whereabouts.running << ' ' << whereabouts.awaited << ' '
+      << whereabouts.seconds << '\n'
+      << whereabouts.what;
+  return std::move(out).str();
+}
+
+std::optional<Whereabouts> parse_whereabouts(std::string_view bytes, int size) {
+  std::istringstream in{std::string(bytes)};
+  Whereabouts at;
+  in >> at.operation >> at.running >> at.awaited >> at.seconds;
+  if (!in || at.awaited < everybody || at.awaited >= size || !(at.seconds >= 0)) {
+    return std::nullopt;
+  }
+  in.get();
+  at.what.assign(std::istreambuf_iterator<char>(in), {});
+  return at;
+}
+
+std::string describe_proposal(std::string_view proposal) {
+  std::string text(field(proposal, "operation"));
+  if (auto const group = field(proposal, "group"); !group.empty()) {
+    text += concat(" of group ", group);
+  }
+  if (auto const step = field(proposal, "step"); !step.empty()) text += concat(", step ", step);
+  return text;
+}
+
+std::string describe_stall(int rank, Whereabouts const& own,
+                           std::span<const std::optional<Whereabouts>> others, Duration timeout) {
+  std::set<int> const missing = find_missing(rank, own, others);
+  std::string reasons;
+  for (int const peer : missing) {
+    reasons += concat(reasons.empty() ? "" : "; ", describe(peer, others[peer], own.operation));
+  }
+  return concat("rank ", rank, " has waited for ", rounded(own.seconds), " in ",
+                name_operation(own), " for ", join_ranks(missing), ": ", reasons,
+                ". The operation fails after ", rounded(seconds(timeout)));
+}
+
+StallWatch::StallWatch(Transport& transport, StallOptions options, Duration timeout)
+    : transport_(transport), options_(std::move(options)), timeout_(timeout) {
+  require(options_.limit > Duration::zero(), "a stall limit of ", seconds(options_.limit),
+          " s is not positive");
+  thread_ = std::thread([this] { watch(); });
+}
+
+StallWatch::~StallWatch() {
+  stop();
+  thread_.join();
+}
+
+void StallWatch::begin(std::uint64_t operation) {
+  std::lock_guard const lock(mutex_);
+  operation_ = operation;
+  running_ = true;
+  proposal_.clear();
+}
+
+void StallWatch::propose(std::string_view proposal) {
+  std::lock_guard const lock(mutex_);
+  proposal_ = proposal;
+}
+
+void StallWatch::end() {
+  std::lock_guard const lock(mutex_);
+  running_ = false;
+}
+
+void StallWatch::stop() {
+  {
+    std::lock_guard const lock(mutex_);
+    stopped_ = true;
+  }
+  changed_.notify_all();
+}
+
+StallWatch::Place StallWatch::place() const {
+  return {operation_, running_, transport_.awaited(), transport_.waits()};
+}
+
+// False once it has been stopped.
+bool StallWatch::pause(std::unique_lock<std::mutex>& lock, Duration time) {
+  return !changed_.wait_for(lock, time, [&] { return stopped_; });
+}
+
+// Not under the lock, which whoever makes progress takes.
+void StallWatch::post(std::unique_lock<std::mutex>& lock, std::string_view status) {
+  lock.unlock();
+  transport_.post_status(status);
+  lock.lock();
+}
+
+void StallWatch::watch() {
+  Duration const look = std::max(options_.limit / looks_per_limit, shortest_pause);
+  std::unique_lock lock(mutex_);
+  Place seen = place();
+  TimePoint since = steady_clock().now();
+  Duration next = options_.limit;
+  bool posted = false;
+  while (pause(lock, look)) {
+    Place const now = place();
+    if (now != seen) {
+      seen = now;
+      since = steady_clock().now();
+      next = options_.limit;
+      // What was said is no longer so.
+      if (std::exchange(posted, false)) post(lock, "");
+      continue;
+    }
+    Duration const stalled = steady_clock().now() - since;
+    if (stalled < next) continue;
+    next = 2 * stalled;
+    posted = true;
+    report(lock, seen, stalled);
+  }
+}
+
+void StallWatch::report(std::unique_lock<std::mutex>& lock, Place const& seen, Duration stalled) {
+  Whereabouts const own{seen.operation, seen.running, seen.awaited, seconds(stalled),
+                        describe_proposal(proposal_)};
+  post(lock, serialize_whereabouts(own));
+  if (!seen.running || seen.awaited == nobody) return;
+  // The others notice at about the same time.
+  Duration const patience = std::max(options_.limit / looks_per_limit, shortest_pause);
+  if (!pause(lock, patience)) return;
+  lock.unlock();
+  transport_.statuses();  // asks; what has been answered is read below
+  lock.lock();
+  if (!pause(lock, patience) || place() != seen) return;
+  lock.unlock();
+  try {
+    std::vector<std::optional<Whereabouts>> others;
+    for (std::string const& status : transport_.statuses()) {
+      others.push_back(parse_whereabouts(status, transport_.size()));
+    }
+    options_.log(describe_stall(transport_.rank(), own, others, timeout_));
+  } catch (...) {
+    // Whoever logs may fail; the operation is not affected.
+  }
+  lock.lock();
+}
+
+}  // namespace sparsecomm

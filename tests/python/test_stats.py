@@ -1,0 +1,389 @@
+"""What a state says of itself: figures of each group and step, traces, reports, stalls."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import logging
+import subprocess
+import sys
+import textwrap
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import batch, flat, gathered, make_ddp, make_model, train
+from ranks import run_ranks
+from torch.profiler import ProfilerActivity, profile
+
+import sparsecomm
+from sparsecomm import (
+    AutoState,
+    Communicator,
+    CompressionState,
+    DenseOverlapState,
+    OkTopkState,
+    ThresholdSchedule,
+    TopkState,
+)
+from sparsecomm.transports import table
+
+TRAFFIC = ("sent_bytes", "received_bytes", "messages")
+STAGES = ("agree", "select", "exchange", "apply")
+TRANSPORTS = [row["name"] for row in table() if not row["problem"] and row["connects_processes"]]
+
+
+def start(state: CompressionState, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
+    ddp = make_ddp(make_model(), **options)
+    sparsecomm.register_comm_hook(ddp, state)
+    return ddp, torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+
+# ---- figures of each group
+
+
+def check_the_groups_add_up_to_the_totals() -> None:
+    state = TopkState(density=0.05, schedule=ThresholdSchedule("reused", period=4))
+    ddp, optimizer = start(state)
+    assert state.stats()["groups"] == []
+    before = state.stats()
+    for step in range(6):
+        train(ddp, optimizer, [step])
+        stats = state.stats()
+        groups = stats["groups"]
+        weights, biases = sorted(groups, key=lambda group: -group["numel"])
+        numel = sum(parameter.numel() for parameter in ddp.parameters())
+        assert weights["numel"] + biases["numel"] == numel
+        assert (weights["parameters"], biases["parameters"]) == (5, 5)
+        assert weights["name"].endswith(".weight")
+        assert [group["step"] for group in groups] == [step, step]
+        for name in TRAFFIC:
+            assert sum(group[name] for group in groups) == stats[name] - before[name] > 0, name
+        for name in (f"{stage}_seconds" for stage in STAGES):
+            total = sum(group[name] for group in groups)
+            assert total == pytest.approx(stats[name] - before[name], abs=1e-7), name
+        # The last group to end is what the step waits for.
+        exposed = max(group["exposed_seconds"] for group in groups)
+        assert exposed == pytest.approx(stats["exposed_seconds"] - before["exposed_seconds"])
+        assert exposed > 0
+        assert (weights["algorithm"], biases["algorithm"]) == ("topk_a", "dense_rabenseifner")
+        # The schedule: exact at every fourth step, used again between.
+        assert (weights["threshold_age"], biases["threshold_age"]) == (step % 4, None)
+        assert biases["threshold"] is None
+        assert (biases["realised_density"], biases["result_density"]) == (1, 1)
+        if step % 4 == 0:
+            k = round(0.05 * weights["numel"])
+            assert weights["realised_density"] * weights["numel"] == pytest.approx(k)
+        assert weights["result_density"] >= weights["realised_density"] > 0
+        for group in groups:
+            assert group["finite"] is True
+            assert group["predicted_seconds"] is None
+            assert group["observed_seconds"] > group["exchange_seconds"] > 0
+        before = stats
+
+    # A checkpoint has the threshold, but not its age.
+    other = TopkState(density=0.05, schedule=ThresholdSchedule("reused", period=4))
+    resumed, optimizer = start(other)
+    other.load_state_dict(state.state_dict())
+    train(resumed, optimizer, [6])
+    weights = max(other.stats()["groups"], key=lambda group: group["numel"])
+    assert weights["threshold"] > 0
+    assert weights["threshold_age"] is None
+
+    # An overflow on one rank is no exchange on any.
+    optimizer.zero_grad()
+    factor = torch.inf if dist.get_rank() == 0 else 1.0
+    (factor * resumed(batch(7)).square().mean()).backward()
+    for group in other.stats()["groups"]:
+        assert (group["finite"], group["realised_density"]) == (False, 0)
+
+
+def check_a_threshold_is_the_kth_magnitude() -> None:
+    """By torch.topk, on the first step, when there is no residual yet."""
+    state = OkTopkState(density=0.03, dense_below=0, schedule=ThresholdSchedule.exact())
+    ddp, optimizer = start(state)
+    reference = make_model()
+    reference(batch(0)).square().mean().backward()
+    gradient = flat([p.grad for p in reference.parameters() if p.grad is not None])
+    train(ddp, optimizer, [0])
+    (group,) = state.stats()["groups"]
+    k = round(0.03 * gradient.numel())
+    assert group["threshold"] == gradient.abs().topk(k).values[-1].item()
+    assert group["realised_density"] == k / gradient.numel()
+    delivered = flat([p.grad for p in ddp.parameters() if p.grad is not None])
+    assert group["result_density"] == delivered.count_nonzero().item() / delivered.numel()
+
+
+def check_what_is_exposed() -> None:
+    """Buckets that were exchanged before the last one came delay nothing."""
+    state = DenseOverlapState()
+    ddp = make_ddp(make_model(), several_groups=True)
+
+    # DDP inspects annotations, and postponed ones are text.
+    def hook(state, bucket):  # type: ignore[no-untyped-def]
+        future = sparsecomm.dense_overlap_hook(state, bucket)
+        future.wait()
+        return future
+
+    ddp.register_comm_hook(state, hook)
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(2))
+    exposed = [group["exposed_seconds"] for group in state.stats()["groups"]]
+    assert len(exposed) > 2
+    assert exposed[:-1] == [0] * (len(exposed) - 1)
+    assert exposed[-1] > 0
+
+
+def check_a_plan_predicts() -> None:
+    state = AutoState(density=0.05)
+    ddp, optimizer = start(state)
+    train(ddp, optimizer, range(3))
+    weights = max(state.stats()["groups"], key=lambda group: group["numel"])
+    assert weights["predicted_seconds"] > 0
+    everyone = gathered(torch.tensor(weights["predicted_seconds"], dtype=torch.float64))
+    assert len({float(seconds) for seconds in everyone}) == 1, "ranks predict alike"
+
+
+# ---- traces
+
+
+def check_a_trace_shows_each_stage(folder: str) -> None:
+    state = OkTopkState(density=0.05)
+    ddp, optimizer = start(state)
+    train(ddp, optimizer, range(2))
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        train(ddp, optimizer, range(2, 5))
+    train(ddp, optimizer, range(5, 6))  # nobody looks any more
+    file = Path(folder) / f"trace-{dist.get_rank()}.json"
+    profiler.export_chrome_trace(str(file))
+    events = [e for e in json.loads(file.read_text())["traceEvents"] if e.get("ph") == "X"]
+    names = [group["name"] for group in state.stats()["groups"]]
+    wholes = [event for event in events if event["name"].startswith("sparsecomm: ")]
+    assert sorted(event["name"] for event in wholes) == sorted(
+        f"sparsecomm: {name}" for name in 3 * names
+    )
+    backward = {event["tid"] for event in events if event["name"].startswith("autograd::")}
+    for whole in wholes:
+        inside = [
+            event["name"].removeprefix("sparsecomm::")
+            for event in events
+            if event["name"].startswith("sparsecomm::")
+            and event["tid"] == whole["tid"]
+            and whole["ts"] <= event["ts"] <= whole["ts"] + whole["dur"]
+        ]
+        assert set(STAGES[:3]) <= set(inside) <= set(STAGES), inside
+        assert ("apply" in inside) == ("weight" in whole["name"]), "dense results need none"
+        assert whole["tid"] not in backward, "on the progress thread"
+    counts = {row.key: row.count for row in profiler.key_averages()}
+    assert counts["sparsecomm::exchange"] == 3 * len(names)
+
+
+# ---- reports
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.scalars: dict[str, float] = {}
+        self.texts: dict[str, str] = {}
+        self.steps: set[int] = set()
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> None:
+        self.scalars[tag] = scalar_value
+        self.steps.add(global_step)
+
+    def add_text(self, tag: str, text_string: str, global_step: int) -> None:
+        self.texts[tag] = text_string
+
+
+def check_reports(folder: str) -> None:
+    state, idle = AutoState(density=0.05), OkTopkState()
+    ddp, optimizer = start(state)
+    train(ddp, optimizer, range(3))
+    stats = state.stats()
+    text = sparsecomm.report(state, idle)
+    assert text.startswith(f"AutoState, rank {dist.get_rank()}: 3 steps\n")
+    assert text.endswith("\n\nOkTopkState: no step yet")
+    for group in stats["groups"]:
+        (line,) = (line for line in text.splitlines() if line.strip().startswith(group["name"]))
+        assert group["algorithm"] in line
+        assert f"{group['realised_density']:.3%}" in line
+    assert sparsecomm.report() == ""
+
+    recorder = Recorder()
+    sparsecomm.write_stats(recorder, idle)
+    assert not recorder.scalars
+    sparsecomm.write_stats(recorder, state, tag="exchange")
+    assert recorder.steps == {3}
+    groups = stats["groups"]
+    for name in TRAFFIC:
+        assert recorder.scalars[f"exchange/{name}"] == sum(group[name] for group in groups)
+    entries = sum(group["numel"] for group in groups)
+    selected = sum(group["numel"] * group["realised_density"] for group in groups)
+    assert recorder.scalars["exchange/realised_density"] == pytest.approx(selected / entries)
+    for group in groups:
+        tag = f"exchange/{group['name'].replace(' ', '_')}"
+        assert recorder.texts[f"{tag}/algorithm"] == group["algorithm"]
+        no_figures = ("name", "parameters", "numel", "step", "algorithm", "finite")
+        expected = {
+            f"{tag}/{name}": value
+            for name, value in group.items()
+            if name not in no_figures and value is not None
+        }
+        found = {name: v for name, v in recorder.scalars.items() if name.startswith(tag + "/")}
+        assert found == expected
+
+    # The summary comes when the state goes, on rank 0 alone.
+    file = io.StringIO()
+    sparsecomm.report_at_exit(state, idle, file=file)
+    del ddp, optimizer, state, idle
+    gc.collect()
+    first = file.getvalue().partition("\n")[0]
+    assert first == ("AutoState, rank 0: 3 steps" if dist.get_rank() == 0 else "")
+
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from torch.utils.tensorboard import SummaryWriter
+
+    written = OkTopkState(density=0.05)
+    ddp, optimizer = start(written)
+    log = Path(folder) / f"tensorboard-{dist.get_rank()}"
+    writer = SummaryWriter(str(log))
+    for step in (10, 20):
+        train(ddp, optimizer, [step])
+        sparsecomm.write_stats(writer, written, step)
+    writer.close()
+    read = EventAccumulator(str(log))
+    read.Reload()
+    for group in written.stats()["groups"]:
+        events = read.Scalars(f"sparsecomm/{group['name'].replace(' ', '_')}/sent_bytes")
+        assert [event.step for event in events] == [10, 20]
+        assert events[-1].value == group["sent_bytes"]
+
+
+def _check_figures(folder: str) -> None:
+    check_the_groups_add_up_to_the_totals()
+    check_a_threshold_is_the_kth_magnitude()
+    check_what_is_exposed()
+    check_a_plan_predicts()
+    check_a_trace_shows_each_stage(folder)
+    check_reports(folder)
+
+
+def test_figures(tmp_path: Path) -> None:
+    run_ranks(2, _check_figures, str(tmp_path))
+
+
+AT_EXIT = """
+import torch, torch.distributed as dist, sparsecomm
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+ddp = DistributedDataParallel(torch.nn.Linear(40, 40))
+state = sparsecomm.OkTopkState(0.1)
+sparsecomm.report_at_exit(state)
+sparsecomm.register_comm_hook(ddp, state)
+ddp(torch.randn(4, 40)).square().mean().backward()
+dist.destroy_process_group()
+raise RuntimeError("on purpose")
+"""
+
+
+def test_a_summary_at_exit_also_after_an_error(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(textwrap.dedent(AT_EXIT))
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path
+    )
+    assert done.returncode == 1
+    error, summary = (
+        done.stderr.index("on purpose"),
+        done.stderr.index("OkTopkState, rank 0: 1 steps"),
+    )
+    assert error < summary
+    assert done.stdout == ""
+
+
+def test_reports_are_of_states() -> None:
+    for report in (sparsecomm.report, sparsecomm.report_at_exit):
+        with pytest.raises(TypeError, match="a state of sparsecomm's hooks is needed, not str"):
+            report("state")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="not Recorder"):
+        sparsecomm.write_stats(Recorder(), Recorder())  # type: ignore[arg-type]
+
+
+# ---- stalls
+
+
+class Collect(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def _let_rank_2_be_late(transports: list[str]) -> dict[str, list[str]]:
+    log = Collect()
+    logging.getLogger("sparsecomm").addHandler(log)
+    found = {}
+    for transport in transports:
+        limit = timedelta(seconds=0.4)
+        states = [
+            OkTopkState(transport=transport, stall_limit=limit, timeout=timedelta(seconds=60)),
+            OkTopkState(transport=transport, stall_limit=None),
+        ]
+        for state in states:
+            ddp, optimizer = start(state)
+            train(ddp, optimizer, range(2))
+            dist.barrier()
+            log.texts.clear()
+            if dist.get_rank() == 2:
+                time.sleep(2)
+            train(ddp, optimizer, range(2, 3))
+            found[f"{transport} {state is states[0]}"] = list(log.texts)
+            dist.barrier()
+    with Communicator.from_process_group(stall_limit=timedelta(seconds=0.4)) as communicator:
+        sparsecomm.allreduce(torch.ones(10), communicator=communicator)
+        dist.barrier()
+        log.texts.clear()
+        if dist.get_rank() == 2:
+            time.sleep(1)
+        sparsecomm.allreduce(torch.ones(10), communicator=communicator)
+        found["communicator"] = list(log.texts)
+    return found
+
+
+def test_who_waits_says_for_whom_and_where_they_are() -> None:
+    found = run_ranks(3, _let_rank_2_be_late, TRANSPORTS)
+    for transport in TRANSPORTS:
+        for rank in (0, 1):
+            texts = found[rank][f"{transport} True"]
+            # At 0.4, 0.8 and 1.6 s.
+            assert 2 <= len(texts) <= 4, texts
+            for text in texts:
+                assert text.startswith(f"rank {rank} has waited for "), text
+                assert "(gradient exchange of group " in text, text
+                assert ", step 2) for rank 2: " in text, text
+                assert text.endswith("The operation fails after 60 s"), text
+            where = "rank 2 is in no operation for at least "
+            assert where in texts[-1], texts
+            assert "step 1)" in texts[-1][texts[-1].index(where) :], texts
+        assert found[2][f"{transport} True"] == []
+        assert [found[rank][f"{transport} False"] for rank in range(3)] == [[]] * 3
+    for rank in (0, 1):
+        assert found[rank]["communicator"], "nothing was logged"
+        assert all("allreduce" in text for text in found[rank]["communicator"])
+        assert all(") for rank 2: " in text for text in found[rank]["communicator"])
+
+
+@pytest.mark.parametrize("limit", [timedelta(0), timedelta(seconds=-1)])
+def test_a_stall_limit_is_a_positive_time(limit: timedelta) -> None:
+    for make in (OkTopkState, DenseOverlapState, Communicator.from_process_group):
+        with pytest.raises(ValueError, match="is not positive; None: no stall is logged"):
+            make(stall_limit=limit)
+        with pytest.raises(TypeError, match="stall_limit must be a timedelta or None, not int"):
+            make(stall_limit=60)  # type: ignore[arg-type]
