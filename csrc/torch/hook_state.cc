@@ -92,7 +92,7 @@ struct HookState::Step {
       delivered.push_back(group);
     }
     if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
-    group.set_exposed(exposed);
+    if (group) group->set_exposed(exposed);
     if (--open_groups == 0) finish();
   }
   void break_off() {
