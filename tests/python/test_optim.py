@@ -229,12 +229,12 @@ def check_the_papers_algorithms() -> None:
     def split(x: Tensor) -> list[Tensor]:
         return [x[:512], x[512:]]
 
-    for kind, inside, decay in [
-        (TopkSGD, True, 0.0),
-        (TopkSGD, False, 0.0),
-        (OkTopkSGD, True, 0.0),
-        (OkTopkSGD, True, 0.01),
-        (OkTopkSGD, False, 0.0),
+    for kind, inside, decay, sign in [
+        (TopkSGD, True, 0.0, 1),
+        (TopkSGD, False, 0.0, 1),
+        (OkTopkSGD, True, 0.0, 1),
+        (OkTopkSGD, True, 0.01, -1),
+        (OkTopkSGD, False, 0.0, 1),
     ]:
         average = kind is OkTopkSGD
         weights = torch.linspace(-1, 1, n)
@@ -246,6 +246,7 @@ def check_the_papers_algorithms() -> None:
             model.named_parameters(),
             lr=0.1,
             weight_decay=decay,
+            maximize=sign < 0,
             density=k / n,
             dense_below=0,
             bucket_cap_mb=math.inf,
@@ -261,7 +262,8 @@ def check_the_papers_algorithms() -> None:
             model.backward(split(gradient(step)))
             optimizer.step()
             schedule.step()
-            accumulator = residual + (rate if inside else 1) * (gradient(step) + decay * weights)
+            fresh = sign * gradient(step) + decay * weights
+            accumulator = residual + (rate if inside else 1) * fresh
             if kind is TopkSGD:
                 # Buckets begin with the parameter whose gradient comes first, the last one.
                 selected = torch.cat([top(part, k // 2) for part in split(accumulator)])
@@ -483,6 +485,7 @@ def check_resume_and_copies() -> None:
         reference = weakref.ref(resumed_optimizer._buckets)
         del resumed_optimizer, other_optimizer, other, copies
         assert reference() is None
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in resumed.parameters())
         backward(resumed, 0)
         assert all(parameter.grad is not None for parameter in resumed.parameters())
 
