@@ -369,6 +369,14 @@ def check_overlap_accumulation_and_unused() -> None:
     train_averaged(plain, expected, [7])
     assert_same(model, plain, "after a discarded step")
 
+    # A gradient that has a graph of its own leaves it behind.
+    optimizer.zero_grad()
+    model(batch(8)).square().mean().backward(create_graph=True)
+    optimizer.step()
+    train_averaged(plain, expected, [8])
+    assert_same(model, plain, "a graph")
+    assert not any(parameter.grad.requires_grad for parameter in model.parameters())
+
 
 def check_closures_and_hooks() -> None:
     def closure_of(
