@@ -113,7 +113,8 @@ class GradientBuckets:
         if slot.arrived:
             raise RuntimeError(
                 f"the gradient of {slot.name} came a second time before step(): a backward pass "
-                "exchanges what it computes; run all but the last one of a step within no_sync()"
+                "exchanges what it computes; run all but the last one of a step within no_sync(), "
+                "and call the optimizer's zero_grad() after one that was broken off"
             )
         self._synchronized = False
         self._take(slot)

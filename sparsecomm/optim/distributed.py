@@ -257,7 +257,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), _SAVED: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned on the same rank.
+        """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
+
+        With another number of ranks ``state_dict["sparsecomm"]`` is what all of them saved there,
+        in one dict; see :class:`sparsecomm.CompressionState`.
 
         Raises:
             ValueError: it is of another kind of optimizer, rank, number of ranks or model. Where

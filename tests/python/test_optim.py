@@ -487,6 +487,15 @@ def check_resume_and_copies() -> None:
             assert "density: 0.05" in text
             assert "lr: " in text
 
+        # Of all ranks of another number, in one dict.
+        if dist.get_world_size() == 1:
+            [entry] = saved["sparsecomm"].values()
+            both = {"rank_0_of_2": entry, "rank_1_of_2": entry}
+            resumed_optimizer.load_state_dict({**saved, "sparsecomm": both})
+            [loaded] = resumed_optimizer.state_dict()["sparsecomm"].values()
+            for name, residual in entry["residuals"].items():
+                assert torch.equal(loaded["residuals"][name], residual)
+
         with pytest.raises(ValueError, match="has no 'sparsecomm'"):
             resumed_optimizer.load_state_dict({k: saved[k] for k in ("state", "param_groups")})
         # Dropped, it no longer exchanges.
