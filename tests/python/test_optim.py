@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import io
 import math
+import os
 import pickle
+import signal
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -693,3 +695,25 @@ def test_mistakes_are_found_on_every_rank_by_name() -> None:
         strict=True,
     ):
         assert part in message
+
+
+def check_a_rank_that_dies() -> str:
+    model = make_model()
+    optimizer = OkTopkSGD(model.named_parameters(), lr=0.1, bucket_cap_mb=SMALL)
+    train(model, optimizer, range(2))
+    if dist.get_rank() == 1:
+        # When some buckets are on their way.
+        next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    before = flat(model.parameters())
+    with pytest.raises(dist.DistBackendError) as raised:
+        train(model, optimizer, [2])
+    assert torch.equal(flat(model.parameters()), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="make a new one"):
+        train(model, optimizer, [3])
+    return str(raised.value)
+
+
+def test_survivors_name_a_rank_that_died() -> None:
+    for message in run_ranks(3, check_a_rank_that_dies, may_die=(1,))[::2]:
+        assert "rank 1 left" in message
