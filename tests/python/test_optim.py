@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import math
 import os
@@ -615,6 +616,15 @@ def test_a_wrong_argument_is_named(
 ) -> None:
     with pytest.raises(kind, match=message):
         make(**arguments)
+
+
+def test_help_shows_the_arguments() -> None:
+    assert "named_parameters" in inspect.signature(DistributedOptimizer).parameters
+    for kind, base in [(OkTopkSGD, torch.optim.SGD), (OkTopkAdamW, torch.optim.AdamW)]:
+        arguments = inspect.signature(kind).parameters
+        missing = inspect.signature(base).parameters.keys() - arguments.keys()
+        assert missing == {"differentiable"}, kind
+        assert "options" in arguments
 
 
 def test_what_cannot_be_wrapped_stays_as_it_was() -> None:
