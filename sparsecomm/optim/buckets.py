@@ -21,8 +21,7 @@ class _Slot:
     name: str
     parameter: Tensor
     bucket: _Bucket
-    flat: Tensor  # of the bucket's buffer
-    view: Tensor  # the same as a gradient, with the parameter's strides unless that has gaps
+    view: Tensor  # of the bucket's buffer, with the parameter's strides unless that has gaps
     arrived: bool = False
 
 
@@ -30,6 +29,8 @@ class _Slot:
 class _Bucket:
     buffer: Tensor
     slots: list[_Slot] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)  # of the slots
+    flats: list[Tensor] = field(default_factory=list)  # parts of the buffer
     missing: int = 0
     version: int = -1  # of the buffer when its result had come
     future: torch.futures.Future[Tensor] | None = None
@@ -80,9 +81,11 @@ class GradientBuckets:
                 flat = bucket.buffer.narrow(0, offset, parameter.numel())
                 strides = torch.empty_like(parameter, device="meta").stride()
                 view = flat.as_strided(parameter.shape, strides)
-                slot = _Slot(name, parameter, bucket, flat, view)
+                slot = _Slot(name, parameter, bucket, view)
                 offset += parameter.numel()
                 bucket.slots.append(slot)
+                bucket.parameters.append(parameter)
+                bucket.flats.append(flat)
                 self._slots[parameter] = slot
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
@@ -110,21 +113,25 @@ class GradientBuckets:
         if slot.arrived:
             raise RuntimeError(
                 f"the gradient of {slot.name} came a second time before step(): a backward pass "
-                "exchanges what it computes; run all but the last one of a step within no_sync()"
+                "exchanges what it computes; run all but the last one of a step within no_sync(), "
+                "and call the optimizer's zero_grad() after one that was broken off"
             )
         self._synchronized = False
         self._take(slot)
-        self._launch()
+        if slot.bucket.missing == 0:
+            self._launch()
 
-    @torch.no_grad()
     def _take(self, slot: _Slot) -> None:
         parameter, view = slot.parameter, slot.view
         gradient = parameter.grad
-        if gradient is not None and gradient.layout != torch.strided:
-            raise TypeError(
-                f"{slot.name} has a sparse gradient; only dense ones are compressed: use "
-                "torch.nn.Embedding(sparse=False)"
-            )
+        if gradient is not None:
+            if gradient.layout != torch.strided:
+                raise TypeError(
+                    f"{slot.name} has a sparse gradient; only dense ones are compressed: use "
+                    "torch.nn.Embedding(sparse=False)"
+                )
+            if gradient.requires_grad:  # of create_graph=True
+                gradient = gradient.detach()
         factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
         if gradient is None:
             view.zero_()
@@ -133,7 +140,7 @@ class GradientBuckets:
         elif gradient is not view:
             view.copy_(gradient)
         if share != 0:
-            view.add_(parameter, alpha=share)
+            view.add_(parameter.detach(), alpha=share)
         parameter.grad = None
         slot.arrived = True
         slot.bucket.missing -= 1
@@ -149,8 +156,8 @@ class GradientBuckets:
                 index,
                 index == len(self._buckets) - 1,
                 bucket.buffer,
-                [slot.parameter for slot in bucket.slots],
-                [slot.flat for slot in bucket.slots],
+                bucket.parameters,
+                bucket.flats,
             )
 
     def synchronize(self) -> None:

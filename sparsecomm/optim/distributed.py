@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from typing_extensions import Self
 
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import CompressionState
@@ -29,7 +30,24 @@ _SAVED = "sparsecomm"  # the key in state_dict()
 _MEBIBYTE = 1 << 20
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class _Adopted(torch.optim.Optimizer):
+    # Apart from __init__, whose arguments help() is to show.
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        if cls is not DistributedOptimizer:
+            return super().__new__(cls)
+        optimizer = args[0] if args else kwargs.get("optimizer")
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
+            )
+        if isinstance(optimizer, DistributedOptimizer):
+            raise ValueError(f"this {type(optimizer).__name__} exchanges its gradients already")
+        base: Any = type(optimizer)
+        optimizer.__class__ = _distributed(base)
+        return optimizer  # type: ignore[return-value]
+
+
+class DistributedOptimizer(_Adopted):
     """Makes a torch optimizer average its gradients over the ranks, without DDP.
 
     The optimizer itself is changed, and returned: its class becomes one that derives from this and
@@ -70,20 +88,6 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     _base: type[torch.optim.Optimizer]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> DistributedOptimizer:
-        if cls is not DistributedOptimizer:
-            return super().__new__(cls)
-        optimizer = args[0] if args else kwargs.get("optimizer")
-        if not isinstance(optimizer, torch.optim.Optimizer):
-            raise TypeError(
-                f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}"
-            )
-        if isinstance(optimizer, DistributedOptimizer):
-            raise ValueError(f"this {type(optimizer).__name__} exchanges its gradients already")
-        base: Any = type(optimizer)
-        optimizer.__class__ = _distributed(base)
-        return optimizer  # type: ignore[return-value]
 
     def __init__(
         self,
@@ -257,7 +261,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {**super().state_dict(), _SAVED: self._exchange.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what :meth:`state_dict` returned on the same rank.
+        """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
+
+        With another number of ranks ``state_dict["sparsecomm"]`` is what all of them saved there,
+        in one dict; see :class:`sparsecomm.CompressionState`.
 
         Raises:
             ValueError: it is of another kind of optimizer, rank, number of ranks or model. Where

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import math
+import os
 import pickle
+import signal
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -229,12 +232,12 @@ def check_the_papers_algorithms() -> None:
     def split(x: Tensor) -> list[Tensor]:
         return [x[:512], x[512:]]
 
-    for kind, inside, decay in [
-        (TopkSGD, True, 0.0),
-        (TopkSGD, False, 0.0),
-        (OkTopkSGD, True, 0.0),
-        (OkTopkSGD, True, 0.01),
-        (OkTopkSGD, False, 0.0),
+    for kind, inside, decay, sign in [
+        (TopkSGD, True, 0.0, 1),
+        (TopkSGD, False, 0.0, 1),
+        (OkTopkSGD, True, 0.0, 1),
+        (OkTopkSGD, True, 0.01, -1),
+        (OkTopkSGD, False, 0.0, 1),
     ]:
         average = kind is OkTopkSGD
         weights = torch.linspace(-1, 1, n)
@@ -246,6 +249,7 @@ def check_the_papers_algorithms() -> None:
             model.named_parameters(),
             lr=0.1,
             weight_decay=decay,
+            maximize=sign < 0,
             density=k / n,
             dense_below=0,
             bucket_cap_mb=math.inf,
@@ -261,7 +265,8 @@ def check_the_papers_algorithms() -> None:
             model.backward(split(gradient(step)))
             optimizer.step()
             schedule.step()
-            accumulator = residual + (rate if inside else 1) * (gradient(step) + decay * weights)
+            fresh = sign * gradient(step) + decay * weights
+            accumulator = residual + (rate if inside else 1) * fresh
             if kind is TopkSGD:
                 # Buckets begin with the parameter whose gradient comes first, the last one.
                 selected = torch.cat([top(part, k // 2) for part in split(accumulator)])
@@ -366,6 +371,14 @@ def check_overlap_accumulation_and_unused() -> None:
     train(model, optimizer, [7])
     train_averaged(plain, expected, [7])
     assert_same(model, plain, "after a discarded step")
+
+    # A gradient that has a graph of its own leaves it behind.
+    optimizer.zero_grad()
+    model(batch(8)).square().mean().backward(create_graph=True)
+    optimizer.step()
+    train_averaged(plain, expected, [8])
+    assert_same(model, plain, "a graph")
+    assert not any(parameter.grad.requires_grad for parameter in model.parameters())
 
 
 def check_closures_and_hooks() -> None:
@@ -477,12 +490,22 @@ def check_resume_and_copies() -> None:
             assert "density: 0.05" in text
             assert "lr: " in text
 
+        # Of all ranks of another number, in one dict.
+        if dist.get_world_size() == 1:
+            [entry] = saved["sparsecomm"].values()
+            both = {"rank_0_of_2": entry, "rank_1_of_2": entry}
+            resumed_optimizer.load_state_dict({**saved, "sparsecomm": both})
+            [loaded] = resumed_optimizer.state_dict()["sparsecomm"].values()
+            for name, residual in entry["residuals"].items():
+                assert torch.equal(loaded["residuals"][name], residual)
+
         with pytest.raises(ValueError, match="has no 'sparsecomm'"):
             resumed_optimizer.load_state_dict({k: saved[k] for k in ("state", "param_groups")})
         # Dropped, it no longer exchanges.
         reference = weakref.ref(resumed_optimizer._buckets)
         del resumed_optimizer, other_optimizer, other, copies
         assert reference() is None
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in resumed.parameters())
         backward(resumed, 0)
         assert all(parameter.grad is not None for parameter in resumed.parameters())
 
@@ -595,6 +618,15 @@ def test_a_wrong_argument_is_named(
         make(**arguments)
 
 
+def test_help_shows_the_arguments() -> None:
+    assert "named_parameters" in inspect.signature(DistributedOptimizer).parameters
+    for kind, base in [(OkTopkSGD, torch.optim.SGD), (OkTopkAdamW, torch.optim.AdamW)]:
+        arguments = inspect.signature(kind).parameters
+        missing = inspect.signature(base).parameters.keys() - arguments.keys()
+        assert missing == {"differentiable"}, kind
+        assert "options" in arguments
+
+
 def test_what_cannot_be_wrapped_stays_as_it_was() -> None:
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -673,3 +705,25 @@ def test_mistakes_are_found_on_every_rank_by_name() -> None:
         strict=True,
     ):
         assert part in message
+
+
+def check_a_rank_that_dies() -> str:
+    model = make_model()
+    optimizer = OkTopkSGD(model.named_parameters(), lr=0.1, bucket_cap_mb=SMALL)
+    train(model, optimizer, range(2))
+    if dist.get_rank() == 1:
+        # When some buckets are on their way.
+        next(model.parameters()).register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    before = flat(model.parameters())
+    with pytest.raises(dist.DistBackendError) as raised:
+        train(model, optimizer, [2])
+    assert torch.equal(flat(model.parameters()), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    with pytest.raises(RuntimeError, match="make a new one"):
+        train(model, optimizer, [3])
+    return str(raised.value)
+
+
+def test_survivors_name_a_rank_that_died() -> None:
+    for message in run_ranks(3, check_a_rank_that_dies, may_die=(1,))[::2]:
+        assert "rank 1 left" in message
