@@ -56,7 +56,7 @@ class OptimizerExchange(CompressionState):
 
     def compare(self, mine: dict[str, str]) -> None:
         """Raises the same error on every rank of the group unless all have the same."""
-        _, size, _ = self._place()
+        _, size = self._place()
         every: list[dict[str, str]] = [{}] * size
         options = {name: repr(value) for name, value in vars(self._compression).items()}
         options["average"] = str(self._average)
