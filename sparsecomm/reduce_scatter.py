@@ -66,8 +66,8 @@ class ReduceScatterState:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
 
-        As :meth:`sparsecomm.CompressionState.load_state_dict`, which says what becomes of residuals
-        where the number of ranks changes.
+        As ``CompressionState.load_state_dict``, which says what becomes of residuals where the
+        number of ranks changes.
 
         Raises:
             ValueError: not such a state_dict, or of another model or density.

@@ -99,6 +99,7 @@ def resume(path: str, state: sparsecomm.CompressionState) -> None:
 def sharded(model: torch.nn.Module, mesh: DeviceMesh) -> dict[str, Any]:
     state = fsdp.apply(model, sparsecomm.Compression(density=0.02), mesh["replicate"])
     fsdp.apply(model, 0.02, mesh)  # type: ignore[arg-type]
+    assert_type(fsdp.apply_reduce_scatter(model, 0.02), fsdp.ReduceScatterState)
     return state.stats()
 
 
