@@ -190,7 +190,14 @@ def connect(options: argparse.Namespace) -> None:
     timeout = timedelta(seconds=options.timeout)
     if "WORLD_SIZE" in os.environ:
         try:
-            dist.init_process_group(options.backend, timeout=timeout)
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+                # A restart by torchrun finds the store as the ranks that are gone have left it. On
+                # several hosts attempts are counted by each.
+                store = dist.PrefixStore(f"attempt-{attempt()}", store)
+            dist.init_process_group(
+                options.backend, store=store, rank=rank, world_size=size, timeout=timeout
+            )
         except dist.DistNetworkError as error:
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise TrainingError(
@@ -200,6 +207,11 @@ def connect(options: argparse.Namespace) -> None:
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(options.backend, store=store, rank=0, world_size=1, timeout=timeout)
+
+
+def attempt() -> int:
+    """How often torchrun has started all ranks anew, since it lost one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
 def disconnect() -> None:
@@ -424,10 +436,10 @@ class Training:
         checkpoint.save(self.options.output / "checkpoints", epoch, shared, own)
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, if --resume asks for it and there is one."""
+        """Goes on from the newest checkpoint, if --resume or a restart asks for it."""
         folder = self.options.output / "checkpoints"
         epoch = checkpoint.newest(folder)
-        if not self.options.resume:
+        if not (self.options.resume or attempt() > 0):
             if epoch is not None:
                 raise CheckpointError(
                     f"{folder} holds a checkpoint of epoch {epoch}: "

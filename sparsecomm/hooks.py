@@ -21,6 +21,10 @@ from sparsecomm.transports import AUTO, connect, names, require_initialised
 
 _FORMAT = 3  # of state_dict()
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
+_PYTHON_REDUCER = (
+    'torch._dynamo.config.optimize_ddp = "python_reducer" makes DDP bring gradients one by one; '
+    'these hooks exchange buckets: set optimize_ddp = "ddp_optimizer" before making the model'
+)
 
 
 class LossScaler(Protocol):
@@ -268,6 +272,8 @@ class CompressionState:
             self._native.connect(connect(self._process_group, self._timeout, self._transport))
 
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(bucket, GradBucket):
+            raise RuntimeError(_PYTHON_REDUCER)
         self._connect()
         future: torch.futures.Future[torch.Tensor] = self._native.run(bucket).get_future()
         return future
@@ -502,8 +508,8 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
     Raises:
         TypeError: ``ddp`` is not a DistributedDataParallel model, or ``state`` not one of our
             states.
-        RuntimeError: the model has a hook already or has run a backward pass, or the state serves
-            another model.
+        RuntimeError: the model has a hook already or has run a backward pass, the state serves
+            another model, or ``torch._dynamo.config.optimize_ddp`` is ``"python_reducer"``.
         ValueError: the state was given another process group than the model.
     """
     if not isinstance(ddp, DistributedDataParallel):
@@ -521,6 +527,8 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
         raise RuntimeError(
             "this model has run a backward pass; register the hook before the first backward pass"
         )
+    if ddp._use_python_reducer:
+        raise RuntimeError(_PYTHON_REDUCER)
     if state._process_group not in (None, ddp.process_group):
         raise ValueError("the state's process group is not the model's; give both the same one")
     state._process_group = ddp.process_group

@@ -19,8 +19,14 @@ namespace sparsecomm {
 namespace {
 
 Bucket to_bucket(c10d::GradBucket& bucket) {
-  return {static_cast<std::size_t>(bucket.getIndex()), bucket.isLast(), bucket.getBuffer(),
-          bucket.getParameters(), bucket.getGradients()};
+  Bucket result{static_cast<std::size_t>(bucket.getIndex()), bucket.isLast(), bucket.getBuffer(),
+                bucket.getParameters(), bucket.getGradients()};
+  // DDP brings a sparse gradient in a bucket of its own, without a view of it.
+  if (result.buffer.is_sparse()) result.gradients = {result.buffer};
+  for (at::Tensor const& parameter : result.parameters) {
+    result.unused.push_back(!parameter.grad().defined());
+  }
+  return result;
 }
 
 // The hook that DDP's reducer calls without touching Python.

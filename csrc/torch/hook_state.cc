@@ -1,13 +1,17 @@
 #include "hook_state.h"
 
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
 #include <mutex>
 #include <set>
 #include <utility>
 
 #include "clip_gradients.h"
+#include "coo_allreduce.h"
 #include "distributed_error.h"
 #include "interpreter.h"
 #include "kernels/cuda_library.h"
@@ -76,12 +80,13 @@ struct HookState::Step {
     last_bucket_seen = last_bucket_seen || last_bucket;
     if (open_groups == 0) finish();  // of a last bucket without parameters
   }
-  void end(ParameterGroup& group, bool failed) {
+  // `group`: null for a gradient of which nothing is kept.
+  void end(ParameterGroup* group, bool usable) {
     std::lock_guard const lock(mutex);
-    if (!failed && group.delivered()) {
-      delivered.push_back(&group);
-    } else {
+    if (!usable) {
       unusable = true;
+    } else if (group) {
+      delivered.push_back(group);
     }
     if (--open_groups == 0) finish();
   }
@@ -113,6 +118,11 @@ void check_gradients(Bucket const& bucket) {
   require(bucket.parameters.size() == bucket.gradients.size(), "bucket ", bucket.index, " has ",
           bucket.parameters.size(), " parameters and ", bucket.gradients.size(),
           " gradients; give each parameter one");
+  if (bucket.buffer.is_sparse()) {
+    require(bucket.gradients.size() == 1, "bucket ", bucket.index, " is sparse and has ",
+            bucket.gradients.size(), " gradients; give each sparse one a bucket of its own");
+    return;
+  }
   for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
     at::Tensor const& gradient = bucket.gradients[i];
     require(gradient.numel() == bucket.parameters[i].numel() && gradient.is_contiguous() &&
@@ -171,16 +181,15 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
                                                        c10::TypePtr type) {
   at::Tensor const& buffer = bucket.buffer;
   require(communicator_ != nullptr, "this state has no process group yet");
-  require(buffer.layout() == at::kStrided, "bucket ", bucket.index,
-          " holds a sparse gradient; this hook compresses dense gradients: use "
-          "torch.nn.Embedding(sparse=False), or no hook and the backend \"sparsecomm\"");
   settle_device(bucket);
   check_gradients(bucket);
 
   if (bucket.index == 0) begin_step();
   std::vector<at::Tensor> const& parameters = bucket.parameters;
   std::vector<at::Tensor> const& gradients = bucket.gradients;
-  form_group(parameters, buffer.scalar_type());
+  bool const sparse = buffer.is_sparse();
+  if (!sparse) form_group(parameters, buffer.scalar_type());
+  std::size_t const sparse_order = sparse ? order_of_sparse(parameters.front()) : 0;
   last_buckets_ += bucket.last;
   if (bucket.last && !sealed_) {
     if (loaded_) check_all_loaded();
@@ -195,24 +204,33 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
   pending->side = side_.get();
   if (side_) {
     pending->made = side_->mark_current();
-    side_->use(buffer);
+    if (!sparse) side_->use(buffer);
+  }
+  if (sparse) {
+    held_sparse_.emplace_back(buffer, pending);
+    if (options_.clip_norm > 0) {
+      c10::NoGradGuard const no_grad;
+      buffer.copy_(buffer.coalesce());  // the norm is that of the sums
+      gradients_.insert_or_assign(sparse_order, buffer._values());
+    }
   }
   std::set<ParameterGroup*> touched;
   std::vector<ParameterGroup*> complete;
-  for (std::size_t i = 0; i < parameters.size(); ++i) {
+  for (std::size_t i = 0; i < parameters.size() && !sparse; ++i) {
     Place const place = places_.at(parameters[i].unsafeGetTensorImpl());
     if (options_.clip_norm > 0) gradients_.insert_or_assign(place.order, gradients[i]);
     touched.insert(place.group);
     require(place.group->dtype() == buffer.scalar_type(), "parameter ",
             place.group->members()[place.member].key, " changed its dtype to ",
             at::toString(buffer.scalar_type()), "; make a new state for the converted model");
-    if (place.group->arrive(place.group->members()[place.member], gradients[i].data_ptr())) {
+    if (place.group->arrive(place.group->members()[place.member], gradients[i].data_ptr(),
+                            !bucket.unused.empty() && bucket.unused[i])) {
       complete.push_back(place.group);
     }
   }
-  pending->open_groups = touched.size();
+  pending->open_groups = sparse ? 1 : touched.size();
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
-  if (touched.empty()) pending->complete();
+  if (pending->open_groups == 0) pending->complete();
   if (options_.clip_norm > 0) {
     held_.insert(held_.end(), complete.begin(), complete.end());
     if (bucket.last) {
@@ -226,8 +244,35 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
   return pending->future;
 }
 
+// Where a gradient that is sparse itself comes among those whose norm is taken: from the end.
+std::size_t HookState::order_of_sparse(at::Tensor const& parameter) {
+  void const* const key = parameter.unsafeGetTensorImpl();
+  if (!sparse_orders_.contains(key)) {
+    require_of_model(parameter);
+    parameters_.push_back(parameter);
+    sparse_orders_.emplace(key, std::numeric_limits<std::size_t>::max() - sparse_orders_.size());
+  }
+  return sparse_orders_.at(key);
+}
+
+void HookState::submit_sparse() {
+  for (auto const& [gradient, pending] : std::exchange(held_sparse_, {})) {
+    communicator_->submit(
+        std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_),
+        [gradient, pending, step = step_](std::exception_ptr error) {
+          try {
+            step->end(nullptr, !error && gradient._values().isfinite().all().item<bool>());
+          } catch (...) {
+            if (!error) error = std::current_exception();
+          }
+          pending->group_done(error);
+        });
+  }
+}
+
 void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket) {
-  step_->begin(groups.size(), last_bucket);
+  step_->begin(groups.size() + held_sparse_.size(), last_bucket);
+  submit_sparse();
   std::shared_ptr<c10::Event const> clipped;
   if (side_ && options_.clip_norm > 0) clipped = side_->mark_current();
   for (ParameterGroup* const group : groups) {
@@ -245,7 +290,7 @@ void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_buc
     group->submit(
         std::move(ready),
         [group, step = step_](std::exception_ptr const& error) {
-          step->end(*group, error != nullptr);
+          step->end(group, !error && group->delivered());
         },
         [buckets](std::exception_ptr const& error) {
           for (auto const& waiting : buckets) waiting->group_done(error);
@@ -262,6 +307,7 @@ void HookState::begin_step() {
   }
   waiting_.clear();
   held_.clear();
+  held_sparse_.clear();
   gradients_.clear();
   if (step_) step_->break_off();
   step_ = std::make_shared<Step>();
@@ -335,9 +381,7 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
   for (at::Tensor const& parameter : parameters) {
     bool const known = places_.contains(parameter.unsafeGetTensorImpl());
     if (known && !regroups) continue;
-    require(
-        known || !sealed_, "a parameter of shape ", parameter.sizes(),
-        " was not in this state's first step: a state belongs to one model; make one per model");
+    if (!known) require_of_model(parameter);
     require(
         !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
         " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
@@ -354,6 +398,12 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     add_group(dtype, group.density, std::move(group.members), group.parameters);
   }
   if (regroups) drop_empty_groups();
+}
+
+// Of one that no bucket has brought before.
+void HookState::require_of_model(at::Tensor const& parameter) const {
+  require(!sealed_, "a parameter of shape ", parameter.sizes(),
+          " was not in this state's first step: a state belongs to one model; make one per model");
 }
 
 void HookState::add_group(at::ScalarType dtype, std::optional<double> density,

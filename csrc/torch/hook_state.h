@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "collectives/allgather_bytes.h"
 #include "parameter_group.h"
 
 namespace sparsecomm {
@@ -42,9 +43,13 @@ struct Bucket {
   std::size_t index = 0;  // 0 begins a step
   bool last = false;      // of the step
   at::Tensor buffer;
-  // As many of both; a gradient is a view of the buffer, contiguous.
+  // As many of both; a gradient is a view of the buffer, contiguous. A buffer that is sparse is the
+  // only gradient.
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> gradients;
+  // Which gradients are zero since this rank has not used the parameter: where no rank has, the
+  // result is dropped, and so the residual must stay. Empty: none.
+  std::vector<bool> unused = {};
 };
 
 struct HookStats {
@@ -117,6 +122,9 @@ class HookState {
   void begin_step();
   void follow_scale();
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
+  void submit_sparse();
+  std::size_t order_of_sparse(at::Tensor const& parameter);
+  void require_of_model(at::Tensor const& parameter) const;
   bool is_group(std::vector<at::Tensor> const& parameters) const;
   void settle_device(Bucket const& bucket);
   std::string key_of(at::Tensor const& parameter);
@@ -152,6 +160,10 @@ class HookState {
   // Of a step whose gradients are clipped: what has come, by Place::order, and what is complete.
   std::map<std::size_t, at::Tensor> gradients_;
   std::vector<ParameterGroup*> held_;
+  // Gradients that are sparse themselves are averaged as they are, and nothing of them is kept.
+  std::vector<std::pair<at::Tensor, std::shared_ptr<PendingBucket>>> held_sparse_;
+  std::unordered_map<void const*, std::size_t> sparse_orders_;  // like Place::order
+  BytesAllgather coo_gather_;                                   // of the progress thread
   std::unique_ptr<Communicator> communicator_;
 };
 

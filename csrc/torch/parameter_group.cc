@@ -106,7 +106,7 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
 ParameterGroup::ParameterGroup(at::ScalarType dtype, std::vector<Member> members,
                                Communicator& communicator, bool keeps_residual, bool has_moment,
                                SideStream const* side)
-    : dtype_(dtype), members_(std::move(members)), communicator_(communicator) {
+    : dtype_(dtype), members_(std::move(members)), communicator_(communicator), side_(side) {
   for (Member const& member : members_) numel_ += member.numel;
   // Cleared on the stream that uses it, so that nothing has to wait.
   c10::OptionalStreamGuard const current(side ? std::optional(side->stream()) : std::nullopt);
@@ -134,10 +134,10 @@ void ParameterGroup::rescale(double ratio) {
   rescale_thresholds(ratio);
 }
 
-bool ParameterGroup::arrive(Member const& member, void* data) {
+bool ParameterGroup::arrive(Member const& member, void* data, bool unused) {
   require(!busy_,
           "the gradients of a new step arrived while those of the last one are being exchanged");
-  arrivals_.push_back({member.offset, static_cast<std::byte*>(data), member.numel});
+  arrivals_.push_back({member.offset, static_cast<std::byte*>(data), member.numel, unused});
   arrived_ += member.numel;
   require(arrived_ <= numel_, "parameter ", member.key, " arrived twice in one step");
   return arrivals_.size() == members_.size();
@@ -155,6 +155,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
   auto const finish = [this, end = std::move(end),
                        done = std::move(done)](std::exception_ptr error) {
     try {
+      give_back();
       end(error);
     } catch (...) {
       if (!error) error = std::current_exception();
@@ -165,6 +166,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
   try {
     communicator_.submit(std::move(operation), finish);
   } catch (...) {
+    give_back();
     busy_ = false;
     throw;
   }
@@ -187,6 +189,7 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   std::size_t const width = at::elementSize(dtype_);
   std::vector<Arrival> joined;
   for (Arrival const& arrival : arrivals_) {
+    if (arrival.unused) withhold(arrival);
     if (!joined.empty() && joined.back().data + joined.back().numel * width == arrival.data) {
       joined.back().numel += arrival.numel;
     } else {
@@ -195,6 +198,22 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   }
   discard_arrivals();
   return joined;
+}
+
+void ParameterGroup::withhold(Arrival const& arrival) {
+  c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
+  for (at::Tensor const& kept : {residual_, moment_}) {
+    if (!kept.defined() || kept.numel() == 0) continue;
+    at::Tensor const part = kept.narrow(0, static_cast<std::int64_t>(arrival.offset),
+                                        static_cast<std::int64_t>(arrival.numel));
+    withheld_.emplace_back(part, part.clone());
+    part.zero_();
+  }
+}
+
+void ParameterGroup::give_back() {
+  c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
+  for (auto const& [part, kept] : std::exchange(withheld_, {})) part.add_(kept);
 }
 
 }  // namespace sparsecomm

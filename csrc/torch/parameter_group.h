@@ -15,6 +15,7 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "engine/gradient_exchange.h"
@@ -53,8 +54,9 @@ class ParameterGroup {
   void rescale(double ratio);
 
   // A member's gradient for this step: its numel elements start at `data`. True when it was the
-  // last one.
-  bool arrive(Member const& member, void* data);
+  // last one. `unused`: it is zero since this rank has not used the parameter, and where no rank
+  // has, DDP drops the result; so the member's residual and moment take no part.
+  bool arrive(Member const& member, void* data, bool unused = false);
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
@@ -83,6 +85,7 @@ class ParameterGroup {
     std::size_t offset;
     std::byte* data;
     std::size_t numel;
+    bool unused;
   };
 
   ParameterGroup(at::ScalarType dtype, std::vector<Member> members, Communicator& communicator,
@@ -99,6 +102,13 @@ class ParameterGroup {
   at::Tensor moment_;  // of the same size; undefined without
 
  private:
+  void withhold(Arrival const& arrival);
+  void give_back();
+
+  SideStream const* side_;
+  // Of an exchange with unused members: their parts of residual_ and moment_, zero meanwhile, and
+  // what belongs there.
+  std::vector<std::pair<at::Tensor, at::Tensor>> withheld_;
   std::vector<Arrival> arrivals_;
   std::size_t arrived_ = 0;
   std::atomic<bool> busy_ = false;

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import sysconfig
+import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -185,6 +186,52 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
     victim.communicate()
     assert survivor.returncode == 1
     assert "train_vgg16: rank 0: " in errors
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
+    """One rank is killed in the midst of training, and the run ends as if none had been."""
+
+    def start(output: Path) -> subprocess.Popen[str]:
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+        torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", train_vgg16.__file__, *SMALL]
+        return subprocess.Popen(
+            [*torchrun, "--epochs", "3", "--checkpoint-every", "1", "--output", str(output)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def process_of_rank(rank: int, launcher: int) -> int:
+        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        [found] = [
+            int(child)
+            for child in children
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        ]
+        return found
+
+    outputs = {}
+    for name in ("whole", "killed"):
+        run = start(tmp_path / name)
+        try:
+            if name == "killed":
+                first = tmp_path / name / "checkpoints" / "epoch-0001"
+                while not first.exists():
+                    assert run.poll() is None, run.communicate()[0]
+                    time.sleep(0.01)
+                os.kill(process_of_rank(1, run.pid), signal.SIGKILL)
+            outputs[name], _ = run.communicate(timeout=100)
+        finally:
+            run.send_signal(signal.SIGTERM)  # upon which it ends its ranks
+            run.wait()
+        assert run.returncode == 0, outputs[name]
+    assert "going on after epoch" not in outputs["whole"]
+    assert "going on after epoch" in outputs["killed"], outputs["killed"]
+    whole, killed = read(tmp_path / "whole"), read(tmp_path / "killed")
+    assert killed["complete"]
+    assert killed["curves"] == whole["curves"]
+    assert killed["parameters_sha256"] == whole["parameters_sha256"]
 
 
 def test_a_port_that_is_taken(tmp_path: Path) -> None:

@@ -333,11 +333,6 @@ def _check_misuse() -> None:
     with pytest.raises(ValueError, match="process group is not the model's"):
         sparsecomm.register_comm_hook(make_ddp(make_model()), OkTopkState(process_group=everyone))
 
-    embedding = DistributedDataParallel(nn.Embedding(10, 4, sparse=True))
-    sparsecomm.register_comm_hook(embedding, OkTopkState())
-    with pytest.raises((ValueError, RuntimeError), match="sparse=False"):
-        embedding(torch.tensor([1, 2])).sum().backward()
-
 
 def _check_complex_dtype() -> None:
     class Complex(nn.Module):

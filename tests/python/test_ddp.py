@@ -1,0 +1,444 @@
+"""The hooks under everything that DDP does, against plain DDP.
+
+Gradients are whole numbers, multiples of the number of ranks, and do not depend on the parameters.
+So every sum and average is exact in any order, and at any density, after any number of steps,
+
+    parameters with a hook - (sum of the ranks' residuals) / P == parameters of plain DDP
+
+holds bit for bit: what a hook has not delivered yet is in the residuals, and nowhere else. At
+density 1 the parameters are the same without that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import gathered
+from ranks import run_ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import sparsecomm
+from sparsecomm import CompressionState, OkTopkState
+
+# All that selects, and the two that need not.
+STATES: dict[str, Callable[..., CompressionState]] = {
+    "oktopk": OkTopkState,
+    "topk, exact": lambda **options: sparsecomm.TopkState(select="exact", **options),
+    "topk, bucket": lambda **options: sparsecomm.TopkState(select="bucket", bucket=16, **options),
+    "gaussian_k": sparsecomm.GaussianKState,
+    "gtopk": sparsecomm.GTopkState,
+    "topk_dsa": sparsecomm.TopkDsaState,
+    "quantized_topk": sparsecomm.QuantizedTopkState,
+    "auto": sparsecomm.AutoState,
+    "dense_overlap": lambda density, **options: sparsecomm.DenseOverlapState(**options),
+}
+WIDTH = 16
+HEADS = 4
+
+Train = Callable[[DistributedDataParallel, torch.optim.Optimizer], None]
+
+
+class Heads(nn.Module):
+    """Linear layers side by side, those of them that a call names."""
+
+    def __init__(self, width: int = WIDTH) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(nn.Linear(width, width) for _ in range(HEADS))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...] = tuple(range(HEADS))) -> torch.Tensor:
+        return torch.stack([self.heads[head](x) for head in used]).sum(dim=0)
+
+
+class Words(nn.Module):
+    """Embeddings with sparse gradients, between layers without."""
+
+    def __init__(self, sparse: bool = True) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.words = nn.Embedding(50, WIDTH, sparse=sparse)
+        self.bags = nn.EmbeddingBag(30, WIDTH, mode="sum", sparse=sparse)
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        words = x.abs().to(torch.int64)[:, :3]  # many of them twice
+        return self.first(x) + self.words(words).sum(dim=1) + self.bags(words) + self.last(x)
+
+
+def whole(module: nn.Module) -> nn.Module:
+    """The module with parameters that are whole numbers, the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randint(-9, 10, parameter.shape, generator=generator))
+    return module
+
+
+def numbers(seed: int, group: dist.ProcessGroup | None = None, width: int = WIDTH) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank(group))
+    return torch.randint(-9, 10, (4, width), generator=generator).float()
+
+
+def backward(
+    forward: Callable[..., torch.Tensor],
+    seed: int,
+    *arguments: Any,
+    group: dist.ProcessGroup | None = None,
+    width: int = WIDTH,
+) -> None:
+    result = forward(numbers(seed, group, width), *arguments)
+    (dist.get_world_size(group) * result * numbers(seed + 500, group, width)).sum().backward()
+
+
+def register(
+    ddp: DistributedDataParallel,
+    kind: str,
+    native: bool,
+    density: float,
+    **options: Any,
+) -> CompressionState:
+    group = ddp.process_group
+    if native:
+        state = STATES[kind](density=density, **options)
+        sparsecomm.register_comm_hook(ddp, state)
+    else:
+        names = ddp.module.named_parameters()
+        state = STATES[kind](
+            density=density, process_group=group, named_parameters=names, **options
+        )
+        ddp.register_comm_hook(state, sparsecomm.compression_hook)
+    return state
+
+
+def delivers_all(kind: str | None, density: float) -> bool:
+    return density == 1 and kind != "quantized_topk"  # which rounds
+
+
+def with_residuals(
+    ddp: DistributedDataParallel, state: CompressionState | None
+) -> dict[str, torch.Tensor]:
+    """The parameters as they were if all that the residuals hold had been delivered."""
+    kept = {} if state is None else state.state_dict()["residuals"]
+    result = {}
+    for name, parameter in ddp.module.named_parameters():
+        result[name] = parameter.detach().clone()
+        if name in kept:
+            missing = kept[name].clone()
+            dist.all_reduce(missing, group=ddp.process_group)
+            missing /= dist.get_world_size(ddp.process_group)
+            result[name] -= missing.reshape(parameter.shape)
+    return result
+
+
+def assert_nothing_is_lost(
+    expected: dict[str, torch.Tensor], result: dict[str, torch.Tensor], kind: str
+) -> None:
+    for name, parameter in expected.items():
+        if kind == "quantized_topk":
+            torch.testing.assert_close(result[name], parameter, rtol=0, atol=1e-2)
+        else:
+            difference = result[name] - parameter
+            assert not difference.any(), (kind, name, difference[difference != 0])
+
+
+def check(
+    make: Callable[[], nn.Module],
+    train: Train,
+    densities: tuple[float, ...] = (1, 0.2),
+    parameters: Callable[[nn.Module], list[nn.Parameter]] = lambda module: [*module.parameters()],
+    kinds: Iterable[str] = STATES,
+    bucket_cap_mb: float = 0.002,
+    **options: Any,
+) -> None:
+    """Trains with plain DDP and with each hook, by both routes, and compares."""
+
+    def run(kind: str | None, native: bool = False, density: float = 1) -> dict[str, torch.Tensor]:
+        ddp = DistributedDataParallel(whole(make()), bucket_cap_mb=bucket_cap_mb, **options)
+        state = None if kind is None else register(ddp, kind, native, density)
+        train(ddp, torch.optim.SGD(parameters(ddp.module), lr=1.0))
+        return with_residuals(ddp, None if delivers_all(kind, density) else state)
+
+    expected = run(None)
+    native = False
+    for kind in kinds:
+        for density in densities:
+            native = not native
+            assert_nothing_is_lost(expected, run(kind, native, density), kind)
+
+
+# ---- steps
+
+
+def accumulate(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Three micro-batches a step, of which the last is exchanged."""
+    for step in range(4):
+        optimizer.zero_grad()
+        for part in range(3):
+            with ddp.no_sync() if part < 2 else nullcontext():
+                backward(ddp, 10 * step + part)
+        optimizer.step()
+
+
+def use_some(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Head 0 always, head 1 on some ranks, head 2 in some steps, head 3 never."""
+    for step in range(6):
+        optimizer.zero_grad()
+        used = [0]
+        if (step + dist.get_rank()) % 2 == 0:
+            used.append(1)
+        if step in (0, 1, 4):
+            used.append(2)
+        backward(ddp, step, tuple(used))
+        assert ddp.module.heads[3].weight.grad is None
+        assert (ddp.module.heads[2].weight.grad is None) == (2 not in used)
+        optimizer.step()
+
+
+def use_one_twice(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Head 1 twice, head 3 never: the same in every step, as a static graph must be."""
+    for step in range(4):
+        optimizer.zero_grad()
+        backward(ddp, step, (0, 1, 1, 2))
+        optimizer.step()
+
+
+def see_views(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(ddp, step)
+        for parameter in ddp.parameters():
+            assert parameter.grad is not None
+            bucket = parameter.grad.untyped_storage()
+            assert bucket.nbytes() > parameter.grad.nbytes, "the gradient must be in the bucket"
+        optimizer.step()
+
+
+def join(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Each rank has two batches less than the one before, so the last may have none."""
+    left = 2 * (dist.get_world_size() - 1 - dist.get_rank())
+    with ddp.join():
+        for step in range(left):
+            optimizer.zero_grad()
+            backward(ddp, step)
+            optimizer.step()
+    # And together again, with the residuals that are left.
+    for step in range(10, 12):
+        optimizer.zero_grad()
+        backward(ddp, step)
+        optimizer.step()
+
+
+def freeze(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Head 1 is frozen for some steps, in the midst of training."""
+    for step in range(6):
+        ddp.module.heads[1].requires_grad_(step not in (2, 3))
+        optimizer.zero_grad()
+        backward(ddp, step)
+        optimizer.step()
+
+
+def add_later(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Heads 2 and 3 have gradients from the start, and an optimizer from the third step on."""
+    for step in range(5):
+        if step == 2:
+            optimizer.add_param_group({"params": [*ddp.module.heads[2:].parameters()], "lr": 2.0})
+        ddp.zero_grad()
+        backward(ddp, step)
+        optimizer.step()
+
+
+def frozen_heads() -> nn.Module:
+    model = Heads()
+    model.heads[2].requires_grad_(False)
+    return model
+
+
+def check_steps() -> None:
+    check(Heads, accumulate)
+    check(Heads, see_views, gradient_as_bucket_view=True)
+    check(Heads, use_some, find_unused_parameters=True)
+    check(Heads, use_some, (0.2,), find_unused_parameters=True, gradient_as_bucket_view=True)
+    check(Heads, use_one_twice, static_graph=True)
+    check(Heads, join)
+    check(Heads, freeze, find_unused_parameters=True)
+    check(frozen_heads, accumulate, (0.2,), gradient_as_bucket_view=True)
+    # What is delivered to a parameter without an optimizer is in no parameter.
+    check(
+        Heads,
+        add_later,
+        densities=(1,),
+        kinds=[kind for kind in STATES if kind != "quantized_topk"],
+        parameters=lambda module: [*module.heads[:2].parameters()],
+    )
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_steps(size: int) -> None:
+    run_ranks(size, check_steps, timeout=100)
+
+
+# ---- sparse gradients
+
+
+def words(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            backward(ddp, 100 + step)
+        backward(ddp, step)
+        for embedding in (ddp.module.words, ddp.module.bags):
+            assert embedding.weight.grad is not None
+            assert embedding.weight.grad.is_sparse == embedding.sparse
+        optimizer.step()
+
+
+def join_words(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    with ddp.join():
+        for step in range(2 + dist.get_rank()):
+            optimizer.zero_grad()
+            backward(ddp, step)
+            optimizer.step()
+
+
+def check_clipping_of_sparse_gradients() -> None:
+    """Each rank's gradient is clipped as a whole, as if none of it were sparse."""
+    ddp, alone = DistributedDataParallel(whole(Words())), whole(Words(sparse=False))
+    register(ddp, "oktopk", True, density=1.0, clip_norm=5.0)
+    backward(ddp, 0)
+    backward(alone, 0)
+    norm = nn.utils.clip_grad_norm_(alone.parameters(), 5.0 / dist.get_world_size() ** 0.5)
+    assert norm > 5
+    for clipped, parameter in zip(alone.parameters(), ddp.parameters(), strict=True):
+        assert clipped.grad is not None
+        assert parameter.grad is not None
+        expected = sum(gathered(clipped.grad)) / dist.get_world_size()
+        torch.testing.assert_close(parameter.grad.to_dense(), expected)
+
+
+def check_overflow_of_sparse_gradients() -> None:
+    """Contract 5: what the others of the step delivered goes back into the residuals."""
+    for native in (False, True):
+        ddp = DistributedDataParallel(
+            whole(Words()), bucket_cap_mb=0.002, find_unused_parameters=True
+        )
+        state = register(ddp, "oktopk", native, density=0.2)
+        backward(ddp, 0)
+        before = state.state_dict()["residuals"]
+        ddp.zero_grad()
+        if dist.get_rank() == 0:
+            ddp.module.bags.weight.register_hook(lambda gradient: gradient * float("inf"))
+        backward(ddp, 1)
+        gradient = ddp.module.bags.weight.grad
+        assert gradient is not None
+        assert not gradient.to_dense().isfinite().all()
+        alone = whole(Words())
+        backward(alone, 1)
+        after = state.state_dict()["residuals"]
+        for name in ("first.weight", "last.weight"):
+            gradient = alone.get_parameter(name).grad
+            assert gradient is not None
+            assert torch.equal(after[name], before[name] + gradient.reshape(-1)), name
+
+
+def check_sparse_gradients() -> None:
+    check(Words, words)
+    check(Words, words, (0.2,), gradient_as_bucket_view=True)
+    check(Words, join_words, (0.2,))
+    check_clipping_of_sparse_gradients()
+    check_overflow_of_sparse_gradients()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_sparse_gradients(size: int) -> None:
+    run_ranks(size, check_sparse_gradients, timeout=100)
+
+
+# ---- several models and groups
+
+
+def check_several() -> None:
+    """Two models in one backward pass, and one for each part of the ranks."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parts = [dist.new_group([*range(size - 1)]), dist.new_group([size - 1])]
+    part = parts[rank == size - 1]
+
+    def run(kinds: list[str] | None, native: bool, density: float) -> list[dict[str, torch.Tensor]]:
+        models = [
+            DistributedDataParallel(whole(Heads()), bucket_cap_mb=0.002, process_group=group)
+            for group in (None, None, part)
+        ]
+        states: list[CompressionState | None] = [None] * 3
+        if kinds is not None:
+            states = [
+                register(ddp, kind, native, density)
+                for ddp, kind in zip(models, kinds, strict=True)
+            ]
+        optimizers = [torch.optim.SGD(ddp.parameters(), lr=1.0) for ddp in models]
+        first, second, own = models
+        for step in range(4 if rank < size - 1 else 6):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            # Those of the last rank make more steps of their own in the meantime.
+            backward(own, step, group=part)
+            optimizers[2].step()
+            if step < 4:
+                backward(lambda x, step=step: first(x) + second(x + step), step)
+                optimizers[0].step()
+                optimizers[1].step()
+        return [
+            with_residuals(ddp, None if state and delivers_all(kind, density) else state)
+            for ddp, state, kind in zip(models, states, kinds or [None] * 3, strict=True)
+        ]
+
+    expected = run(None, False, 1)
+    kinds = list(STATES)
+    for number in range(len(kinds)):
+        chosen = [kinds[(number + shift) % len(kinds)] for shift in range(3)]
+        found = run(chosen, number % 2 == 0, (1, 0.2)[number % 2])
+        for kind, plain, result in zip(chosen, expected, found, strict=True):
+            assert_nothing_is_lost(plain, result, kind)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_models_and_groups(size: int) -> None:
+    run_ranks(size, check_several, timeout=100)
+
+
+# ---- torch.compile
+
+
+def check_compiled() -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+        torch._dynamo.reset()
+        counter = CompileCounterWithBackend("aot_eager")
+        compiled = torch.compile(ddp, backend=counter)
+        for step in range(4):
+            optimizer.zero_grad()
+            backward(compiled, step, width=wide)
+            optimizer.step()
+        assert counter.frame_count > 1, "the graph must have been split by buckets"
+
+    wide = 300  # DDPOptimizer splits no buckets below 1 MiB
+    kinds = ("oktopk", "topk, bucket")
+    check(lambda: Heads(wide), train, kinds=kinds, bucket_cap_mb=1)
+
+    def python_reducer(native: bool) -> None:
+        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+            ddp = DistributedDataParallel(Heads())
+            register(ddp, "oktopk", native, 0.2)
+            backward(ddp, 0)
+
+    for native in (False, True):
+        with pytest.raises(RuntimeError, match='optimize_ddp = "ddp_optimizer"'):
+            python_reducer(native)
+
+
+def test_compiled() -> None:
+    run_ranks(2, check_compiled, timeout=100)
