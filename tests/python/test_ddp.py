@@ -258,11 +258,30 @@ def frozen_heads() -> nn.Module:
     return model
 
 
+def check_velocity_of_unused_parameters() -> None:
+    """Momentum in the state is the optimizer's, which leaves alone what no rank has used."""
+
+    def use(ddp: DistributedDataParallel, momentum: float) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=momentum)
+        for step in range(6):
+            optimizer.zero_grad()
+            backward(ddp, step, (0, 1, 2) if step in (0, 1, 4) else (0, 1))
+            optimizer.step()
+        return with_residuals(ddp, None)
+
+    models = [DistributedDataParallel(whole(Heads()), find_unused_parameters=True) for _ in "1234"]
+    expected = use(models.pop(), 0.5)
+    for ddp, kind in zip(models, ("oktopk", "topk, bucket", "auto"), strict=True):
+        register(ddp, kind, True, density=1.0, momentum=0.5)
+        assert_nothing_is_lost(expected, use(ddp, 0), kind)
+
+
 def check_steps() -> None:
     check(Heads, accumulate)
     check(Heads, see_views, gradient_as_bucket_view=True)
     check(Heads, use_some, find_unused_parameters=True)
     check(Heads, use_some, (0.2,), find_unused_parameters=True, gradient_as_bucket_view=True)
+    check_velocity_of_unused_parameters()
     check(Heads, use_one_twice, static_graph=True)
     check(Heads, join)
     check(Heads, freeze, find_unused_parameters=True)
