@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import gathered
+from models import checkpoint_of, gathered
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,7 +123,7 @@ def with_residuals(
     ddp: DistributedDataParallel, state: CompressionState | None
 ) -> dict[str, torch.Tensor]:
     """The parameters as they were if all that the residuals hold had been delivered."""
-    kept = {} if state is None else state.state_dict()["residuals"]
+    kept = {} if state is None else checkpoint_of(state)["residuals"]
     result = {}
     for name, parameter in ddp.module.named_parameters():
         result[name] = parameter.detach().clone()
@@ -347,7 +347,7 @@ def check_overflow_of_sparse_gradients() -> None:
         )
         state = register(ddp, "oktopk", native, density=0.2)
         backward(ddp, 0)
-        before = state.state_dict()["residuals"]
+        before = checkpoint_of(state)["residuals"]
         ddp.zero_grad()
         if dist.get_rank() == 0:
             ddp.module.bags.weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -357,7 +357,7 @@ def check_overflow_of_sparse_gradients() -> None:
         assert not gradient.to_dense().isfinite().all()
         alone = whole(Words())
         backward(alone, 1)
-        after = state.state_dict()["residuals"]
+        after = checkpoint_of(state)["residuals"]
         for name in ("first.weight", "last.weight"):
             gradient = alone.get_parameter(name).grad
             assert gradient is not None
