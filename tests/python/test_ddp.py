@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from models import gathered
+from models import checkpoint_of, gathered
 from ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -123,7 +123,7 @@ def with_residuals(
     ddp: DistributedDataParallel, state: CompressionState | None
 ) -> dict[str, torch.Tensor]:
     """The parameters as they were if all that the residuals hold had been delivered."""
-    kept = {} if state is None else state.state_dict()["residuals"]
+    kept = {} if state is None else checkpoint_of(state)["residuals"]
     result = {}
     for name, parameter in ddp.module.named_parameters():
         result[name] = parameter.detach().clone()
@@ -258,11 +258,30 @@ def frozen_heads() -> nn.Module:
     return model
 
 
+def check_velocity_of_unused_parameters() -> None:
+    """Momentum in the state is the optimizer's, which leaves alone what no rank has used."""
+
+    def use(ddp: DistributedDataParallel, momentum: float) -> dict[str, torch.Tensor]:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=momentum)
+        for step in range(6):
+            optimizer.zero_grad()
+            backward(ddp, step, (0, 1, 2) if step in (0, 1, 4) else (0, 1))
+            optimizer.step()
+        return with_residuals(ddp, None)
+
+    models = [DistributedDataParallel(whole(Heads()), find_unused_parameters=True) for _ in "1234"]
+    expected = use(models.pop(), 0.5)
+    for ddp, kind in zip(models, ("oktopk", "topk, bucket", "auto"), strict=True):
+        register(ddp, kind, True, density=1.0, momentum=0.5)
+        assert_nothing_is_lost(expected, use(ddp, 0), kind)
+
+
 def check_steps() -> None:
     check(Heads, accumulate)
     check(Heads, see_views, gradient_as_bucket_view=True)
     check(Heads, use_some, find_unused_parameters=True)
     check(Heads, use_some, (0.2,), find_unused_parameters=True, gradient_as_bucket_view=True)
+    check_velocity_of_unused_parameters()
     check(Heads, use_one_twice, static_graph=True)
     check(Heads, join)
     check(Heads, freeze, find_unused_parameters=True)
@@ -328,7 +347,7 @@ def check_overflow_of_sparse_gradients() -> None:
         )
         state = register(ddp, "oktopk", native, density=0.2)
         backward(ddp, 0)
-        before = state.state_dict()["residuals"]
+        before = checkpoint_of(state)["residuals"]
         ddp.zero_grad()
         if dist.get_rank() == 0:
             ddp.module.bags.weight.register_hook(lambda gradient: gradient * float("inf"))
@@ -338,7 +357,7 @@ def check_overflow_of_sparse_gradients() -> None:
         assert not gradient.to_dense().isfinite().all()
         alone = whole(Words())
         backward(alone, 1)
-        after = state.state_dict()["residuals"]
+        after = checkpoint_of(state)["residuals"]
         for name in ("first.weight", "last.weight"):
             gradient = alone.get_parameter(name).grad
             assert gradient is not None

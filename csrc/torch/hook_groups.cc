@@ -1,0 +1,136 @@
+// Which parameters a hook's state exchanges together, and how each group of them.
+#include <algorithm>
+#include <limits>
+#include <set>
+#include <utility>
+
+#include "hook_state.h"
+
+namespace sparsecomm {
+
+// Whether the parameters, in this order, are a group's.
+bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
+  ParameterGroup const* group = nullptr;
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto const place = places_.find(parameters[i].unsafeGetTensorImpl());
+    if (place == places_.end() || place->second.member != i) return false;
+    if (group == nullptr) group = place->second.group;
+    if (place->second.group != group) return false;
+  }
+  return group == nullptr || group->members().size() == parameters.size();
+}
+
+// Parameters that no bucket has brought before form a new group, in the order of the bucket, and
+// those with a density of their own further ones. By bucket, all of a bucket that is new do; a
+// group that has none left is no more.
+void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
+  struct Fresh {
+    std::optional<double> density;
+    std::vector<ParameterGroup::Member> members;
+    std::vector<at::Tensor> parameters;
+  };
+  std::vector<Fresh> fresh;
+  bool const regroups = by_bucket_ && !is_group(parameters);
+  for (at::Tensor const& parameter : parameters) {
+    bool const known = places_.contains(parameter.unsafeGetTensorImpl());
+    if (known && !regroups) continue;
+    if (!known) require_of_model(parameter);
+    require(
+        !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
+        " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
+    auto const density = density_of(parameter);
+    auto group = std::ranges::find(fresh, density, &Fresh::density);
+    if (group == fresh.end()) group = fresh.insert(fresh.end(), Fresh{density, {}, {}});
+    std::size_t const offset =
+        group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
+    group->members.push_back(
+        {key_of(parameter), offset, static_cast<std::size_t>(parameter.numel())});
+    group->parameters.push_back(parameter);
+  }
+  for (Fresh& group : fresh) {
+    add_group(dtype, group.density, std::move(group.members), group.parameters);
+  }
+  if (regroups) drop_empty_groups();
+}
+
+// Of one that no bucket has brought before.
+void HookState::require_of_model(at::Tensor const& parameter) const {
+  require(!sealed_, "a parameter of shape ", parameter.sizes(),
+          " was not in this state's first step: a state belongs to one model; make one per model");
+}
+
+void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
+                          std::vector<ParameterGroup::Member> members,
+                          std::vector<at::Tensor> const& parameters) {
+  std::string const name = concat(groups_formed_++, " from ", members.front().key);
+  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_at(density),
+                                         *communicator_, !by_bucket_, side_.get()));
+  if (density) own_densities_.emplace(groups_.back().get(), *density);
+  for (std::size_t i = 0; i < parameters.size(); ++i) {
+    auto const known = places_.find(parameters[i].unsafeGetTensorImpl());
+    std::size_t const order = known == places_.end() ? places_.size() : known->second.order;
+    if (known == places_.end()) parameters_.push_back(parameters[i]);
+    places_[parameters[i].unsafeGetTensorImpl()] = {groups_.back().get(), i, order};
+  }
+  if (loaded_) {
+    check_loaded(*groups_.back());
+    restore(*groups_.back());
+  }
+}
+
+void HookState::drop_empty_groups() {
+  std::set<ParameterGroup const*> used;
+  for (auto const& [parameter, place] : places_) used.insert(place.group);
+  std::erase_if(groups_, [&](auto const& group) {
+    if (used.contains(group.get())) return false;
+    left_ += group->stats();
+    return true;
+  });
+}
+
+std::optional<double> HookState::density_of(at::Tensor const& parameter) const {
+  if (by_bucket_) return std::nullopt;
+  auto const own = densities_.find(parameter.unsafeGetTensorImpl());
+  if (own != densities_.end()) return own->second;
+  if (parameter.dim() < options_.dense_below) return 1;
+  return std::nullopt;
+}
+
+ExchangeOptions HookState::options_at(std::optional<double> density) const {
+  ExchangeOptions options = options_.exchange;
+  if (!density) return options;
+  options.density = *density;
+  if (*density < 1) return options;
+  // Few, as a rule, so that messages count for more than bytes.
+  options.algorithm = "dense_rabenseifner";
+  options.feedback = true;
+  options.collective.frame.value_codec = options.collective.dense_codec = ValueCodec::raw;
+  options.rule.bucket = 0;
+  options.rule.first_moment = 0;
+  options.warmup = {};
+  return options;
+}
+
+std::string HookState::key_of(at::Tensor const& parameter) {
+  auto const place = places_.find(parameter.unsafeGetTensorImpl());
+  if (place != places_.end()) return place->second.group->members()[place->second.member].key;
+  auto const name = names_.find(parameter.unsafeGetTensorImpl());
+  if (name != names_.end()) return name->second;
+  require(names_.empty(), "a parameter of shape ", parameter.sizes(),
+          " is not among the named parameters of this state: a state belongs to one model; make "
+          "one per model");
+  return concat("parameter.", unnamed_++);
+}
+
+// Where a gradient that is sparse itself comes among those whose norm is taken: from the end.
+std::size_t HookState::order_of_sparse(at::Tensor const& parameter) {
+  void const* const key = parameter.unsafeGetTensorImpl();
+  if (!sparse_orders_.contains(key)) {
+    require_of_model(parameter);
+    parameters_.push_back(parameter);
+    sparse_orders_.emplace(key, std::numeric_limits<std::size_t>::max() - sparse_orders_.size());
+  }
+  return sparse_orders_.at(key);
+}
+
+}  // namespace sparsecomm
