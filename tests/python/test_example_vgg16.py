@@ -188,14 +188,15 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
     assert "train_vgg16: rank 0: " in errors
 
 
+@pytest.mark.timeout(300)
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     """One rank is killed in the midst of training, and the run ends as if none had been."""
 
-    def start(output: Path) -> subprocess.Popen[str]:
+    def start(*options: str) -> subprocess.Popen[str]:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         torchrun += ["--nproc-per-node", "2", "--max-restarts", "1", train_vgg16.__file__, *SMALL]
         return subprocess.Popen(
-            [*torchrun, "--epochs", "3", "--checkpoint-every", "1", "--output", str(output)],
+            [*torchrun, "--epochs", "3", *options],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -212,8 +213,8 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
         return found
 
     outputs = {}
-    for name in ("whole", "killed"):
-        run = start(tmp_path / name)
+    for name, checkpoints in (("whole", "0"), ("killed", "1")):
+        run = start("--output", str(tmp_path / name), "--checkpoint-every", checkpoints)
         try:
             if name == "killed":
                 first = tmp_path / name / "checkpoints" / "epoch-0001"
@@ -221,7 +222,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
                     assert run.poll() is None, run.communicate()[0]
                     time.sleep(0.01)
                 os.kill(process_of_rank(1, run.pid), signal.SIGKILL)
-            outputs[name], _ = run.communicate(timeout=100)
+            outputs[name], _ = run.communicate(timeout=140)
         finally:
             run.send_signal(signal.SIGTERM)  # upon which it ends its ranks
             run.wait()
