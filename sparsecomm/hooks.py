@@ -1,5 +1,7 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
@@ -21,6 +23,16 @@ from sparsecomm.transports import AUTO, connect, names, require_initialised
 
 _FORMAT = 3  # of state_dict()
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
+
+
+_connected: weakref.WeakSet[_C.HookState] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread that drops a Python object while the interpreter ends would abort the process."""
+    for native in list(_connected):
+        native.close()
 
 
 class LossScaler(Protocol):
@@ -270,6 +282,7 @@ class CompressionState:
                     "sparsecomm.register_comm_hook"
                 )
             self._native.connect(connect(self._process_group, self._timeout, self._transport))
+            _connected.add(self._native)
 
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._connect()

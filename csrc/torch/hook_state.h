@@ -71,6 +71,8 @@ class HookState {
   void follow_loss_scale(std::function<double()> loss_scale);
   void connect(std::unique_ptr<Transport> transport);
   bool connected() const { return communicator_ != nullptr; }
+  // Ends the progress thread, which may hold Python objects, and with it all exchanges.
+  void close();
 
   // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
   // whoever waits for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be
