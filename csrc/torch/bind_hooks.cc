@@ -200,6 +200,7 @@ void bind_hooks(py::module_& module) {
       .def("connect",
            [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
       .def_property_readonly("connected", &HookState::connected)
+      .def("close", &HookState::close)
       .def("name_parameters", &HookState::name_parameters)
       .def("set_densities", &HookState::set_densities)
       .def("follow_loss_scale", &HookState::follow_loss_scale)

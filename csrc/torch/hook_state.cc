@@ -153,7 +153,9 @@ HookState::HookState(HookOptions options, CommunicatorOptions communicator_optio
       communicator_options_(communicator_options),
       cuda_library_(std::move(cuda_library)) {}
 
-HookState::~HookState() {
+HookState::~HookState() { close(); }
+
+void HookState::close() {
   InterpreterRelease const release;
   communicator_.reset();  // first, since its thread uses the groups
 }

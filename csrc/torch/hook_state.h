@@ -91,6 +91,8 @@ class HookState {
   std::optional<int> rank() const {
     return communicator_ ? std::optional(communicator_->rank()) : std::nullopt;
   }
+  // Ends the progress thread, which may hold Python objects, and with it all exchanges.
+  void close();
 
   // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
   // whoever waits for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be
