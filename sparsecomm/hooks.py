@@ -1,6 +1,5 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
-import atexit
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -35,16 +34,6 @@ _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" makes DDP bring gradients one by one; '
     'these hooks exchange buckets: set optimize_ddp = "ddp_optimizer" before making the model'
 )
-
-
-_connected: weakref.WeakSet[_C.HookState] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """A thread that drops a Python object while the interpreter ends would abort the process."""
-    for native in list(_connected):
-        native.close()
 
 
 class LossScaler(Protocol):
@@ -129,6 +118,8 @@ class CompressionState:
             checked_stall_limit(stall_limit),
             log_stall,
         )
+        # A thread that drops a Python object while the interpreter ends would abort the process.
+        weakref.finalize(self, self._native.close)
         self._knows_names = False
         if named_parameters is not None:
             self._name(named_parameters)
@@ -323,7 +314,6 @@ class CompressionState:
                     "sparsecomm.register_comm_hook"
                 )
             self._native.connect(connect(self._process_group, self._timeout, self._transport))
-            _connected.add(self._native)
 
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         if not isinstance(bucket, GradBucket):
