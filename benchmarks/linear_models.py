@@ -37,7 +37,8 @@ from linear.exchange import DenseExchange, Exchange, SparseExchange
 from linear.model import Weights
 from linear.training import Survey, survey
 
-FEATURES = 1 << 22
+FEATURES = 1 << 24  # as many as Webspam has
+BATCH = 1000  # SparCML's
 
 
 @dataclass
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     train_linear.add_training_options(parser)
-    parser.set_defaults(features=FEATURES)
+    parser.set_defaults(features=FEATURES, batch=BATCH)
     add = parser.add_argument
     add("--hosts", "--ranks", type=at_least_1, default=2, help="ranks; torchrun brings its own")
     add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")

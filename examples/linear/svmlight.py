@@ -164,7 +164,7 @@ class Share:
             raise self._error(lines[row][0], reason)
 
         for row in np.flatnonzero(~np.isin(labels, (-1, 0, 1)))[:1]:
-            refuse(row, f"the label is {labels[row]:g}, expected -1 or 1, or 0 or 1")
+            refuse(row, f"the label is {labels[row]:g}, expected 1, or for the other class -1 or 0")
         for entry in np.flatnonzero(columns > LARGEST_INDEX)[:1]:
             refuse(rows[entry], f"index {columns[entry]:.0f} is above {LARGEST_INDEX}")
         for entry in np.flatnonzero(np.abs(values) > LARGEST_VALUE)[:1]:
