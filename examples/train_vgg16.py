@@ -16,7 +16,6 @@ folder, runs/vgg16-HOOK. Without a launcher it trains on a single rank.
 from __future__ import annotations
 
 import argparse
-import gc
 import hashlib
 import json
 import math
@@ -28,22 +27,24 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 # DDP would import this later, and its functions' defaults would then keep the group alive.
 import torch.distributed.nn.functional
+from common import checkpoint
+from common.checkpoint import CheckpointError
+from common.group import GroupError, attempt, disconnect, fail, join
+from common.launcher import LAUNCHERS, LauncherError, take_ranks_from_mpi
+from common.options import Parser, natural, positive, positive_real, share
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm  # type: ignore[import-untyped]
-from vgg16 import checkpoint
-from vgg16.checkpoint import CheckpointError
 from vgg16.data import DataError, Dataset, epoch_batches, load, mix_seed, steps_per_epoch
 from vgg16.exchange import HOOKS, HookError, make_exchange
-from vgg16.launcher import LAUNCHERS, LauncherError, is_first_rank, take_ranks_from_mpi
 from vgg16.model import VGG16, count_parameters
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.launcher == "mpi":
             take_ranks_from_mpi()
     except LauncherError as error:
-        return fail(str(error), 2)
+        return fail("train_vgg16", str(error), 2)
     rank = int(os.environ.get("RANK", "0"))
     try:
         data = load(options.data)
@@ -85,22 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             data = data.limited(options.limit)
         connect(options)
         Training(options, data).run()
-    except (DataError, HookError, CheckpointError, TrainingError) as error:
-        return fail(f"rank {rank}: {error}", 2)
+    except (DataError, HookError, CheckpointError, GroupError, TrainingError) as error:
+        return fail("train_vgg16", f"rank {rank}: {error}", 2)
     except (RuntimeError, OSError) as error:  # among them: another rank is gone
-        return fail(f"rank {rank}: {type(error).__name__}: {error}", 1)
+        return fail("train_vgg16", f"rank {rank}: {type(error).__name__}: {error}", 1)
     disconnect()
     return 0
-
-
-def fail(message: str, status: int) -> int:
-    print(f"train_vgg16: {message}", file=sys.stderr, flush=True)
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        # An orderly shutdown could wait for ranks that will never answer.
-        os._exit(status)
-    if dist.is_initialized():
-        disconnect()
-    return status
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -139,89 +130,17 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-class Parser(argparse.ArgumentParser):
-    """Complains on one rank: the others were given the same arguments."""
-
-    def error(self, message: str) -> NoReturn:
-        if not is_first_rank():
-            sys.exit(2)
-        super().error(message)
-
-
-def share(text: str) -> float:
-    value = float(text)
-    if not 0 < value <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share above 0 and up to 1")
-    return value
-
-
 def shares(text: str) -> list[float]:
     return [share(part) for part in text.split(",") if part]
 
 
-def natural(text: str) -> int:
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
-def positive_real(text: str) -> float:
-    value = float(text)
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
-    return value
-
-
 def connect(options: argparse.Namespace) -> None:
-    """Joins the process group of torchrun, or makes one of a single rank."""
     if options.backend == "sparsecomm":
         try:
             import sparsecomm  # noqa: F401 - registers the backend
         except ImportError as error:
             raise HookError(f"--backend sparsecomm needs sparsecomm: {error}") from error
-    timeout = timedelta(seconds=options.timeout)
-    if "WORLD_SIZE" in os.environ:
-        try:
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
-            if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
-                # A restart by torchrun finds the store as the ranks that are gone have left it. On
-                # several hosts attempts are counted by each.
-                store = dist.PrefixStore(f"attempt-{attempt()}", store)
-            dist.init_process_group(
-                options.backend, store=store, rank=rank, world_size=size, timeout=timeout
-            )
-        except dist.DistNetworkError as error:
-            address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise TrainingError(
-                f"the ranks cannot meet at {address}: {error}; if the port is taken, choose "
-                "another with torchrun's --master-port, or let --standalone find a free one"
-            ) from error
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(options.backend, store=store, rank=0, world_size=1, timeout=timeout)
-
-
-def attempt() -> int:
-    """How often torchrun has started all ranks anew, since it lost one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-
-
-def disconnect() -> None:
-    """Leaves the process group, and ends its threads before the interpreter does.
-
-    The model is part of reference cycles and holds on to the group. A thread of the group that
-    still has a tensor to drop while the interpreter shuts down would abort the process.
-    """
-    gc.collect()
-    dist.destroy_process_group()
+    join(options.backend, timedelta(seconds=options.timeout))
 
 
 def learning_rate(step: int, per_epoch: int, epochs: int, peak: float) -> float:
@@ -438,28 +357,10 @@ class Training:
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if --resume or a restart asks for it."""
         folder = self.options.output / "checkpoints"
-        epoch = checkpoint.newest(folder)
-        if not (self.options.resume or attempt() > 0):
-            if epoch is not None:
-                raise CheckpointError(
-                    f"{folder} holds a checkpoint of epoch {epoch}: "
-                    "go on from it with --resume, or choose another --output"
-                )
+        found = checkpoint.find(folder, self.options.resume or attempt() > 0, self.settings())
+        if found is None:
             return
-        if epoch is None:
-            if self.rank == 0:
-                print(f"no checkpoint in {folder}: starting from the beginning", flush=True)
-            return
-        shared = checkpoint.load_shared(folder, epoch)
-        before, now = shared["settings"], self.settings()
-        different = [
-            f"{name} was {before.get(name)}, is {value}"
-            for name, value in now.items()
-            if before.get(name) != value
-        ]
-        if different:
-            raise CheckpointError(f"{folder}: of another run: {'; '.join(different)}")
-        own = checkpoint.load_own(folder, epoch)
+        epoch, shared, own = found
         try:
             self.model.load_state_dict(shared["model"])
             self.optimizer.load_state_dict(shared["optimizer"])

@@ -1,1 +1,1 @@
-"""The parts of the VGG16 example: model, data, gradient exchange and checkpoints."""
+"""The parts of the VGG16 example: model, data and gradient exchange."""

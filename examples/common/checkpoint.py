@@ -56,6 +56,41 @@ def newest(folder: Path) -> int | None:
     return None if epoch.item() < 0 else int(epoch.item())
 
 
+def find(
+    folder: Path, resume: bool, settings: dict[str, Any]
+) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
+    """The newest checkpoint to go on from: its epoch, what the ranks share, and this rank's own.
+
+    ``None`` where there is none, which rank 0 says if ``resume`` asks for one.
+
+    Raises:
+        CheckpointError: there is one, but ``resume`` does not ask for it, it belongs to a run with
+            other settings, or it cannot be read.
+    """
+    epoch = newest(folder)
+    if epoch is None:
+        if resume and dist.get_rank() == 0:
+            print(f"no checkpoint in {folder}: starting from the beginning", flush=True)
+        return None
+    if not resume:
+        raise CheckpointError(
+            f"{folder} holds a checkpoint of epoch {epoch}: "
+            "go on from it with --resume, or choose another --output"
+        )
+    shared = load_shared(folder, epoch)
+    before = shared.get("settings")
+    if not isinstance(before, dict):
+        raise CheckpointError(f"{folder}: epoch {epoch} does not say of what run it is")
+    different = [
+        f"{name} was {before.get(name)}, is {value}"
+        for name, value in settings.items()
+        if before.get(name) != value
+    ]
+    if different:
+        raise CheckpointError(f"{folder}: of another run: {'; '.join(different)}")
+    return epoch, shared, load_own(folder, epoch)
+
+
 def load_shared(folder: Path, epoch: int) -> dict[str, Any]:
     """What the ranks share, the same on every rank."""
     return _read(folder / f"epoch-{epoch:04d}" / "shared.pt")
