@@ -22,7 +22,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from sparsecomm import _C
 from sparsecomm.compression import Compression
 from sparsecomm.fsdp_modules import groups_of, part_of
 from sparsecomm.hooks import CompressionState
@@ -109,7 +108,7 @@ def apply(
             "parts that are sharded alike"
         )
     [state._part] = parts
-    steps = _Steps(state._native)
+    steps = _Steps(state)
     hooks = [(module, _Hook(group, names, steps)) for module, group in groups]
     state._name(pair for _, hook in hooks for pair in zip(hook.names, hook.parameters, strict=True))
     state._connect()
@@ -122,8 +121,8 @@ def apply(
 class _Steps:
     """Tells the state where a backward pass begins and ends."""
 
-    def __init__(self, native: _C.HookState) -> None:
-        self._native = native
+    def __init__(self, state: CompressionState) -> None:
+        self._state = state  # which lives as long as the model has the hooks
         self._seen: list[_Hook] = []
 
     def exchange(self, hook: _Hook, reduced: torch.Tensor, gradients: list[torch.Tensor]) -> None:
@@ -133,14 +132,16 @@ class _Steps:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._seen.append(hook)
         index = len(self._seen) - 1
-        work = self._native.exchange(index, False, reduced, hook.parameters, gradients)
+        work = self._state._native.exchange(index, False, reduced, hook.parameters, gradients)
         work.get_future().wait()
 
     def _end(self) -> None:
+        if not self._seen:
+            return  # of a pass that was broken off
         index = len(self._seen)
         nothing = torch.empty(0, device=self._seen[-1].parameters[0].device)
         self._seen.clear()
-        self._native.exchange(index, True, nothing, [], []).get_future().wait()
+        self._state._native.exchange(index, True, nothing, [], []).get_future().wait()
 
 
 class _Hook:

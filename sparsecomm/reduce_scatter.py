@@ -26,7 +26,11 @@ _FORMAT = 1  # of state_dict()
 
 
 class ReduceScatterState:
-    """What :func:`sparsecomm.fsdp.apply_reduce_scatter` returns: the residuals, for checkpoints."""
+    """What :func:`sparsecomm.fsdp.apply_reduce_scatter` returns: the residuals, for checkpoints.
+
+    They are in the units of the gradients, so a ``GradScaler``, which changes these, has no place
+    here: train in bf16.
+    """
 
     def __init__(
         self,

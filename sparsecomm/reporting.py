@@ -163,7 +163,7 @@ def _print(title: str, native: _C.HookState, file: TextIO | None) -> None:
 def _text(title: str, native: _C.HookState) -> str:
     stats = native.stats()
     steps = stats["steps"]
-    if not stats["groups"]:
+    if not stats["groups"] or steps == 0:
         return f"{title}: no step yet"
     lines = [
         f"{title}, rank {native.rank}: {steps} steps",

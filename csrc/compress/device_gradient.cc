@@ -160,6 +160,8 @@ class DeviceGradient final : public LocalGradient<T> {
                                             V{1}, 0, outside(), stream_);
   }
 
+  void residual_changed() override { residual_is_clear_ = false; }
+
   void restore() override {
     OnDevice const on(queue_);
     auto const& residuals = library().template kernels<V>();

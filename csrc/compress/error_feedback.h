@@ -73,6 +73,9 @@ class ErrorFeedback {
   // Forgets the selection.
   void restore(std::span<const Segment<T>> segments);
 
+  // The caller has written to the residual.
+  void residual_changed() { residual_is_clear_ = false; }
+
   // Forgets the selection: there is nothing left to restore.
   void forget();
 

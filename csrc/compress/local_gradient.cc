@@ -34,6 +34,7 @@ class HostGradient final : public LocalGradient<T> {
   void keep(SparseView<V> rejected) override { feedback_.keep(segments_, rejected); }
   void mask(StreamView<V> const& reduced) override { feedback_.mask(reduced); }
   void restore() override { feedback_.restore(segments_); }
+  void residual_changed() override { feedback_.residual_changed(); }
   void forget() override { feedback_.forget(); }
   void follow(ThresholdSchedule schedule) override { feedback_.follow(schedule); }
   void reset(double threshold) override { feedback_.reset(threshold); }

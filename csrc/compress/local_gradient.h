@@ -35,6 +35,7 @@ class LocalGradient {
   virtual void mask(StreamView<V> const& reduced) = 0;
   virtual void restore() = 0;
   virtual void forget() = 0;
+  virtual void residual_changed() = 0;
   virtual void follow(ThresholdSchedule schedule) = 0;
   virtual void reset(double threshold) = 0;
   virtual double threshold() const = 0;

@@ -146,6 +146,7 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
   std::string const reason = problem(algorithm, communicator_.transport());
   require(reason.empty(), reason);
   algorithm_ = &algorithm;
+  received_.reset();
   sparse_.reset();
   dense_.reset();
   if (!algorithm.sparse) {

@@ -93,6 +93,8 @@ class GradientExchange final : public Operation {
   // For a caller who cannot use the result, as another part of the same step failed: what this rank
   // contributed to it returns to the residual. All ranks must do so alike.
   void withdraw();
+  // Somebody else has written to the residuals since the last exchange.
+  void residual_changed() { local_->residual_changed(); }
 
   ExchangeState const& state() const { return state_; }
   void load_state(ExchangeState state);

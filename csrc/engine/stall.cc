@@ -228,7 +228,7 @@ void StallWatch::report(std::unique_lock<std::mutex>& lock, Place const& seen, D
       others.push_back(parse_whereabouts(status, transport_.size()));
     }
     options_.log(describe_stall(transport_.rank(), own, others, timeout_));
-  } catch (...) {
+  } catch (std::exception const&) {
     // Whoever logs may fail; the operation is not affected.
   }
   lock.lock();

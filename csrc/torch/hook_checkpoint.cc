@@ -1,6 +1,8 @@
 // What a hook's state saves, and how it is restored.
 #include <algorithm>
 #include <cmath>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "hook_state.h"
@@ -56,10 +58,35 @@ void HookState::restore(ParameterGroup& group) {
   group.load_state(state);
 }
 
+std::set<std::string> HookState::keys_of_groups() const {
+  std::set<std::string> keys;
+  for (auto const& group : groups_) {
+    for (ParameterGroup::Member const& member : group->members()) keys.insert(member.key);
+  }
+  return keys;
+}
+
 void HookState::check_all_loaded() const {
-  require(loaded_->residuals.size() == places_.size(), "the loaded state_dict has residuals for ",
-          loaded_->residuals.size(), " parameters, the model has ", places_.size(),
-          "; it belongs to another model");
+  std::set<std::string> known = keys_of_groups();
+  for (auto const& [parameter, name] : names_) known.insert(name);
+  for (auto const& [key, residual] : loaded_->residuals) {
+    require(known.contains(key), "the loaded state_dict has a residual of ", key,
+            ", which the model does not have; it belongs to another model");
+  }
+}
+
+// What no group has taken over waits for parameters that have not come yet.
+void HookState::settle_loaded() {
+  std::set<std::string> const taken = keys_of_groups();
+  auto const has_mass = [](std::map<std::string, at::Tensor> const& kept, std::string const& key) {
+    auto const found = kept.find(key);
+    return found != kept.end() && found->second.any().item<bool>();
+  };
+  std::erase_if(loaded_->residuals, [&](auto const& item) {
+    return taken.contains(item.first) ||
+           !(has_mass(loaded_->residuals, item.first) || has_mass(loaded_->moments, item.first));
+  });
+  if (loaded_->residuals.empty()) loaded_.reset();
 }
 
 HookCheckpoint HookState::checkpoint() const {
@@ -88,14 +115,14 @@ HookCheckpoint HookState::checkpoint() const {
     }
     checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
     checkpoint.moments.insert(loaded_->moments.begin(), loaded_->moments.end());
-  } else if (!sealed_) {
+  } else {
     add_unseen(checkpoint);
   }
   return checkpoint;
 }
 
-// Before the first step is over: zeros of the named parameters, since torch.distributed.checkpoint
-// loads into what it finds.
+// Zeros of the named parameters that have not come, since torch.distributed.checkpoint loads into
+// what it finds.
 void HookState::add_unseen(HookCheckpoint& checkpoint) const {
   for (at::Tensor const& parameter : parameters_) {
     auto const name = names_.find(parameter.unsafeGetTensorImpl());
@@ -137,7 +164,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   }
   for (auto const& group : groups_) restore(*group);
   loss_scale_ = loss_scale;
-  if (sealed_) loaded_.reset();
+  if (sealed_) settle_loaded();
 }
 
 }  // namespace sparsecomm

@@ -55,7 +55,8 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
 
 // Of one that no bucket has brought before.
 void HookState::require_of_model(at::Tensor const& parameter) const {
-  require(!sealed_, "a parameter of shape ", parameter.sizes(),
+  require(!sealed_ || names_.contains(parameter.unsafeGetTensorImpl()), "a parameter of shape ",
+          parameter.sizes(),
           " was not in this state's first step: a state belongs to one model; make one per model");
 }
 

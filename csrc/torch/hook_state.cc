@@ -158,6 +158,7 @@ HookState::~HookState() { close(); }
 void HookState::close() {
   InterpreterRelease const release;
   communicator_.reset();  // first, since its thread uses the groups
+  closed_ = true;
 }
 
 void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters) {
@@ -184,6 +185,7 @@ void HookState::follow_loss_scale(std::function<double()> loss_scale) {
 }
 
 void HookState::connect(std::unique_ptr<Transport> transport) {
+  require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
   require(!communicator_, "this state is connected already");
   communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
 }
@@ -203,8 +205,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
   std::size_t const sparse_order = sparse ? order_of_sparse(parameters.front()) : 0;
   last_buckets_ += bucket.last;
   if (bucket.last && !sealed_) {
-    if (loaded_) check_all_loaded();
-    loaded_.reset();
+    if (loaded_) {
+      check_all_loaded();
+      settle_loaded();
+    }
     sealed_ = true;
   }
 

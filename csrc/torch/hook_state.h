@@ -7,6 +7,7 @@
 #include <map>
 #include <memory>
 #include <optional>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -146,7 +147,9 @@ class HookState {
   void settle_device(Bucket const& bucket);
   std::string key_of(at::Tensor const& parameter);
   void check_loaded(ParameterGroup const& group) const;
+  std::set<std::string> keys_of_groups() const;
   void check_all_loaded() const;
+  void settle_loaded();
   void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
   void require_idle(char const* what) const;
@@ -164,7 +167,8 @@ class HookState {
   std::vector<at::Tensor> parameters_;  // keeps the TensorImpls above alive
   std::size_t unnamed_ = 0;
   std::uint64_t last_buckets_ = 0;  // that have come: steps
-  bool sealed_ = false;             // the first step is over: the model is known
+  bool closed_ = false;
+  bool sealed_ = false;  // the first step is over: the model is known
   std::optional<HookCheckpoint> loaded_;
   std::unordered_map<ParameterGroup*, std::vector<std::shared_ptr<PendingBucket>>> waiting_;
   std::shared_ptr<Step> step_;

@@ -48,7 +48,6 @@ class TypedGroup final : public ParameterGroup {
   std::optional<std::span<const std::uint32_t>> received() const override {
     return exchange_->received();
   }
-  void withdraw() override { exchange_->withdraw(); }
   ExchangeState const& state() const override { return exchange_->state(); }
   void load_state(ExchangeState const& state) override { exchange_->load_state(state); }
   ExchangeStats const& stats() const override { return exchange_->stats(); }
@@ -59,6 +58,8 @@ class TypedGroup final : public ParameterGroup {
   bool settled() const override { return exchange_->settled(); }
 
  protected:
+  void withdraw_exchange() override { exchange_->withdraw(); }
+  void residual_changed() override { exchange_->residual_changed(); }
   std::shared_ptr<Operation> bind(std::function<void()> ready) override {
     std::vector<Segment<T>> segments;
     bool const keeps_residual = residual_.numel() > 0;
@@ -198,6 +199,7 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   std::ranges::sort(arrivals_, {}, &Arrival::offset);
   std::size_t const width = at::elementSize(dtype_);
   std::vector<Arrival> joined;
+  given_back_.clear();
   for (Arrival const& arrival : arrivals_) {
     if (arrival.unused) withhold(arrival);
     if (!joined.empty() && joined.back().data + joined.back().numel * width == arrival.data) {
@@ -223,7 +225,16 @@ void ParameterGroup::withhold(Arrival const& arrival) {
 
 void ParameterGroup::give_back() {
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
-  for (auto const& [part, kept] : std::exchange(withheld_, {})) part.add_(kept);
+  for (auto const& [part, kept] : withheld_) part.add_(kept);
+  if (!withheld_.empty()) residual_changed();
+  given_back_ = std::exchange(withheld_, {});
+}
+
+void ParameterGroup::withdraw() {
+  withdraw_exchange();
+  // As far as the exchange knows there was nothing.
+  c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
+  for (auto const& [part, kept] : given_back_) part.copy_(kept);
 }
 
 }  // namespace sparsecomm

@@ -78,7 +78,7 @@ class ParameterGroup {
   // See GradientExchange.
   virtual bool delivered() const = 0;
   virtual std::optional<std::span<const std::uint32_t>> received() const = 0;
-  virtual void withdraw() = 0;
+  void withdraw();
   virtual ExchangeState const& state() const = 0;
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;
@@ -101,6 +101,8 @@ class ParameterGroup {
                  SideStream const* side);
   // Arrivals in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
+  virtual void withdraw_exchange() = 0;
+  virtual void residual_changed() = 0;
   virtual std::shared_ptr<Operation> bind(std::function<void()> ready) = 0;
 
   std::string name_;
@@ -118,8 +120,9 @@ class ParameterGroup {
 
   SideStream const* side_;
   // Of an exchange with unused members: their parts of residual_ and moment_, zero meanwhile, and
-  // what belongs there.
+  // what belongs there; it may yet be withdrawn.
   std::vector<std::pair<at::Tensor, at::Tensor>> withheld_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> given_back_;
   std::vector<Arrival> arrivals_;
   std::size_t arrived_ = 0;
   std::atomic<bool> busy_ = false;

@@ -151,7 +151,6 @@ class GradientBuckets:
             bucket = self._buckets[index]
             if bucket.missing > 0:
                 return
-            self._launched += 1
             bucket.future = self._state.exchange(
                 index,
                 index == len(self._buckets) - 1,
@@ -159,9 +158,13 @@ class GradientBuckets:
                 bucket.parameters,
                 bucket.flats,
             )
+            self._launched += 1
 
     def synchronize(self) -> None:
         """Waits until every ``grad`` is what was exchanged; what has not come counts as zero.
+
+        Afterwards gradients may be changed, but not through ``.data`` or numpy, which torch's
+        version counter does not see.
 
         Does nothing where that is so already.
         """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -40,11 +40,14 @@ class OptimizerExchange(CompressionState):
     def state_dict(self) -> dict[str, Any]:
         return super().state_dict() if self._pending is None else self._pending
 
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._pending = None
+
     def _connect(self) -> None:
         super()._connect()
         if self._pending is not None:
-            saved, self._pending = self._pending, None
-            self.load_state_dict(saved)
+            self.load_state_dict(self._pending)
 
     def exchange(
         self, index: int, last: bool, buffer: Tensor, parameters: list[Tensor], views: list[Tensor]

@@ -561,6 +561,7 @@ class Failing final : public LocalGradient<float> {
   void mask(StreamView<float> const&) override {}
   void restore() override { throw std::runtime_error("the device is gone"); }
   void forget() override {}
+  void residual_changed() override {}
   void follow(ThresholdSchedule) override {}
   void reset(double) override {}
   double threshold() const override { return 0; }

@@ -276,8 +276,49 @@ def check_velocity_of_unused_parameters() -> None:
         assert_nothing_is_lost(expected, use(ddp, 0), kind)
 
 
+def check_residuals_of_unused_parameters() -> None:
+    """A residual that waited out a dense step goes with the next one."""
+    ddp = DistributedDataParallel(whole(Heads()), find_unused_parameters=True)
+    state = register(ddp, "oktopk", True, density=0.2, dense_steps=4)
+    backward(ddp, 0)
+    saved = state.state_dict()
+    name = "heads.2.weight"
+    kept = checkpoint_of(state)["residuals"][name]
+    assert not kept.any()
+    [entry] = saved.values()
+    entry["residuals"][name].fill_(3.0)
+    state.load_state_dict(saved)
+    for step, used in ((1, (0, 1)), (2, (0, 1, 2))):
+        ddp.zero_grad()
+        backward(ddp, step, used)
+        assert bool(checkpoint_of(state)["residuals"][name].any()) == (used == (0, 1))
+
+
+def check_overflow_of_unused_parameters() -> None:
+    """What is taken back leaves alone the residual that took no part, whoever rejected entries."""
+    for kind in ("oktopk", "gtopk"):
+        ddp = DistributedDataParallel(
+            whole(Heads()), find_unused_parameters=True, bucket_cap_mb=0.001
+        )
+        state = register(ddp, kind, True, density=0.2)
+        for step in range(2):
+            ddp.zero_grad()
+            backward(ddp, step)
+        before = checkpoint_of(state)["residuals"]
+        ddp.zero_grad()
+        rank, last = dist.get_rank(), dist.get_world_size() - 1
+        if rank == last:
+            ddp.module.heads[0].bias.register_hook(lambda gradient: gradient * float("inf"))
+        backward(ddp, 2, (0, 1, 2) if rank == 0 else (0, 1))
+        after = checkpoint_of(state)["residuals"]
+        if rank > 0:
+            assert torch.equal(after["heads.2.weight"], before["heads.2.weight"]), kind
+
+
 def check_steps() -> None:
     check(Heads, accumulate)
+    check_residuals_of_unused_parameters()
+    check_overflow_of_unused_parameters()
     check(Heads, see_views, gradient_as_bucket_view=True)
     check(Heads, use_some, find_unused_parameters=True)
     check(Heads, use_some, (0.2,), find_unused_parameters=True, gradient_as_bucket_view=True)

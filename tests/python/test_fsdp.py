@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 from collections.abc import Iterable
@@ -171,6 +172,13 @@ def check_non_finite(mesh: DeviceMesh) -> None:
             assert torch.equal(after[name][: gradient.numel()], expected), name
 
 
+def check_the_model_keeps_its_state(mesh: DeviceMesh) -> None:
+    model = shard(mesh["shard"])
+    sparsecomm.fsdp.apply(model, Compression(density=0.05), mesh["replicate"])
+    gc.collect()
+    train(model, sgd(model), range(2))
+
+
 def check_skipped_and_unused(mesh: DeviceMesh) -> None:
     """A module may sit out a step; a part of one may not, unless FSDP fills it up."""
 
@@ -281,6 +289,7 @@ def _check(folder: Path) -> None:
     check_conservation(mesh)
     check_training(mesh)
     check_non_finite(mesh)
+    check_the_model_keeps_its_state(mesh)
     check_skipped_and_unused(mesh)
     check_resuming(mesh, folder / "hsdp")
     check_sharded_without_replicas(mesh["shard"])

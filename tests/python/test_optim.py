@@ -481,6 +481,11 @@ def check_resume_and_copies() -> None:
         resumed_optimizer: Any = make(resumed)
         resumed.load_state_dict(saved_model)
         resumed_optimizer.load_state_dict(saved)
+        blank = make_model()
+        copied, copied_optimizer = copy.deepcopy([blank, make(blank)])
+        copied.load_state_dict(saved_model)
+        copied_optimizer.load_state_dict(copy.deepcopy(saved))  # torch keeps the tensors
+        copies.append([copied, copied_optimizer])
         for other, other_optimizer in [(resumed, resumed_optimizer), *copies]:
             assert type(other_optimizer) is type(optimizer)
             train(other, other_optimizer, range(4, 8))

@@ -362,8 +362,8 @@ def test_who_waits_says_for_whom_and_where_they_are() -> None:
     for transport in TRANSPORTS:
         for rank in (0, 1):
             texts = found[rank][f"{transport} True"]
-            # At 0.4, 0.8 and 1.6 s.
-            assert 2 <= len(texts) <= 4, texts
+            # At 0.4, 0.8 and 1.6 s; a busy machine may see the first too late.
+            assert 1 <= len(texts) <= 4, texts
             for text in texts:
                 assert text.startswith(f"rank {rank} has waited for "), text
                 assert "(gradient exchange of group " in text, text
