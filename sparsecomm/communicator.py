@@ -16,8 +16,8 @@ from sparsecomm.transports import (
     STALL_LIMIT,
     checked_stall_limit,
     connect,
+    log_stall,
     table,
-    warn,
 )
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Communicator:
         """
         limit, stall_limit = _checked_timeout(timeout), checked_stall_limit(stall_limit)
         transport_made = connect(process_group, limit, transport)
-        return cls(_C.Communicator(transport_made, limit, 1, stall_limit, warn))
+        return cls(_C.Communicator(transport_made, limit, 1, stall_limit, log_stall))
 
     @classmethod
     def from_mpi(
@@ -105,7 +105,7 @@ class Communicator:
         if problem := next(row["problem"] for row in table() if row["name"] == "mpi"):
             raise RuntimeError(f"sparsecomm has no MPI transport: {problem}")
         transport = _C.mpi_transport(str(MPI_LIBRARY), MPI.Get_library_version(), comm.py2f())
-        return cls(_C.Communicator(transport, limit, 1, stall_limit, warn))
+        return cls(_C.Communicator(transport, limit, 1, stall_limit, log_stall))
 
     @property
     def engine(self) -> _C.Communicator:

@@ -23,9 +23,9 @@ from sparsecomm.transports import (
     STALL_LIMIT,
     checked_stall_limit,
     connect,
+    log_stall,
     names,
     require_initialised,
-    warn,
 )
 
 _FORMAT = 3  # of state_dict()
@@ -116,7 +116,7 @@ class CompressionState:
             compression.dense_below,
             compression.clip_norm or 0.0,
             checked_stall_limit(stall_limit),
-            warn,
+            log_stall,
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
         weakref.finalize(self, self._native.close)

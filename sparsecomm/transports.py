@@ -89,7 +89,7 @@ def names() -> list[str]:
 
 @functools.cache
 def warn(text: str) -> None:
-    """Logs a warning."""
+    """Logs a warning, once per process however many groups are connected."""
     logging.getLogger("sparsecomm").warning("%s", text)
 
 
@@ -102,6 +102,11 @@ def checked_stall_limit(limit: timedelta | None) -> timedelta | None:
     if limit <= timedelta(0):
         raise ValueError(f"stall_limit={limit} is not positive; None: no stall is logged")
     return limit
+
+
+def log_stall(text: str) -> None:
+    """Logs a warning of a rank that waits, every time."""
+    logging.getLogger("sparsecomm").warning("%s", text)
 
 
 def connect(
