@@ -126,12 +126,15 @@ HookCheckpoint HookState::checkpoint() const {
 void HookState::add_unseen(HookCheckpoint& checkpoint) const {
   for (at::Tensor const& parameter : parameters_) {
     auto const name = names_.find(parameter.unsafeGetTensorImpl());
-    if (name == names_.end() || !parameter.requires_grad()) continue;
+    if (name == names_.end() || !parameter.requires_grad() ||
+        checkpoint.residuals.contains(name->second)) {
+      continue;
+    }
     bool const is_double = parameter.scalar_type() == at::kDouble;
     at::Tensor const zeros = at::zeros(
         {parameter.numel()}, parameter.options().dtype(is_double ? at::kDouble : at::kFloat));
-    bool const unseen = checkpoint.residuals.emplace(name->second, zeros).second;
-    if (unseen && options_at(density_of(parameter)).rule.has_moment()) {
+    checkpoint.residuals.emplace(name->second, zeros);
+    if (options_at(density_of(parameter)).rule.has_moment()) {
       checkpoint.moments.emplace(name->second, zeros.clone());
     }
   }

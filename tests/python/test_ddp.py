@@ -405,7 +405,26 @@ def check_overflow_of_sparse_gradients() -> None:
             assert torch.equal(after[name], before[name] + gradient.reshape(-1)), name
 
 
+def check_checkpoints_of_sparse_gradients() -> None:
+    """torch.distributed.checkpoint loads by key, so that these must not depend on the step."""
+    states = []
+    for _ in range(2):
+        ddp = DistributedDataParallel(whole(Words()))
+        states.append((ddp, register(ddp, "oktopk", True, density=0.2)))
+    (ddp, state), (fresh_ddp, fresh) = states
+    before = state.state_dict()
+    backward(ddp, 0)
+    after = checkpoint_of(state)["residuals"]
+    assert after.keys() == checkpoint_of(fresh)["residuals"].keys()
+    assert not after["words.weight"].any()
+    fresh.load_state_dict(before)
+    backward(fresh_ddp, 0)
+    for name, residual in checkpoint_of(fresh)["residuals"].items():
+        assert torch.equal(residual, after[name]), name
+
+
 def check_sparse_gradients() -> None:
+    check_checkpoints_of_sparse_gradients()
     check(Words, words)
     check(Words, words, (0.2,), gradient_as_bucket_view=True)
     check(Words, join_words, (0.2,))
