@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hosts import Hosts, HostsError, missing
+from hosts import run_benchmark
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm.cli.bench import at_least_1, share, write_json
 from sparsecomm.cli.measure import Spread
-from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from vgg16.model import VGG16
@@ -168,18 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.density,
         options.json,
     )
-    if options.link is None or world_size_of_launcher() is not None:
-        return run_on_ranks(partial(measure, settings), options.ranks)
-    if problem := missing():
-        parser.error(f"--link {options.link} {problem}")
     own = sys.argv[1:] if arguments is None else arguments
-    try:
-        with Hosts(options.ranks, options.link) as hosts:
-            hosts.run_ranks([sys.executable, str(Path(__file__).resolve()), *own])
-    except (HostsError, ValueError) as error:
-        print(f"--link {options.link}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    command = [sys.executable, str(Path(__file__).resolve()), *own]
+    return run_benchmark(parser, partial(measure, settings), options.ranks, options.link, command)
 
 
 def measure(settings: Settings) -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
+
+from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 
 INTERFACE = "eth0"  # of every host
 NETWORK = "10.77.0"
@@ -196,6 +200,38 @@ class Hosts:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C reaches us alone, and we end them in order
         )
+
+
+def run_benchmark(
+    parser: argparse.ArgumentParser,
+    body: Callable[[], None],
+    ranks: int,
+    link: str | None,
+    command: Sequence[str],
+) -> int:
+    """Calls ``body`` on every rank: a launcher's, this machine's, or with ``link`` on hosts' own.
+
+    Args:
+        parser: says why where hosts cannot be made.
+        body: of a rank; picklable.
+        ranks: how many, unless a launcher has started them.
+        link: of each host, as in :class:`Hosts`; ``None``: no hosts.
+        command: starts the same benchmark with the same arguments, as a rank on a host.
+
+    Returns:
+        The exit status.
+    """
+    if link is None or world_size_of_launcher() is not None:
+        return run_on_ranks(body, ranks)
+    if problem := missing():
+        parser.error(f"--link {link} {problem}")
+    try:
+        with Hosts(ranks, link) as hosts:
+            hosts.run_ranks(command)
+    except (HostsError, ValueError) as error:
+        print(f"--link {link}: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def _port(index: int) -> str:

@@ -24,12 +24,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hosts import Hosts, HostsError, missing
+from hosts import run_benchmark
 from torch import Tensor
 
 from sparsecomm.cli.bench import at_least_0, at_least_1, write_json
 from sparsecomm.cli.measure import Spread
-from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
+from sparsecomm.cli.ranks import world_size_of_launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import train_linear
@@ -126,17 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run(
     parser: argparse.ArgumentParser, options: argparse.Namespace, arguments: Sequence[str]
 ) -> int:
-    if options.link is None or world_size_of_launcher() is not None:
-        return run_on_ranks(partial(measure, options), options.hosts)
-    if problem := missing():
-        parser.error(f"--link {options.link} {problem}")
-    try:
-        with Hosts(options.hosts, options.link) as hosts:
-            hosts.run_ranks([sys.executable, str(Path(__file__).resolve()), *arguments])
-    except (HostsError, ValueError) as error:
-        print(f"--link {options.link}: {error}", file=sys.stderr)
-        return 1
-    return 0
+    command = [sys.executable, str(Path(__file__).resolve()), *arguments]
+    return run_benchmark(parser, partial(measure, options), options.hosts, options.link, command)
 
 
 def measure(options: argparse.Namespace) -> None:
