@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from logs import Collect
 from models import batch, flat, gathered, make_ddp, make_model, train
 from ranks import run_ranks
 from torch.profiler import ProfilerActivity, profile
@@ -315,15 +316,6 @@ def test_reports_are_of_states() -> None:
 
 
 # ---- stalls
-
-
-class Collect(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _let_rank_2_be_late(transports: list[str]) -> dict[str, list[str]]:

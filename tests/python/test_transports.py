@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from logs import Collect
 from ranks import end_soon, run_ranks
 from test_exchange import EVERYWHERE, exchange_ones
 
@@ -94,15 +95,6 @@ def test_the_environment_says_what_calls_leave_open() -> None:
 def test_hooks_refuse_a_transport_that_there_is_not() -> None:
     with pytest.raises(ValueError, match="transport='inproc' is none of auto, ucx, c10d"):
         sparsecomm.OkTopkState(transport="inproc")
-
-
-class Collect(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__()
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
 
 
 def _choose(transport: str, libraries: tuple[str | None, ...]) -> tuple[Any, list[str]]:
