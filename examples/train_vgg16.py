@@ -39,11 +39,12 @@ from common.checkpoint import CheckpointError
 from common.group import GroupError, attempt, disconnect, fail, join
 from common.launcher import LAUNCHERS, LauncherError, take_ranks_from_mpi
 from common.options import Parser, natural, positive, positive_real, share
+from common.seeds import mix_seed
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm  # type: ignore[import-untyped]
-from vgg16.data import DataError, Dataset, epoch_batches, load, mix_seed, steps_per_epoch
+from vgg16.data import DataError, Dataset, epoch_batches, load, steps_per_epoch
 from vgg16.exchange import HOOKS, HookError, make_exchange
 from vgg16.model import VGG16, count_parameters
 

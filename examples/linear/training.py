@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from common.seeds import mix_seed
 from torch import Tensor
 
 from linear.exchange import Exchange
@@ -124,14 +125,6 @@ class Method(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
-def mixed(seed: int, *parts: int) -> torch.Generator:
-    """A generator of random numbers for a seed and what they are for."""
-    number = seed
-    for part in parts:
-        number = (number * 0x9E3779B97F4A7C15 + part + 1) % (1 << 63)
-    return torch.Generator().manual_seed(number)
-
-
 class GradientDescent:
     """Stochastic gradient descent: a minibatch of every rank in each step.
 
@@ -173,7 +166,7 @@ class GradientDescent:
 
     def batches(self, epoch: int) -> Iterator[Rows]:
         """This rank's, read from the file, in an order mixed within some batches."""
-        generator = mixed(self.seed, epoch, dist.get_rank())
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch, dist.get_rank()))
         for block in self.share.blocks(BLOCK * self.batch, held_out=False):
             for chosen in torch.split(torch.randperm(len(block), generator=generator), self.batch):
                 yield block.take(chosen)
@@ -264,7 +257,8 @@ class CoordinateDescent:
         return bounds.clamp_(min=torch.finfo(bounds.dtype).tiny)
 
     def epoch(self, epoch: int) -> Iterator[None]:
-        order = torch.randperm(self.occurring.numel(), generator=mixed(self.seed, epoch))
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch))
+        order = torch.randperm(self.occurring.numel(), generator=generator)
         for chosen in torch.split(order, self.block):
             block = self.occurring[chosen].sort().values
             self.move(block, self.exchange.sum(*self.derivatives(block)))

@@ -15,6 +15,7 @@ from typing import IO, ClassVar, NoReturn
 
 import numpy as np
 import torch
+from common.seeds import mix_seed
 from torch import Tensor
 from torch.nn import functional
 
@@ -104,11 +105,6 @@ def epoch_batches(
 
 def steps_per_epoch(images: int, batch: int, world_size: int) -> int:
     return math.ceil(images / (batch * world_size))
-
-
-def mix_seed(*parts: int) -> int:
-    """One generator seed from several numbers, so that neighbouring ones share no stream."""
-    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
 def crop_and_flip(pixels: Tensor, generator: torch.Generator, margin: int = 4) -> Tensor:
