@@ -26,7 +26,7 @@ from sparsecomm.compression import Compression
 from sparsecomm.fsdp_modules import groups_of, part_of
 from sparsecomm.hooks import CompressionState
 from sparsecomm.reduce_scatter import ReduceScatterState, apply_reduce_scatter
-from sparsecomm.transports import AUTO
+from sparsecomm.transports import AUTO, STALL_LIMIT
 
 __all__ = ["ReduceScatterState", "apply", "apply_reduce_scatter"]
 
@@ -39,6 +39,7 @@ def apply(
     threads: int | None = None,
     timeout: timedelta | None = None,
     transport: str = AUTO,
+    stall_limit: timedelta | None = STALL_LIMIT,
 ) -> CompressionState:
     """Averages the gradient shards of ``model`` over its replicas, sparsely.
 
@@ -65,6 +66,7 @@ def apply(
         threads: as in :class:`sparsecomm.CompressionState`, and so are the others.
         timeout: of one exchange, and of connecting.
         transport: what moves the bytes.
+        stall_limit: when to say in the log which ranks are waited for.
 
     Returns:
         The state, for ``stats()``, ``follow()``, ``density`` and checkpoints.
@@ -100,6 +102,7 @@ def apply(
         threads=threads,
         timeout=timeout,
         transport=transport,
+        stall_limit=stall_limit,
     )
     parts = {part_of(group) for _, group in groups}
     if len(parts) != 1:

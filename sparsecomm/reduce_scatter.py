@@ -20,7 +20,7 @@ from sparsecomm.communicator import Communicator
 from sparsecomm.fsdp_modules import groups_of, part_of
 from sparsecomm.rank_entries import entry_of, rank_key
 from sparsecomm.schedule import check_density
-from sparsecomm.transports import AUTO
+from sparsecomm.transports import AUTO, STALL_LIMIT
 
 _FORMAT = 1  # of state_dict()
 
@@ -40,13 +40,17 @@ class ReduceScatterState:
         dense_below: int,
         timeout: timedelta | None,
         transport: str,
+        stall_limit: timedelta | None,
     ) -> None:
         info = groups[0][1].mesh_info
         assert isinstance(info, FSDPMeshInfo)
         self._density = density
         self._place = info.shard_mesh_rank, info.shard_mesh_size
         communicator = Communicator.from_process_group(
-            info.shard_process_group, transport=transport, timeout=timeout
+            info.shard_process_group,
+            transport=transport,
+            timeout=timeout,
+            stall_limit=stall_limit,
         )
         step = _Step()
         self._comms = [
@@ -250,6 +254,7 @@ def apply_reduce_scatter(
     dense_below: int = 2,
     timeout: timedelta | None = None,
     transport: str = AUTO,
+    stall_limit: timedelta | None = STALL_LIMIT,
 ) -> ReduceScatterState:
     """Reduces and scatters the gradients of a model that FSDP2 shards sparsely, without replicas.
 
@@ -272,6 +277,7 @@ def apply_reduce_scatter(
         dense_below: parameters with fewer dimensions are sent whole.
         timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
         transport: what moves the bytes, as in :class:`sparsecomm.CompressionState`.
+        stall_limit: when to say in the log which ranks are waited for, likewise.
 
     Raises:
         TypeError: no module of ``model`` is an ``FSDPModule``.
@@ -291,4 +297,4 @@ def apply_reduce_scatter(
     if len({part_of(group) for _, group in groups}) != 1:
         raise ValueError("modules are sharded over different numbers of ranks")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return ReduceScatterState(groups, names, density, dense_below, timeout, transport)
+    return ReduceScatterState(groups, names, density, dense_below, timeout, transport, stall_limit)

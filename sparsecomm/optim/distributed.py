@@ -24,7 +24,7 @@ from sparsecomm.optim.exchange import (
     described_parameters,
     names_of,
 )
-from sparsecomm.transports import AUTO
+from sparsecomm.transports import AUTO, STALL_LIMIT
 
 _SAVED = "sparsecomm"  # the key in state_dict()
 _MEBIBYTE = 1 << 20
@@ -78,6 +78,7 @@ class DistributedOptimizer(_Adopted):
         threads: as in :class:`sparsecomm.CompressionState`.
         timeout: of one exchange, and of connecting.
         transport: what moves the bytes.
+        stall_limit: when to say in the log which ranks are waited for.
 
     Raises:
         TypeError: an argument of the wrong kind, or a parameter that cannot be compressed.
@@ -101,6 +102,7 @@ class DistributedOptimizer(_Adopted):
         threads: int | None = None,
         timeout: timedelta | None = None,
         transport: str = AUTO,
+        stall_limit: timedelta | None = STALL_LIMIT,
     ) -> None:
         try:
             self._attach(
@@ -112,6 +114,7 @@ class DistributedOptimizer(_Adopted):
                 threads=threads,
                 timeout=timeout,
                 transport=transport,
+                stall_limit=stall_limit,
             )
         except BaseException:
             self.__class__ = self._base  # type: ignore[assignment]
@@ -129,6 +132,7 @@ class DistributedOptimizer(_Adopted):
         threads: int | None = None,
         timeout: timedelta | None = None,
         transport: str = AUTO,
+        stall_limit: timedelta | None = STALL_LIMIT,
         saved: dict[str, Any] | None = None,
         join: bool = True,
     ) -> None:
@@ -152,6 +156,7 @@ class DistributedOptimizer(_Adopted):
             threads=threads,
             timeout=timeout,
             transport=transport,
+            stall_limit=stall_limit,
         )
         self._lr_in_accumulator = lr_in_accumulator
         for group in self.param_groups:
@@ -184,6 +189,7 @@ class DistributedOptimizer(_Adopted):
             "threads": threads,
             "timeout": timeout,
             "transport": transport,
+            "stall_limit": stall_limit,
         }
         self._hidden: list[Tensor] = []
         _patch_again(self)
@@ -264,21 +270,34 @@ class DistributedOptimizer(_Adopted):
         """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
 
         With another number of ranks ``state_dict["sparsecomm"]`` is what all of them saved there,
-        in one dict; see :class:`sparsecomm.CompressionState`.
+        in one dict; see :class:`sparsecomm.CompressionState`. Without ``"sparsecomm"``, as what
+        ``torch.distributed.checkpoint.state_dict`` makes of it is, once :attr:`exchange` has been
+        loaded itself.
 
         Raises:
-            ValueError: it is of another kind of optimizer, rank, number of ranks or model. Where
-                there are no residuals to load, ``torch.optim.Optimizer.load_state_dict(self,
-                state_dict)`` takes the state of a plain optimizer.
+            ValueError: it is of another kind of optimizer, rank, number of ranks or model, and
+                nothing was loaded. Where there are no residuals to load,
+                ``torch.optim.Optimizer.load_state_dict(self, state_dict)`` takes the state of a
+                plain optimizer.
         """
-        if _SAVED not in state_dict:
+        torchs = {k: v for k, v in state_dict.items() if k != _SAVED}
+        if _SAVED not in state_dict and not self._exchange.loaded:
             raise ValueError(
-                f"the state_dict has no {_SAVED!r}: it is of an optimizer that exchanged nothing; "
-                "torch.optim.Optimizer.load_state_dict(optimizer, state_dict) loads it, and leaves "
-                "the residuals as they are"
+                f"the state_dict has no {_SAVED!r}: it is of an optimizer that exchanged nothing, "
+                "or of torch.distributed.checkpoint.state_dict, beside which optimizer.exchange is "
+                "to be saved, and loaded before; "
+                "torch.optim.Optimizer.load_state_dict(optimizer, state_dict) leaves the residuals "
+                "as they are"
             )
-        self._exchange.load_state_dict(state_dict[_SAVED])
-        super().load_state_dict({k: v for k, v in state_dict.items() if k != _SAVED})
+        before = super().state_dict()  # of the same tensors
+        super().load_state_dict(torchs)
+        if _SAVED in state_dict:
+            try:
+                self._exchange.load_state_dict(state_dict[_SAVED])
+            except BaseException:
+                super().load_state_dict(before)
+                raise
+        self._exchange.loaded = False
 
     def __repr__(self) -> str:
         compression = self._exchange.compression

@@ -30,11 +30,18 @@ class OptimizerExchange(CompressionState):
         threads: int | None,
         timeout: timedelta | None,
         transport: str,
+        stall_limit: timedelta | None,
     ) -> None:
         self._average = average
         self._pending: dict[str, Any] | None = None
+        self.loaded = False  # and the optimizer not yet
         super().__init__(
-            compression, process_group, threads=threads, timeout=timeout, transport=transport
+            compression,
+            process_group,
+            threads=threads,
+            timeout=timeout,
+            transport=transport,
+            stall_limit=stall_limit,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,6 +50,7 @@ class OptimizerExchange(CompressionState):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._pending = None
+        self.loaded = True
 
     def _connect(self) -> None:
         super()._connect()

@@ -29,6 +29,7 @@ class ExchangeOptions(SelectionOptions, total=False):
     threads: int | None
     timeout: timedelta | None
     transport: str
+    stall_limit: timedelta | None
 
 
 class _Method(DistributedOptimizer):
@@ -48,7 +49,7 @@ class _Method(DistributedOptimizer):
 
 _OF_THE_EXCHANGE = (
     *("process_group", "average", "bucket_cap_mb"),
-    *("threads", "timeout", "transport"),
+    *("threads", "timeout", "transport", "stall_limit"),
 )
 
 

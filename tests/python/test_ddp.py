@@ -519,5 +519,6 @@ def check_compiled() -> None:
             python_reducer(native)
 
 
-def test_compiled() -> None:
-    run_ranks(2, check_compiled, timeout=100)
+@pytest.mark.parametrize("size", [2, 3])
+def test_compiled(size: int) -> None:
+    run_ranks(size, check_compiled, timeout=100)

@@ -6,6 +6,7 @@ import gc
 import io
 import math
 from collections.abc import Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +276,8 @@ def check_mistakes(mesh: DeviceMesh) -> None:
         apply(model, 0.1, replicas)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"clip_norm=1\.0 needs the gradients"):
         apply(model, Compression(clip_norm=1.0), replicas)
+    with pytest.raises(ValueError, match="stall_limit=0:00:00 is not positive"):
+        apply(model, compression, replicas, stall_limit=timedelta(0))
     with pytest.raises(ValueError, match="FSDP sums over the replicas itself"):
         apply(shard(mesh), compression, replicas)
     apply(model, compression, replicas)
@@ -417,6 +420,8 @@ def check_sharded_mistakes(mesh: DeviceMesh) -> None:
         apply(shard(mesh["shard"]), 0.0)
     with pytest.raises(ValueError, match="dense_below=-1"):
         apply(shard(mesh["shard"]), dense_below=-1)
+    with pytest.raises(ValueError, match="stall_limit=0:00:00 is not positive"):
+        apply(shard(mesh["shard"]), stall_limit=timedelta(0))
     with pytest.raises(ValueError, match="FSDP sums over the replicas itself"):
         apply(shard(mesh))
     columns = shard(mesh["shard"], shard_placement_fn=lambda p: Shard(1) if p.dim() > 1 else None)

@@ -11,15 +11,22 @@ import pickle
 import signal
 import weakref
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from models import batch, checkpoint_of, flat, gathered, make_model
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves
 
 from sparsecomm import Compression, ThresholdSchedule
 from sparsecomm.optim import (
@@ -515,6 +522,59 @@ def check_resume_and_copies() -> None:
         assert all(parameter.grad is not None for parameter in resumed.parameters())
 
 
+def check_distributed_checkpoints(folder: Path) -> None:
+    """As torch.distributed.checkpoint.state_dict has them, beside the exchange."""
+
+    def start(method: Any, options: dict[str, Any]) -> tuple[nn.Module, Any]:
+        model = make_model()
+        return model, method(model.named_parameters(), lr=0.01, density=0.05, **options)
+
+    for method, options in ((TopkSGD, {"momentum": 0.9}), (OkTopkAdam, {})):
+        model, optimizer = start(method, options)
+        train(model, optimizer, range(4))
+        saved: dict[str, Any] = {
+            "exchange": optimizer.exchange,
+            "model": model,
+            "optimizer": get_optimizer_state_dict(model, optimizer),
+        }
+        path = folder / method.__name__
+        dcp.save(saved, checkpoint_id=path)
+        train(model, optimizer, range(4, 8))
+
+        resumed, resumed_optimizer = start(method, options)
+        with pytest.raises(ValueError, match=r"optimizer\.exchange is to be saved"):
+            set_optimizer_state_dict(resumed, resumed_optimizer, saved["optimizer"])
+        found: dict[str, Any] = {
+            "exchange": resumed_optimizer.exchange,
+            "model": resumed,
+            "optimizer": get_optimizer_state_dict(resumed, resumed_optimizer),
+        }
+        dcp.load(found, checkpoint_id=path)
+        set_optimizer_state_dict(resumed, resumed_optimizer, found["optimizer"])
+        train(resumed, resumed_optimizer, range(4, 8))
+        assert torch.equal(flat(resumed.parameters()), flat(model.parameters())), method
+
+
+def check_a_failed_load_changes_nothing() -> None:
+    model = make_model()
+    optimizer: Any = TopkSGD(model.named_parameters(), lr=0.01, momentum=0.9, density=0.05)
+    train(model, optimizer, range(3))
+    before = copy.deepcopy(optimizer.state_dict())
+    wrong = copy.deepcopy(before)
+    wrong["param_groups"][0]["lr"] = 7.0
+    for state in wrong["state"].values():
+        state["momentum_buffer"].zero_()
+    [entry] = wrong["sparsecomm"].values()
+    entry["residuals"]["0.weight"] = torch.zeros(1)
+    with pytest.raises(ValueError, match="belongs to another model"):
+        optimizer.load_state_dict(wrong)
+    now = optimizer.state_dict()
+    assert now["param_groups"] == before["param_groups"]
+    for key in ("state", "sparsecomm"):
+        for value, expected in zip(tree_leaves(now[key]), tree_leaves(before[key]), strict=True):
+            assert torch.equal(value, expected) if torch.is_tensor(value) else value == expected
+
+
 def check_added_groups() -> None:
     plain, model = make_model(), make_model()
     named = list(model.named_parameters())
@@ -540,7 +600,7 @@ def check_added_groups() -> None:
     assert len(optimizer.param_groups) == groups
 
 
-def check_all() -> None:
+def check_all(folder: Path) -> None:
     check_density_one_is_torch()
     check_dtypes()
     check_only_what_was_received_is_touched()
@@ -549,12 +609,14 @@ def check_all() -> None:
     check_overlap_accumulation_and_unused()
     check_closures_and_hooks()
     check_resume_and_copies()
+    check_distributed_checkpoints(folder)
+    check_a_failed_load_changes_nothing()
     check_added_groups()
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_optimizers(size: int) -> None:
-    run_ranks(size, check_all, timeout=110)
+def test_optimizers(size: int, tmp_path: Path) -> None:
+    run_ranks(size, check_all, tmp_path, timeout=110)
 
 
 # ---- mistakes

@@ -32,6 +32,7 @@ from sparsecomm import (
     ThresholdSchedule,
     TopkState,
 )
+from sparsecomm.optim import OkTopkSGD
 from sparsecomm.transports import table
 
 TRAFFIC = ("sent_bytes", "received_bytes", "messages")
@@ -338,14 +339,29 @@ def _let_rank_2_be_late(transports: list[str]) -> dict[str, list[str]]:
             train(ddp, optimizer, range(2, 3))
             found[f"{transport} {state is states[0]}"] = list(log.texts)
             dist.barrier()
+    model = make_model()
+    own = OkTopkSGD(model.parameters(), density=0.05, stall_limit=timedelta(seconds=0.4))
+
+    def step() -> None:
+        model(batch(0)).square().mean().backward()
+        own.step()
+
     with Communicator.from_process_group(stall_limit=timedelta(seconds=0.4)) as communicator:
-        sparsecomm.allreduce(torch.ones(10), communicator=communicator)
-        dist.barrier()
-        log.texts.clear()
-        if dist.get_rank() == 2:
-            time.sleep(1)
-        sparsecomm.allreduce(torch.ones(10), communicator=communicator)
-        found["communicator"] = list(log.texts)
+        for what, exchange in (
+            (
+                "communicator",
+                lambda: sparsecomm.allreduce(torch.ones(10), communicator=communicator),
+            ),
+            ("optimizer", step),
+        ):
+            exchange()
+            dist.barrier()
+            log.texts.clear()
+            if dist.get_rank() == 2:
+                time.sleep(1)
+            exchange()
+            found[what] = list(log.texts)
+            dist.barrier()
     return found
 
 
@@ -367,9 +383,10 @@ def test_who_waits_says_for_whom_and_where_they_are() -> None:
         assert found[2][f"{transport} True"] == []
         assert [found[rank][f"{transport} False"] for rank in range(3)] == [[]] * 3
     for rank in (0, 1):
-        assert found[rank]["communicator"], "nothing was logged"
-        assert all("allreduce" in text for text in found[rank]["communicator"])
-        assert all(") for rank 2: " in text for text in found[rank]["communicator"])
+        for what, operation in (("communicator", "allreduce"), ("optimizer", "gradient exchange")):
+            assert found[rank][what], f"nothing was logged of the {what}"
+            assert all(operation in text for text in found[rank][what])
+            assert all(") for rank 2: " in text for text in found[rank][what])
 
 
 @pytest.mark.parametrize("limit", [timedelta(0), timedelta(seconds=-1)])
