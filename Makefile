@@ -72,9 +72,9 @@ TRAIN = OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node $(RANKS) exampl
   --epochs $(EPOCHS) --seed $(SEED) $(if $(BATCH),--batch $(BATCH))
 
 train: build ## train VGG-16 with dense and with sparse exchange, and compare (RANKS EPOCHS DENSITY BATCH SEED)
-	$(TRAIN) --hook dense --output runs/vgg16-dense
+	$(TRAIN) --hook ddp --output runs/vgg16-ddp
 	$(TRAIN) --hook oktopk --density $(DENSITY) --output runs/vgg16-oktopk
-	python examples/report_vgg16.py runs/vgg16-dense runs/vgg16-oktopk
+	python examples/report.py runs/vgg16-ddp runs/vgg16-oktopk --picture runs/vgg16.png
 
 bench: build ## measure the collectives on this machine
 	OMP_NUM_THREADS=1 sparsecomm bench allreduce --ranks $(RANKS) $(ARGS)

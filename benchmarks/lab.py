@@ -384,7 +384,7 @@ def train(options: argparse.Namespace) -> None:
                 *("torchrun", "--nnodes", "2", "--node-rank", str(node), "--nproc-per-node", "2"),
                 *("--master-addr", hosts.names[0], "--master-port", str(PORT)),
                 *("examples/train_vgg16.py", "--hook", "oktopk", "--epochs", "1"),
-                *("--max-steps", str(options.steps), "--limit", "256", "--output", folder),
+                *("--steps", str(options.steps), "--limit", "256", "--output", folder),
             ]
             for node in range(2)
         ]

@@ -5,6 +5,7 @@
     torchrun --nproc-per-node 2 examples/train_linear.py --exchange dense
     torchrun --nproc-per-node 2 examples/train_linear.py --loss hinge --data svmlight:FILE
     torchrun --nproc-per-node 2 examples/train_linear.py --method scd
+    mpiexec -n 4 python examples/train_linear.py --launcher mpi
 
 These are the tasks of SparCML's MPI-OPT (section 8.2): logistic regression and support vector
 machines by stochastic gradient descent, and stochastic block coordinate descent. The exchange is
@@ -15,10 +16,7 @@ Python's standard library, hashed to 2^20 features. Every tenth example is held 
 from __future__ import annotations
 
 import argparse
-import hashlib
-import json
 import math
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -29,14 +27,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import checkpoint
+from common import checkpoint, summary
 from common.checkpoint import CheckpointError
-from common.group import GroupError, attempt, disconnect, fail, join
-from common.options import Parser, natural, positive, positive_real
+from common.errors import TrainingError
+from common.group import attempt, join, run_program
+from common.options import Parser, add_run_options, natural, positive, positive_real
 from linear import text
 from linear.exchange import EXCHANGES, Exchange, make_exchange
 from linear.model import LOSSES, Weights
-from linear.svmlight import LARGEST_INDEX, DataError, Share
+from linear.svmlight import LARGEST_INDEX, Share
 from linear.training import (
     CoordinateDescent,
     GradientDescent,
@@ -48,10 +47,6 @@ from linear.training import (
 
 METHODS = ("sgd", "scd")
 SVMLIGHT = "svmlight:"
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on."""
 
 
 @dataclass
@@ -67,16 +62,12 @@ class History:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_options(arguments)
-    rank = int(os.environ.get("RANK", "0"))
-    try:
+
+    def work() -> None:
         join("gloo", timedelta(seconds=options.timeout))
         Training(options).run()
-    except (DataError, CheckpointError, GroupError, TrainingError) as error:
-        return fail("train_linear", f"rank {rank}: {error}", 2)
-    except (RuntimeError, ValueError, OSError) as error:  # among them: another rank is gone
-        return fail("train_linear", f"rank {rank}: {type(error).__name__}: {error}", 1)
-    disconnect()
-    return 0
+
+    return run_program("train_linear", options, work)
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -85,13 +76,11 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         epilog="Start it with: torchrun --nproc-per-node 2 examples/train_linear.py [options]",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
+    add_run_options(parser, "examples, or coordinates", "runs/linear-EXCHANGE")
     add_training_options(parser)
-    add = parser.add_argument
-    add("--exchange", choices=EXCHANGES, default="sparse", help="how vectors are summed")
-    add("--epochs", type=positive, default=5, help="passes over the examples, or coordinates")
-    add("--output", type=Path, default=None, help="folder of the results (runs/linear-EXCHANGE)")
-    add("--checkpoint-every", type=natural, default=0, metavar="EPOCHS", help="0: never")
-    add("--resume", action="store_true", help="go on from the checkpoint in the output folder")
+    parser.add_argument(
+        "--exchange", choices=EXCHANGES, default="sparse", help="how vectors are summed"
+    )
     options = parser.parse_args(arguments)
     check_training_options(parser, options)
     if options.output is None:
@@ -288,16 +277,11 @@ class Training:
 
     def summarise(self) -> None:
         """Writes summary.json on rank 0, once all ranks are found to hold the same weights."""
-        digest = hashlib.sha256(self.weights.dense().numpy().tobytes()).hexdigest()
-        every = [digest] * self.ranks
-        dist.all_gather_object(every, digest)
-        different = [rank for rank, other in enumerate(every) if other != every[0]]
-        if different:
-            raise TrainingError(f"the weights of ranks {different} differ from those of rank 0")
+        digest = summary.common_digest([self.weights.dense()])
         if self.rank != 0:
             return
         history = self.history
-        summary = {
+        result = {
             **self.settings(),
             "exchange": self.options.exchange,
             "epochs": len(history.loss),
@@ -307,12 +291,7 @@ class Training:
             "weights_sha256": digest,
             "curves": asdict(history),
         }
-        path = self.options.output / "summary.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_suffix(".partial")
-        partial.write_text(json.dumps(summary, indent=2) + "\n")
-        partial.replace(path)
-        print(f"wrote {path}", flush=True)
+        summary.write(self.options.output, result)
 
 
 if __name__ == "__main__":

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from common.errors import UserError
+
 _NAME = re.compile(r"epoch-(\d{4,})")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """A checkpoint cannot be used; the message names the file and what is wrong with it."""
 
 

@@ -1,17 +1,40 @@
-"""Joining and leaving the process group."""
+"""A program's run on the ranks of a process group, and how it ends."""
 
 from __future__ import annotations
 
+import argparse
 import gc
 import os
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from common.errors import UserError
+from common.launcher import take_ranks_from_mpi
 
-class GroupError(RuntimeError):
+
+class GroupError(UserError):
     """The ranks do not come together."""
+
+
+def run_program(program: str, options: argparse.Namespace, work: Callable[[], None]) -> int:
+    """Does the work on the ranks that `--launcher` has started; returns the exit status.
+
+    0 where all went well, 2 where the user can set right what went wrong, 1 otherwise: among that
+    is another rank that is gone.
+    """
+    try:
+        if options.launcher == "mpi":
+            take_ranks_from_mpi()
+        work()
+    except UserError as error:
+        return fail(program, str(error), 2)
+    except (RuntimeError, ValueError, OSError) as error:
+        return fail(program, f"{type(error).__name__}: {error}", 1)
+    disconnect()
+    return 0
 
 
 def join(backend: str, timeout: timedelta) -> None:
@@ -54,7 +77,7 @@ def disconnect() -> None:
 
 def fail(program: str, message: str, status: int) -> int:
     """Says what went wrong, leaves the group, and returns the exit status."""
-    print(f"{program}: {message}", file=sys.stderr, flush=True)
+    print(f"{program}: rank {os.environ.get('RANK', '0')}: {message}", file=sys.stderr, flush=True)
     if dist.is_initialized() and dist.get_world_size() > 1:
         # An orderly shutdown could wait for ranks that will never answer.
         os._exit(status)

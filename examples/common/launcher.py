@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import socket
 
+from common.errors import UserError
+
 LAUNCHERS = ("torchrun", "mpi")
 
 # Where the usual launchers say which rank a process is, before MPI is initialised.
 _RANK_VARIABLES = ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 
 
-class LauncherError(RuntimeError):
+class LauncherError(UserError):
     """The launcher's ranks cannot be had."""
 
 

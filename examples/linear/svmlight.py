@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common.errors import DataError
 from torch import Tensor
 
 LONGEST_LINE = 1 << 24  # bytes; what has a longer one is another kind of file
@@ -24,10 +25,6 @@ HELD_OUT = 10  # every tenth example of a share is kept from training
 _NUMBER = rb"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?"
 _LINE = re.compile(rb"[ \t]*(" + _NUMBER + rb")((?:[ \t]+\d+:" + _NUMBER + rb")*)\s*")
 _ENTRY = re.compile(rb"\d+:" + _NUMBER)
-
-
-class DataError(ValueError):
-    """The data cannot be used; the message names the file and line and what is wrong with it."""
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from common.errors import DataError
 from common.seeds import mix_seed
 from torch import Tensor
 
 from linear.exchange import Exchange
 from linear.model import Gradient, Weights, gradient, losses, rounded, slopes, units
-from linear.svmlight import LARGEST_INDEX, DataError, Rows, Share, ranges
+from linear.svmlight import LARGEST_INDEX, Rows, Share, ranges
 
 BLOCK = 16  # batches that are read, and mixed, at a time
 

@@ -15,6 +15,7 @@ from typing import IO, ClassVar, NoReturn
 
 import numpy as np
 import torch
+from common.errors import DataError
 from common.seeds import mix_seed
 from torch import Tensor
 from torch.nn import functional
@@ -31,10 +32,6 @@ CIFAR10_TEST_FILE = "test_batch"
 CIFAR10_IMAGES_PER_FILE = 10_000
 CIFAR10_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR10_DEVIATION = (0.2470, 0.2435, 0.2616)
-
-
-class DataError(ValueError):
-    """The data cannot be used; the message names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,3 @@ class VGG16(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.classifier(torch.flatten(self.features(images), 1))
         return scores
-
-
-def count_parameters(model: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in model.parameters())

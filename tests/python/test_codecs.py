@@ -16,7 +16,9 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import train_vgg16
-from vgg16.data import load
+from common import training
+from common.group import disconnect
+from common.task import Batch
 
 from sparsecomm import _C, build_info
 from sparsecomm.cli import main
@@ -26,15 +28,15 @@ DENSITY = 0.02
 STEPS = 24
 
 
-class Recording(train_vgg16.Training):
+class Recording(training.Training):
     """Trains on one rank, where the exchanged gradient is what the rank has selected."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.selections: list[torch.Tensor] = []
 
-    def train_step(self, images: torch.Tensor, labels: torch.Tensor) -> float:
-        loss = super().train_step(images, labels)
+    def train_step(self, batch: Batch) -> float:
+        loss = super().train_step(batch)
         gradients = [parameter.grad for parameter in self.model.parameters()]
         flat = torch.cat([gradient.flatten() for gradient in gradients if gradient is not None])
         self.selections.append(flat.nonzero().flatten())
@@ -59,18 +61,17 @@ def test_delta_takes_less_than_7_bits_on_selections_of_vgg16(
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     options = train_vgg16.parse_options(
-        ["--hook", "topk", "--density", str(DENSITY), "--output", str(tmp_path)]
+        ["--hook", "topk_a", "--density", str(DENSITY), "--output", str(tmp_path)]
     )
-    train_vgg16.connect(options)
+    training.connect(options)
     try:
-        training = Recording(options, load("digits"))
-        training.model.train()
-        training.train_epoch(0, STEPS)
-        selections = training.selections
-        numel = sum(parameter.numel() for parameter in training.model.parameters())
-        del training
+        run = Recording(options, train_vgg16.ImageTask)
+        run.train_epoch(0, STEPS)
+        selections = run.selections
+        numel = sum(parameter.numel() for parameter in run.model.parameters())
+        del run
     finally:
-        train_vgg16.disconnect()
+        disconnect()
     assert not dist.is_initialized()
     assert len(selections) == STEPS
     bits = [bits_per_index("delta", indices, numel) for indices in selections]

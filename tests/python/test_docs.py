@@ -83,7 +83,7 @@ def run_on_two_hosts(words: list[str], tmp_path: Path) -> None:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     arguments = words[words.index("torchrun") + 1 :]
-    short = ["--epochs", "1", "--max-steps", "2", "--limit", "64", "--batch", "2"]
+    short = ["--epochs", "1", "--steps", "2", "--limit", "64", "--batch", "2"]
     nodes = []
     for rank in ("0", "1"):
         own = list(arguments)

@@ -18,9 +18,10 @@ from torch.nn import functional
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import train_linear
+from common.errors import DataError
 from linear import text
 from linear.model import Weights, gradient, rounded, units
-from linear.svmlight import DataError, Rows, Share
+from linear.svmlight import Rows, Share
 from ranks import run_ranks
 
 SMALL = ["--features", "4096", "--limit", "400", "--batch", "16"]

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Compares runs of train_vgg16.py: a table on the terminal and a picture of their curves.
+"""Compares runs of one task: a table on the terminal and a picture of their curves.
 
-python examples/report_vgg16.py
-python examples/report_vgg16.py runs/vgg16-dense/summary.json runs/vgg16-oktopk/summary.json
+python examples/report.py runs/vgg16-*
+python examples/report.py runs/vgg16-ddp/summary.json runs/vgg16-oktopk/summary.json
 """
 
 from __future__ import annotations
@@ -21,7 +21,18 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 
-LABELS = {"dense": "dense allreduce", "oktopk": "Ok-Topk", "topk": "Top-k allgather"}
+LABELS = {
+    "ddp": "plain DDP",
+    "dense": "dense allreduce",
+    "dense_overlap": "DenseOvlp",
+    "topk_a": "TopkA",
+    "topk_dsa": "TopkDSA",
+    "gtopk": "gTopk",
+    "gaussian_k": "Gaussiank",
+    "oktopk": "Ok-Topk",
+    "quantized_topk": "quantized Top-k",
+}
+SEND_ALL = ("ddp", "dense", "dense_overlap")
 # Told apart by colour-blind readers, and by shape in a print without colour.
 STYLES = (
     ("#0072B2", "o", "-"),
@@ -29,11 +40,11 @@ STYLES = (
     ("#009E73", "^", "-."),
     ("#CC79A7", "D", ":"),
     ("#56B4E9", "v", "-"),
+    ("#E69F00", "P", "--"),
+    ("#000000", "X", "-."),
 )
-CURVES = ("loss", "test_accuracy", "cumulative_sent_bytes")
 NUMBERS = (
     "density",
-    "test_accuracy",
     "iteration_seconds",
     "exchange_seconds",
     "sent_bytes_per_iteration",
@@ -51,45 +62,50 @@ class Run:
 
     label: str
     hook: str
+    task: str
     data: str
     world_size: int
     batch: int
     epochs: int
     density: float
-    test_accuracy: float
+    quality: str  # the metric's name
     iteration_seconds: float
     exchange_seconds: float
     sent_bytes_per_iteration: float
     realised_density: float
     loss: list[float]
-    accuracy: list[float]
+    metric: list[float]
     sent_bytes: list[float]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description="Compare runs of train_vgg16.py in a table and a picture.",
+        description="Compare runs of one task in a table and a picture.",
     )
     parser.add_argument(
         "summaries",
-        nargs="*",
+        nargs="+",
         type=Path,
         metavar="SUMMARY",
-        help="summary.json files, or folders with one (default: runs/vgg16-*)",
+        help="summary.json files, or folders with one",
     )
     parser.add_argument(
-        "--picture", type=Path, default=Path("runs/vgg16.png"), help="default: %(default)s"
+        "--picture", type=Path, default=Path("runs/report.png"), help="default: %(default)s"
     )
     options = parser.parse_args(arguments)
-    paths = options.summaries or sorted(Path("runs").glob("vgg16-*/summary.json"))
+    paths = options.summaries
     try:
         if len(paths) < 2:
             raise ReportError(f"two or more summaries make a comparison, found {len(paths)}")
         runs = arrange([(path, read_run(path)) for path in paths])
+        for name in ("task", "data", "quality"):
+            found = sorted({getattr(run, name) for run in runs})
+            if len(found) > 1:
+                raise ReportError(f"not of one {name}: {', '.join(found)}; report on each alone")
         print(table(runs))
         draw(runs, options.picture)
     except (ReportError, OSError) as error:
-        print(f"report_vgg16: {error}", file=sys.stderr)
+        print(f"report: {error}", file=sys.stderr)
         return 2
     print(f"\nwrote {options.picture}")
     return 0
@@ -117,7 +133,8 @@ def read_run(path: Path) -> Run:
     numbers = {name: float(entry(name, (int, float))) for name in NUMBERS}
     epochs = entry("epochs", int)
     curves = entry("curves", dict)
-    for name in CURVES:
+    quality = entry("quality", str)
+    for name in ("loss", quality, "cumulative_sent_bytes"):
         curve = curves.get(name)
         if not isinstance(curve, list) or len(curve) != epochs:
             raise ReportError(f"{path}: the curve {name!r} does not have {epochs} points")
@@ -125,17 +142,19 @@ def read_run(path: Path) -> Run:
             raise ReportError(f"{path}: the curve {name!r} holds something else than numbers")
     hook = entry("hook", str)
     label = LABELS.get(hook, hook)
-    if hook != "dense":
+    if hook not in SEND_ALL:
         label = f"{label} {100 * numbers['density']:g} %"
     return Run(
         label=label,
         hook=hook,
+        task=entry("task", str),
         data=entry("data", str),
         world_size=entry("world_size", int),
         batch=entry("batch", int),
         epochs=epochs,
         loss=curves["loss"],
-        accuracy=curves["test_accuracy"],
+        quality=quality,
+        metric=curves[quality],
         sent_bytes=curves["cumulative_sent_bytes"],
         **numbers,
     )
@@ -150,13 +169,13 @@ def arrange(read: Sequence[tuple[Path, Run]]) -> list[Run]:
         else run
         for path, run in read
     ]
-    return sorted(runs, key=lambda run: run.hook != "dense")
+    return sorted(runs, key=lambda run: run.hook not in SEND_ALL)
 
 
 def byte_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """How many times fewer bytes a run sends than the first dense one of as many ranks."""
     for dense in runs:
-        if dense.hook == "dense" and dense.world_size == run.world_size:
+        if dense.hook in SEND_ALL and dense.world_size == run.world_size:
             sent = run.sent_bytes_per_iteration
             return dense.sent_bytes_per_iteration / sent if sent > 0 else None
     return None
@@ -167,7 +186,7 @@ def table(runs: Sequence[Run]) -> str:
     rows = [
         (
             "method",
-            "test accuracy",
+            words(runs[0].quality),
             "s/iteration",
             "exchange ms",
             "MB sent/rank/iter",
@@ -180,12 +199,12 @@ def table(runs: Sequence[Run]) -> str:
         rows.append(
             (
                 run.label,
-                f"{100 * run.test_accuracy:.2f} %",
+                f"{run.metric[-1]:.4f}",
                 f"{run.iteration_seconds:.3f}",
                 f"{1e3 * run.exchange_seconds:.1f}",
                 f"{run.sent_bytes_per_iteration / 1e6:.3f}",
                 f"{100 * run.realised_density:.2f} %",
-                "-" if ratio is None else "1" if run.hook == "dense" else f"1/{ratio:.1f}",
+                "-" if ratio is None else "1" if run.hook in SEND_ALL else f"1/{ratio:.1f}",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -201,23 +220,23 @@ def table(runs: Sequence[Run]) -> str:
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draws loss, accuracy and bytes over the epochs into a PNG file."""
+    """Draws loss, quality and bytes over the epochs into a PNG file."""
     figure = Figure(figsize=(13.5, 4.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    loss, accuracy, bytes_ = figure.subplots(1, 3)
+    loss, quality, bytes_ = figure.subplots(1, 3)
     first = runs[0]
     figure.suptitle(
-        f"VGG16 on {first.data}: {first.world_size} ranks x {first.batch} images", fontsize=13
+        f"{first.task} on {first.data}: {first.world_size} ranks x {first.batch}", fontsize=13
     )
     for position, run in enumerate(runs):
         colour, marker, line = STYLES[position % len(STYLES)]
         epochs = list(range(1, run.epochs + 1))
         sent_gigabytes = [0.0, *(sent / 1e9 for sent in run.sent_bytes)]
         ratio = byte_ratio(run, runs)
-        share = "" if run.hook == "dense" or ratio is None else f", 1/{ratio:.1f} of dense"
+        share = "" if run.hook in SEND_ALL or ratio is None else f", 1/{ratio:.1f} of dense"
         for panel, x, y, label in (
             (loss, epochs, run.loss, run.label),
-            (accuracy, epochs, [100 * value for value in run.accuracy], run.label),
+            (quality, epochs, run.metric, run.label),
             (bytes_, [0, *epochs], sent_gigabytes, f"{sent_gigabytes[-1]:.2f} GB{share}"),
         ):
             panel.plot(
@@ -230,18 +249,22 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 markersize=6,
                 label=label,
             )
-    decorate(loss, "Training loss", "mean cross-entropy of the epoch")
-    decorate(accuracy, "Test accuracy", "% of the test images")
+    decorate(loss, "Training loss", "mean of the epoch")
+    decorate(quality, words(first.quality).capitalize(), "")
     decorate(bytes_, "Bytes sent per rank since the start", "GB")
     losses = [value for run in runs for value in run.loss]
     if min(losses) > 0:
         log_scale(loss, losses)
     bytes_.set_ylim(bottom=0)
     bytes_.set_xlim(left=0)
-    accuracy.legend(loc="lower right", fontsize=10)
+    quality.legend(fontsize=10)
     bytes_.legend(loc="upper left", fontsize=10)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def decorate(panel: Axes, title: str, unit: str) -> None:
