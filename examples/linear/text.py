@@ -11,18 +11,17 @@ import ast
 import math
 import random
 import re
-import sysconfig
 import zlib
 from collections.abc import Iterator
 from itertools import islice, pairwise
 from pathlib import Path
 
+from common.prose import documented, modules, paragraphs
+
 FEATURES = 1 << 20
 FEWEST_WORDS = 6
-FOLDERS_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
 
 _WORD = re.compile(r"[a-z]+")
-_Parent = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def write(path: Path, features: int, limit: int | None = None) -> None:
@@ -47,34 +46,16 @@ def write(path: Path, features: int, limit: int | None = None) -> None:
 
 def documents() -> Iterator[tuple[int, str]]:
     """Labels and texts."""
-    library = Path(sysconfig.get_paths()["stdlib"])
-    for path in sources(library):
-        try:
-            source = path.read_text(encoding="utf-8")
-            tree = ast.parse(source)
-        except (SyntaxError, ValueError):  # there to test tools with
-            continue
+    for _, source, tree in modules():
         lines = source.splitlines()
-        for node in ast.walk(tree):
-            if not isinstance(node, _Parent):
-                continue
-            docstring = ast.get_docstring(node)
+        for node, docstring in documented(tree):
             if docstring is not None:
-                for paragraph in re.split(r"\n\s*\n", docstring):
+                for paragraph in paragraphs(docstring):
                     yield 1, paragraph
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[1:] if docstring is not None else node.body
                 if body:
                     yield -1, "\n".join(lines[body[0].lineno - 1 : node.end_lineno])
-
-
-def sources(folder: Path) -> Iterator[Path]:
-    """The Python files below a folder, in the order of their names."""
-    for path in sorted(folder.iterdir()):
-        if path.is_dir() and path.name not in FOLDERS_LEFT_OUT:
-            yield from sources(path)
-        elif path.suffix == ".py":
-            yield path
 
 
 def hashed(text: str, features: int) -> str | None:

@@ -1,0 +1,1 @@
+"""The parts of the BERT example: model, documents and their tokens."""
