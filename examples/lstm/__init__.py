@@ -1,0 +1,1 @@
+"""The parts of the LSTM example: model, data and decoding."""
