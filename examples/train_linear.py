@@ -261,7 +261,8 @@ class Training:
         found = checkpoint.find(self.folder, self.options.resume or attempt() > 0, self.settings())
         if found is None:
             return
-        epoch, shared, own = found
+        epoch, shared = found
+        own = checkpoint.load_own(self.folder, epoch, self.rank)
         try:
             if shared["direction"].shape != self.weights.direction.shape:
                 raise ValueError(f"{shared['direction'].numel()} weights")

@@ -58,10 +58,8 @@ def newest(folder: Path) -> int | None:
     return None if epoch.item() < 0 else int(epoch.item())
 
 
-def find(
-    folder: Path, resume: bool, settings: dict[str, Any]
-) -> tuple[int, dict[str, Any], dict[str, Any]] | None:
-    """The newest checkpoint to go on from: its epoch, what the ranks share, and this rank's own.
+def find(folder: Path, resume: bool, settings: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
+    """The newest checkpoint to go on from: its epoch, and what the ranks share.
 
     ``None`` where there is none, which rank 0 says if ``resume`` asks for one.
 
@@ -90,7 +88,7 @@ def find(
     ]
     if different:
         raise CheckpointError(f"{folder}: of another run: {'; '.join(different)}")
-    return epoch, shared, load_own(folder, epoch)
+    return epoch, shared
 
 
 def load_shared(folder: Path, epoch: int) -> dict[str, Any]:
@@ -98,9 +96,9 @@ def load_shared(folder: Path, epoch: int) -> dict[str, Any]:
     return _read(folder / f"epoch-{epoch:04d}" / "shared.pt")
 
 
-def load_own(folder: Path, epoch: int) -> dict[str, Any]:
-    """What belongs to this rank alone."""
-    return _read(folder / f"epoch-{epoch:04d}" / f"rank-{dist.get_rank()}.pt")
+def load_own(folder: Path, epoch: int, rank: int) -> dict[str, Any]:
+    """What belongs to a rank alone."""
+    return _read(folder / f"epoch-{epoch:04d}" / f"rank-{rank}.pt")
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -6,6 +6,7 @@ All measure themselves, so that reports compare like with like.
 import argparse
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -89,8 +90,9 @@ class Exchange(ABC):
     def state_dict(self) -> dict[str, Any]:
         return {"totals": vars(self.totals).copy()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.totals = Totals(**state["totals"])
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        """Goes on from this rank's own state, or from those of all ranks of another number."""
+        self.totals = Totals(**states[0]["totals"])
 
 
 class DenseExchange(Exchange):
@@ -204,9 +206,9 @@ class SparseExchange(Exchange):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "hook": self.state.state_dict()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        self.state.load_state_dict(state["hook"])
+    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
+        super().load_state_dicts(states)
+        self.state.load_state_dict({k: v for state in states for k, v in state["hook"].items()})
         self._seen = self._stats()
 
     def write_stats(self, writer: Any, step: int) -> None:

@@ -336,13 +336,13 @@ class Training:
     def settings(self) -> dict[str, Any]:
         """What a resumed run must share with the one it goes on from."""
         options = {k: v for k, v in vars(self.options).items() if k not in FREE_OPTIONS}
-        return {**options, "data": self.task.data, "ranks": self.ranks}
+        return {**options, "data": self.task.data}
 
     def save(self, epoch: int) -> None:
         shared = {
             "settings": self.settings(),
             "epoch": epoch,
-            "step": self.step,  # the position in the learning rate's schedule
+            "ranks": self.ranks,
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
         }
@@ -354,23 +354,32 @@ class Training:
         checkpoint.save(self.options.output / "checkpoints", epoch, shared, own)
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, if --resume or a restart asks for it."""
+        """Goes on from the newest checkpoint, if --resume or a restart asks for it.
+
+        With another number of ranks all of their files are read, as residuals are shared out anew.
+        """
         folder = self.options.output / "checkpoints"
         found = checkpoint.find(folder, self.options.resume or attempt() > 0, self.settings())
         if found is None:
             return
-        epoch, shared, own = found
+        epoch, shared = found
         try:
+            former = int(shared["ranks"])
+            ranks = [self.rank] if former == self.ranks else range(former)
+            every = [checkpoint.load_own(folder, epoch, rank) for rank in ranks]
             self.model.load_state_dict(shared["model"])
             self.optimizer.load_state_dict(shared["optimizer"])
-            self.exchange.load_state_dict(own["exchange"])
-            self.history = History(**own["history"])
-            set_random_state(own["random"])
-            self.first_epoch, self.step = shared["epoch"], shared["step"]
+            self.exchange.load_state_dicts([own["exchange"] for own in every])
+            self.history = History(**every[0]["history"])
+            if former == self.ranks:
+                set_random_state(every[0]["random"])
+            self.first_epoch = epoch
+            self.step = epoch * self.task.steps_per_epoch
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder}: epoch {epoch} does not fit: {error}") from error
         if self.rank == 0:
-            print(f"going on after epoch {epoch}, step {self.step}", flush=True)
+            ranks_then = "" if former == self.ranks else f", which {former} ranks have saved"
+            print(f"going on after epoch {epoch}{ranks_then}", flush=True)
 
     # Results
 
