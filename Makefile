@@ -145,7 +145,8 @@ SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test
 SANITIZED_THREAD := failure_test ucx_test parallel_test
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
-	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined \
+	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse"
 	cmake --build build/asan --parallel $(JOBS) --target $(SANITIZED_ADDRESS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
@@ -154,7 +155,7 @@ sanitize-quick: setup ## run those C++ tests under the sanitizers where they mat
 	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)'
 
 sanitize: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
-	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
 	cmake --build build/asan --parallel $(JOBS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
