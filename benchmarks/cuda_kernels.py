@@ -22,7 +22,10 @@ def time_us(run: Callable[[], object], prepare: Callable[[], object], rounds: in
     times = []
     for _ in range(rounds):
         prepare()
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         begin.record()
         run()
         end.record()

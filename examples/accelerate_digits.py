@@ -14,7 +14,7 @@ import argparse
 
 import digits
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_digits  # type: ignore[import-untyped]
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -37,4 +37,5 @@ def accuracy(model: nn.Module) -> float:
     """Share of the test images that are recognised."""
     images, labels = datasets()[1].tensors
     with torch.no_grad():
-        return (model(images).argmax(1) == labels).float().mean().item()
+        share: float = (model(images).argmax(1) == labels).float().mean().item()
+    return share

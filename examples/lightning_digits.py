@@ -23,6 +23,7 @@ import torch.distributed as dist
 from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import sparsecomm
@@ -37,6 +38,7 @@ class SparseGradients(lightning.Callback):
     def on_fit_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
+        assert isinstance(trainer.strategy.model, DistributedDataParallel)
         sparsecomm.register_comm_hook(trainer.strategy.model, self.state)
 
     def on_save_checkpoint(

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from common.errors import UserError
 from common.launcher import take_ranks_from_mpi
@@ -41,11 +43,11 @@ def join(backend: str, timeout: timedelta) -> None:
     """Joins the process group of torchrun, or makes one of a single rank."""
     if "WORLD_SIZE" in os.environ:
         try:
-            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
             if os.environ.get("LOCAL_WORLD_SIZE") == str(size):
                 # A restart by torchrun finds the store as the ranks that are gone have left it. On
                 # several hosts attempts are counted by each.
-                store = dist.PrefixStore(f"attempt-{attempt()}", store)
+                store = PrefixStore(f"attempt-{attempt()}", store)
             dist.init_process_group(
                 backend, store=store, rank=rank, world_size=size, timeout=timeout
             )
