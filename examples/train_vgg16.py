@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from common import training
 from common.options import positive
+from common.order import epoch_batches, steps_per_epoch
 from common.seeds import mix_seed
 from common.task import Batch, Task
 from torch import Tensor, nn
 from torch.nn import functional
-from vgg16.data import epoch_batches, load, steps_per_epoch
+from vgg16.data import load
 from vgg16.model import VGG16
 
 MOMENTUM = 0.9

@@ -19,6 +19,7 @@ from pathlib import Path
 from pydoc_data.topics import topics
 from typing import NoReturn
 
+from common.errors import DataError
 from common.prose import LIBRARY, documented, modules, paragraphs
 
 PROSE = "prose"
@@ -36,10 +37,6 @@ Paragraph = tuple[str, str]
 _WIKI = re.compile(r"wiki_\d+")
 _OPENING = re.compile(r'<doc id="[^"]*" (?:revid="[^"]*" )?url=".*" title=".*">')
 _Lines = Iterator[tuple[int, str]]
-
-
-class DataError(ValueError):
-    """The data cannot be used; the message names the file and line and what is wrong with it."""
 
 
 def read(spec: str) -> Iterator[Paragraph]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from bert.documents import DataError
+from common.errors import DataError
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # the vocabulary begins with them
 PAD, UNKNOWN, CLS, SEP, MASK = range(len(SPECIAL))

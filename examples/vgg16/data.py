@@ -6,9 +6,7 @@ where that helps, when it is taken.
 
 from __future__ import annotations
 
-import math
 import pickle
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, ClassVar, NoReturn
@@ -16,7 +14,6 @@ from typing import IO, ClassVar, NoReturn
 import numpy as np
 import torch
 from common.errors import DataError
-from common.seeds import mix_seed
 from torch import Tensor
 from torch.nn import functional
 
@@ -82,26 +79,6 @@ def load(spec: str) -> Dataset:
     if kind == "cifar10" and folder:
         return load_cifar10(Path(folder))
     raise DataError(f"unknown data {spec!r}: expected digits or cifar10:FOLDER")
-
-
-def epoch_batches(
-    images: int, batch: int, rank: int, world_size: int, seed: int, epoch: int
-) -> Iterator[Tensor]:
-    """This rank's batches of image indices, in an order that depends on seed and epoch only.
-
-    Every batch is full: the last ones repeat images from the front of the order.
-    """
-    generator = torch.Generator().manual_seed(mix_seed(seed, epoch))
-    order = torch.randperm(images, generator=generator)
-    steps = steps_per_epoch(images, batch, world_size)
-    padded = order.repeat(math.ceil(steps * batch * world_size / images))
-    for step in range(steps):
-        start = (step * world_size + rank) * batch
-        yield padded[start : start + batch]
-
-
-def steps_per_epoch(images: int, batch: int, world_size: int) -> int:
-    return math.ceil(images / (batch * world_size))
 
 
 def crop_and_flip(pixels: Tensor, generator: torch.Generator, margin: int = 4) -> Tensor:

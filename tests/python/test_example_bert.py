@@ -6,18 +6,23 @@ import json
 import sys
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
+import train_bert
 from bert import corpus, documents, examples, vocabulary
 from bert.corpus import LENGTH, ROOM, Corpus, Survey, Writer
-from bert.documents import DataError
 from bert.model import SIZES, Bert
 from bert.vocabulary import CLS, MASK, SEP, SPECIAL
+from common.errors import DataError
+from common.training import Training
+from ranks import run_ranks
 
 # The model
 
@@ -259,3 +264,100 @@ def test_masks_are_as_in_the_paper(numbered: Corpus) -> None:
     assert (found == MASK).float().mean().item() == pytest.approx(0.8, abs=0.03)
     assert (found == labels).float().mean().item() == pytest.approx(0.1, abs=0.02)
     assert found[found != MASK].min() >= len(SPECIAL)
+
+
+# Whole runs
+
+
+@pytest.fixture(scope="module")
+def prose(cache: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options for a few documents of simple sentences."""
+    folder = tmp_path_factory.mktemp("prose")
+    random = np.random.default_rng(6)
+    for number in range(40):
+        animals = random.choice(["cat", "dog", "bird", "fish"], (24, 2)).tolist()
+        text = " ".join(f"The {one} of house {number % 7} sees the {two}." for one, two in animals)
+        (folder / f"{number:02}").write_text(text)
+    data = ["--data", f"text:{folder}", "--vocabulary", "100", "--cache", str(cache)]
+    return [*data, "--batch", "4", "--device", "cpu", "--backend", "gloo"]
+
+
+def train(output: Path, runs: dict[str, list[str]]) -> None:
+    for name, options in runs.items():
+        arguments = ["--output", str(output / name), *options]
+        Training(train_bert.parse_options(arguments), train_bert.Pretraining).run()
+
+
+def summary_of(output: Path) -> dict[str, Any]:
+    summary: dict[str, Any] = json.loads((output / "summary.json").read_text())
+    return summary
+
+
+def test_a_resumed_run_learns_the_same(prose: list[str], tmp_path: Path) -> None:
+    sparse = ["--hook", "oktopk", "--density", "0.05", "--recipe", "recommended"]
+    options = [*prose, *sparse, "--epochs", "3"]
+    parts = [*options, "--checkpoint-every", "1"]
+    run_ranks(2, train, tmp_path, {"whole": options, "parts": [*parts, "--steps", "21"]})
+    stopped = summary_of(tmp_path / "parts")
+    assert not stopped["complete"]
+    run_ranks(2, train, tmp_path, {"parts": [*parts, "--resume"]})
+    whole, resumed = (summary_of(tmp_path / name) for name in ("whole", "parts"))
+    assert whole["complete"]
+    assert whole["first_moment"]
+    assert resumed["curves"] == whole["curves"]
+    assert resumed["parameters_sha256"] == whole["parameters_sha256"]
+    # Animals and houses are what is hard to tell, and at first everything is.
+    losses = whole["curves"]["test_loss"]
+    assert losses[-1] < 0.8 * losses[0]
+    assert whole["masked_accuracy"] > 0.4
+    assert whole["sent_bytes_per_iteration"] < 4 * whole["parameters"] / 2
+
+
+def evaluate_and_fail(options: list[str]) -> tuple[list[float], str]:
+    torch.manual_seed(1)
+    task = train_bert.Pretraining(train_bert.parse_options(options))
+    decays = [
+        (group["weight_decay"], {parameter.dim() for parameter in group["params"]})
+        for group in task.optimizer().param_groups
+    ]
+    assert decays == [(0.01, {2}), (0.0, {1})]  # none of biases and norms
+    task.model.eval()
+    sums = task.evaluate()
+    dist.all_reduce(sums)
+    nowhere = train_bert.parse_options(["--data", "text:nowhere"])
+    with pytest.raises(DataError) as error:
+        train_bert.Pretraining(nowhere)
+    return sums.tolist(), str(error.value)
+
+
+def test_evaluation_and_errors_are_those_of_any_rank(prose: list[str]) -> None:
+    [(alone, _)] = run_ranks(1, evaluate_and_fail, prose)
+    for sums, error in run_ranks(2, evaluate_and_fail, prose):
+        assert sums == pytest.approx(alone, rel=1e-4)
+        assert error == "nowhere: No such file or directory"
+    assert alone[5] == 8  # four documents with two chunks
+
+
+def test_the_learning_rate_rises_and_falls() -> None:
+    rates = [train_bert.learning_rate(step, 100, 0.5) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
+    assert rates[55] == pytest.approx(0.25)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+    assert 0 < rates[-1] < 0.01
+    assert train_bert.learning_rate(0, 1, 0.5) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--size", "huge"], "--size: invalid choice: 'huge'"),
+        (["--vocabulary", "65537"], "--vocabulary 65537 is above 65536"),
+        (["--data", "wikipedia"], "--data: 'wikipedia' is neither prose nor text:FOLDER"),
+        (["--data", "text:"], "--data: 'text:' is neither"),
+    ],
+)
+def test_bad_options(options: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        train_bert.main(options)
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err

@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
+from common.order import epoch_batches, steps_per_epoch
 from vgg16 import data
 
 IMAGES = 20  # per file of a CIFAR-10 folder made here
@@ -75,8 +76,8 @@ def test_unknown_data_are_refused(spec: str) -> None:
 
 @pytest.mark.parametrize(("images", "batch", "ranks"), [(1437, 16, 2), (10, 4, 3), (2, 4, 3)])
 def test_an_epoch_shows_every_image_in_full_batches(images: int, batch: int, ranks: int) -> None:
-    seen = [list(data.epoch_batches(images, batch, rank, ranks, 1, 0)) for rank in range(ranks)]
-    steps = data.steps_per_epoch(images, batch, ranks)
+    seen = [list(epoch_batches(images, batch, rank, ranks, 1, 0)) for rank in range(ranks)]
+    steps = steps_per_epoch(images, batch, ranks)
     assert [len(batches) for batches in seen] == [steps] * ranks
     assert all(len(indices) == batch for batches in seen for indices in batches)
     shown = torch.bincount(torch.cat([torch.cat(batches) for batches in seen]), minlength=images)
@@ -87,7 +88,7 @@ def test_an_epoch_shows_every_image_in_full_batches(images: int, batch: int, ran
 
 def test_the_order_depends_on_seed_and_epoch_alone() -> None:
     def order(seed: int, epoch: int) -> list[int]:
-        return torch.cat(list(data.epoch_batches(64, 4, 0, 1, seed, epoch))).tolist()
+        return torch.cat(list(epoch_batches(64, 4, 0, 1, seed, epoch))).tolist()
 
     torch.manual_seed(3)
     first = order(1, 0)
