@@ -55,7 +55,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         "Train BERT on masked tokens and next sentences with dense or sparse gradient exchange.",
         "bert",
     )
-    parser.set_defaults(epochs=20, lr=None, density=0.01)
+    parser.set_defaults(epochs=20, batch=8, lr=None, density=0.01)
     add = parser.add_argument
     add("--size", choices=SIZES, default="tiny", help="of the model")
     add("--data", default=PROSE, help=f"{PROSE} of Python's library, or {FOLDER}FOLDER")

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from common import training
 from common.errors import DataError
 from common.options import natural, positive
+from common.order import steps_per_epoch
 from common.task import Batch, Task
 from lstm import decode
 from lstm.data import (
@@ -37,7 +38,6 @@ from lstm.data import (
 from lstm.model import SIZES, Size, SpeechModel
 from torch import Tensor, nn
 from torch.nn import functional
-from vgg16.data import steps_per_epoch
 
 MOMENTUM = 0.9
 CLIP_NORM = 400.0

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 from common.errors import DataError
+from common.order import steps_per_epoch
 from common.seeds import mix_seed
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from vgg16.data import steps_per_epoch
 
 SPOKEN = Path(__file__).parent / "spoken"
 
