@@ -50,7 +50,7 @@ BACKENDS = ("auto", "gloo", "sparsecomm")
 # Options that a resumed run need not share with the one it goes on from.
 FREE_OPTIONS = {
     *("launcher", "device", "output", "checkpoint_every", "resume", "timeout", "steps"),
-    *("recipe", "transport", "python_hook"),
+    *("cache", "recipe", "transport", "python_hook"),
 }
 
 MakeTask = Callable[[argparse.Namespace], Task]

@@ -183,7 +183,7 @@ def test_the_library_has_enough_prose() -> None:
 
 # Examples
 
-DOCUMENTS = 40
+DOCUMENTS = 30
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     number = len(SPECIAL)
     with Writer(folder) as writer:
         for document in range(DOCUMENTS):
-            for length in random.integers(1, 90, random.integers(2, 30)):
+            for length in random.integers(1, 200, random.integers(2, 30)):
                 writer.add(document, list(range(number, number + length)))
                 number += length
     return Corpus(folder)
@@ -203,6 +203,8 @@ def numbered(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
 def test_chunks_fill_a_sequence_with_sentences(numbered: Corpus) -> None:
     assert len(numbered.documents) == DOCUMENTS + 1
     ends = set(numbered.documents.tolist())
+    for begin, end in pairwise(numbered.chunks[numbered.documents].tolist()):
+        assert (np.diff(numbered.span(begin, end)) == 1).all()
     for chunk, (first, last) in enumerate(pairwise(numbered.chunks.tolist())):
         length = len(numbered.span(first, last))
         assert last - first >= 2
