@@ -24,12 +24,15 @@ from common import training
 from common.errors import DataError
 from common.options import natural, positive
 from common.order import steps_per_epoch
+from common.seeds import mix_seed
 from common.task import Batch, Task
 from lstm import decode
 from lstm.data import (
     BINS,
     CHARACTERS,
+    SPEED_CHANGE,
     Utterance,
+    at_any_speed,
     collate,
     epoch_batches,
     load,
@@ -86,7 +89,7 @@ class SpeechTask(Task):
         corpus = load(options.data, options.limit)
         self.train, self.test, self.data = corpus.train, corpus.test, corpus.name
         check_lengths(self.train, self.size)
-        self.lengths = [utterance.frames for utterance in self.train]
+        self.lengths = [utterance.frames() for utterance in self.train]
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.batch, self.lr, self.seed = options.batch, options.lr, options.seed
         self.beam = options.beam
@@ -101,10 +104,12 @@ class SpeechTask(Task):
         return float(self.lr / self.size.annealing**epoch)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
+        # Speeds, like the order, start anew from the seed in every epoch.
+        generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch, self.rank + 1))
         for indices in epoch_batches(
             self.lengths, self.batch, self.rank, self.ranks, self.seed, epoch
         ):
-            yield collate([self.train[index] for index in indices])
+            yield collate(at_any_speed([self.train[index] for index in indices], generator))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """CTC's negative log likelihood of an utterance, mean over the batch."""
@@ -118,7 +123,7 @@ class SpeechTask(Task):
     def evaluate(self) -> Tensor:
         """Edits of words and of characters, greedily and by beam search, and their numbers."""
         sums = torch.zeros(6, dtype=torch.float64)
-        own = sorted(self.test[self.rank :: self.ranks], key=lambda utterance: utterance.frames)
+        own = sorted(self.test[self.rank :: self.ranks], key=Utterance.frames)
         for start in range(0, len(own), EVALUATION_BATCH):
             utterances = own[start : start + EVALUATION_BATCH]
             spectrograms, frames, *_ = self.to_device(collate(utterances))
@@ -160,11 +165,13 @@ class SpeechTask(Task):
 def check_lengths(utterances: list[Utterance], size: Size) -> None:
     """CTC needs a frame for each character, and one more between two that are the same.
 
+    That is so for the fastest that the utterances are played.
+
     Raises:
         DataError: the model makes fewer frames of an utterance.
     """
     for utterance in utterances:
-        text, frames = utterance.text, size.frames(utterance.frames)
+        text, frames = utterance.text, size.frames(utterance.frames(1 + SPEED_CHANGE))
         needed = len(text) + sum(one == other for one, other in pairwise(text))
         if frames < needed:
             raise DataError(

@@ -11,7 +11,7 @@ import csv
 import re
 import wave
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from common.errors import DataError
 from common.order import steps_per_epoch
 from common.seeds import mix_seed
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
 SPOKEN = Path(__file__).parent / "spoken"
@@ -36,6 +37,9 @@ CHARACTERS = 1 + len(ALPHABET)  # 0 is the blank of CTC
 
 # Batches are of utterances of similar length; that is taken to be up to so much longer.
 LENGTH_NOISE = 0.2
+# Utterances to train on are played at a speed of 0.9 to 1.1, which moves pitch and formants too, so
+# that there seem to be more speakers (Ko et al. 2015, "Audio augmentation for speech recognition").
+SPEED_CHANGE = 0.1
 
 TRANSCRIPT = re.compile(r"(?:<s>)?(?P<text>.*?)(?:</s>)?\s*\((?P<name>[^()\s]+)\)")
 SUFFIXES = (".sph", ".wav", ".flac", ".raw")
@@ -43,14 +47,18 @@ SUFFIXES = (".sph", ".wav", ".flac", ".raw")
 
 @dataclass(frozen=True)
 class Utterance:
-    samples: Tensor  # int16
+    samples: Tensor  # int16, or float32 on the same scale
     text: str  # words of ALPHABET with one space between them
     source: str  # file and line, for messages
 
-    @property
-    def frames(self) -> int:
-        """Of its spectrogram."""
-        return 1 + len(self.samples) // HOP
+    def frames(self, speed: float = 1) -> int:
+        """Of its spectrogram, when it is played at that speed."""
+        return 1 + int(len(self.samples) / speed) // HOP
+
+    def at_speed(self, speed: float) -> Utterance:
+        signal = self.samples.to(torch.float32).view(1, 1, -1)
+        played = functional.interpolate(signal, size=int(len(self.samples) / speed), mode="linear")
+        return replace(self, samples=played.flatten())
 
     @property
     def labels(self) -> list[int]:
@@ -108,6 +116,11 @@ def epoch_batches(
         groups = groups[torch.randperm(steps, generator=generator)]
     for group in groups:
         yield group[rank::ranks].tolist()
+
+
+def at_any_speed(utterances: list[Utterance], generator: torch.Generator) -> list[Utterance]:
+    speeds = 1 + SPEED_CHANGE * (2 * torch.rand(len(utterances), generator=generator) - 1)
+    return [u.at_speed(speed) for u, speed in zip(utterances, speeds.tolist(), strict=True)]
 
 
 def collate(utterances: list[Utterance]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import (
 PARAMETERS = 27_569_568  # of the size "base", for 161 bins and 29 characters
 
 # Of batch norm's running statistics: those of ten batches of a few utterances differ too much.
-STATISTICS_MOMENTUM = 0.02
+STATISTICS_MOMENTUM = 0.05
 
 CEILING = 20.0  # of the clipped rectifiers (Amodei et al. 2016, section 3.1)
 
@@ -73,7 +73,7 @@ SIZES = {
         lstms=2,
         hidden=192,
         taps=11,
-        learning_rate=3e-3,
+        learning_rate=6e-3,
         annealing=1.08,  # as much over 20 epochs as 1.01 over Ok-Topk's 160
     ),
     "base": Size(

@@ -164,10 +164,19 @@ def test_a_spectrogram_shows_a_tone() -> None:
     tone = (8000 * torch.sin(2 * torch.pi * 1000 * seconds)).to(torch.int16)
     spectrum = data.spectrogram(tone)
     utterance = data.Utterance(tone, "A", "")
-    assert spectrum.shape == (utterance.frames, data.BINS) == (101, 161)
+    assert spectrum.shape == (utterance.frames(), data.BINS) == (101, 161)
     assert (spectrum[2:-2].argmax(-1) == 20).all()  # of 50 Hz each
     assert spectrum.mean().item() == pytest.approx(0, abs=1e-5)
     assert spectrum.std().item() == pytest.approx(1, abs=1e-5)
+    faster = utterance.at_speed(1.1)
+    spectrum = data.spectrogram(faster.samples)
+    assert len(spectrum) == faster.frames() == utterance.frames(1.1) == 91
+    assert (spectrum[2:-2].argmax(-1) == 22).all()
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 3, 4)]
+    first, again, other = (data.at_any_speed([utterance] * 50, g) for g in generators)
+    counts = [[u.frames() for u in utterances] for utterances in (first, again, other)]
+    assert counts[0] == counts[1] != counts[2]
+    assert min(counts[0]) < 95 < 107 < max(counts[0])
 
 
 def test_a_batch_is_what_ctc_takes() -> None:
@@ -390,7 +399,7 @@ def test_other_audio_that_is_cut_off(tmp_path: Path) -> None:
 
 
 def test_too_little_audio_for_its_text() -> None:
-    samples = torch.ones(16 * data.HOP, dtype=torch.int16)  # 17 frames, of which the model makes 9
+    samples = torch.ones(18 * data.HOP, dtype=torch.int16)  # 17 frames, of which the model makes 9
     for text, fits in (("ABCDEFGHI", True), ("ABCDEFGHIJ", False), ("ABCDEFGHH", False)):
         utterances = [data.Utterance(samples, text, "list:3")]
         if fits:
