@@ -43,6 +43,11 @@ TASKS = {
             full=("--epochs", "5"),
             fast=("--epochs", "2", "--limit", "192"),
         ),
+        Task(
+            "lstm",
+            full=("--epochs", "6"),
+            fast=("--epochs", "2", "--limit", "64"),
+        ),
     )
 }
 # Plain DDP is what dense_overlap is over another transport.
