@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build cuda train test test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
+.PHONY: help setup build cuda train reproduce test test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
   scale sanitize sanitize-quick fuzz clean
 
 PYTHON ?= python3
@@ -20,6 +20,8 @@ SEED ?= 1
 FUZZ_SECONDS ?= 60
 # make scale: short, or full
 export SCALE ?= short
+# make reproduce: 1 for a quick one
+FAST ?=
 # arguments handed on to: pytest, the benchmarks, the lab
 ARGS ?=
 
@@ -75,6 +77,9 @@ train: build ## train VGG-16 with dense and with sparse exchange, and compare (R
 	$(TRAIN) --hook ddp --output runs/vgg16-ddp
 	$(TRAIN) --hook oktopk --density $(DENSITY) --output runs/vgg16-oktopk
 	python examples/report.py runs/vgg16-ddp runs/vgg16-oktopk --picture runs/vgg16.png
+
+reproduce: build ## compare every method on every task, in hours; FAST=1: in minutes (ARGS="--tasks vgg16")
+	OMP_NUM_THREADS=1 python benchmarks/reproduce.py $(if $(FAST),--fast) $(ARGS)
 
 bench: build ## measure the collectives on this machine
 	OMP_NUM_THREADS=1 sparsecomm bench allreduce --ranks $(RANKS) $(ARGS)
