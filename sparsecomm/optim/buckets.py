@@ -190,6 +190,13 @@ class GradientBuckets:
             bucket.version = bucket.buffer._version
         self._synchronized = True
 
+    def only_zeros_were_given(self) -> bool:
+        """Whether every ``grad`` is zeros that no backward pass has brought."""
+        if self._synchronized or any(slot.arrived for slot in self._slots.values()):
+            return False
+        gradients = [slot.parameter.grad for slot in self._slots.values()]
+        return all(g is not None and not g.any() for g in gradients)
+
     def _wait(self) -> None:
         error: Exception | None = None
         for bucket in self._buckets:

@@ -223,7 +223,8 @@ class DistributedOptimizer(_Adopted):
         """
         if closure is not None:
             return _step(self, closure)
-        self.synchronize()  # before hooks of torch's, which see what was exchanged
+        if not self._only_makes_state():
+            self.synchronize()  # before hooks of torch's, which see what was exchanged
         return _step(self)
 
     step.hooked = True  # type: ignore[attr-defined]  # that is, _step() is
@@ -372,6 +373,15 @@ class DistributedOptimizer(_Adopted):
         for i, group in enumerate(self.param_groups):
             entries |= described_group(i, group)
         return entries | described_parameters(named)
+
+    def _only_makes_state(self) -> bool:
+        """Whether this is torch.distributed.checkpoint's step, which is to change nothing.
+
+        It sets gradients and learning rates to zero, for an optimizer to make what it keeps.
+        """
+        return self._buckets.only_zeros_were_given() and all(
+            float(group["lr"]) == 0 for group in self.param_groups if "lr" in group
+        )
 
     @torch.no_grad()
     def _add_received(self) -> None:

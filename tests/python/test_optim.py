@@ -529,15 +529,22 @@ def check_distributed_checkpoints(folder: Path) -> None:
         model = make_model()
         return model, method(model.named_parameters(), lr=0.01, density=0.05, **options)
 
-    for method, options in ((TopkSGD, {"momentum": 0.9}), (OkTopkAdam, {})):
+    methods: list[tuple[Any, dict[str, Any]]] = [
+        (TopkSGD, {"momentum": 0.9}),
+        (OkTopkSGD, {}),
+        (OkTopkSGD, {"lr_in_accumulator": True}),
+        (OkTopkAdam, {}),
+    ]
+    for number, (method, options) in enumerate(methods):
         model, optimizer = start(method, options)
         train(model, optimizer, range(4))
+        optimizer.zero_grad()  # so that torch makes a step of zeros, which must exchange nothing
         saved: dict[str, Any] = {
             "exchange": optimizer.exchange,
             "model": model,
             "optimizer": get_optimizer_state_dict(model, optimizer),
         }
-        path = folder / method.__name__
+        path = folder / str(number)
         dcp.save(saved, checkpoint_id=path)
         train(model, optimizer, range(4, 8))
 
