@@ -296,8 +296,8 @@ def summary_of(output: Path) -> dict[str, Any]:
 
 
 def test_a_resumed_run_learns_the_same(prose: list[str], tmp_path: Path) -> None:
-    sparse = ["--hook", "oktopk", "--density", "0.05", "--recipe", "recommended"]
-    options = [*prose, *sparse, "--epochs", "3"]
+    sparse = ["--density", "0.05", "--recipe", "recommended", "--first-moment"]
+    options = [*prose, "--hook", "oktopk", *sparse, "--epochs", "3"]
     parts = [*options, "--checkpoint-every", "1"]
     run_ranks(2, train, tmp_path, {"whole": options, "parts": [*parts, "--steps", "21"]})
     stopped = summary_of(tmp_path / "parts")
