@@ -139,10 +139,11 @@ def train_with_each_hook(output: Path) -> None:
         training.Training(options, train_vgg16.ImageTask).run()
 
 
+@pytest.mark.timeout(240)
 def test_ranks_train_together_with_each_hook(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_ranks(2, train_with_each_hook, tmp_path, timeout=110)
+    run_ranks(2, train_with_each_hook, tmp_path, timeout=200)
     for hook in HOOKS:
         summary = read(tmp_path / hook)
         assert (summary["hook"], summary["world_size"], summary["steps"]) == (hook, 2, 2)
