@@ -6,7 +6,7 @@ All measure themselves, so that reports compare like with like.
 import argparse
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -131,6 +131,8 @@ class DenseExchange(Exchange):
         bucket: dist.GradBucket,  # type: ignore[name-defined]
     ) -> torch.futures.Future[torch.Tensor]:
         start = self._now()
+        if bucket.index() == 0 and not isinstance(start, float):
+            self._zero = start  # times since then are 32-bit floats
         reduced = default_hooks.allreduce_hook(self._group, bucket)
 
         def complete(reduced: torch.futures.Future[torch.Tensor]) -> torch.Tensor:
@@ -168,7 +170,12 @@ class SparseExchange(Exchange):
 
     bytes_source = "counted by the transport"
 
-    def __init__(self, options: argparse.Namespace, compression: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        compression: dict[str, Any],
+    ) -> None:
         super().__init__()
         try:
             import sparsecomm
@@ -178,10 +185,12 @@ class SparseExchange(Exchange):
         self._in_python = options.python_hook
         state, self._hook = (getattr(sparsecomm, name) for name in SPARSE_HOOKS[options.hook])
         self.clips = options.hook not in SEND_ALL
+        self._sums_in_turn = not self.clips  # an allreduce, as torch's
         try:
             self.state: sparsecomm.CompressionState = state(
                 timeout=timedelta(seconds=options.timeout),
                 transport=options.transport,
+                named_parameters=named_parameters,
                 **compression,
             )
         except ValueError as error:
@@ -195,6 +204,8 @@ class SparseExchange(Exchange):
             ddp.register_comm_hook(self.state, self._hook)
         else:
             self._module.register_comm_hook(ddp, self.state)
+        if self._sums_in_turn and dist.get_world_size() > 2:
+            settle_buckets(ddp, task)
         self._seen = self._stats()
         return ddp
 
@@ -283,9 +294,10 @@ def make_exchange(options: argparse.Namespace, task: Task, optimizer: Optimizer)
         if options.python_hook:
             raise HookError(f"--python-hook is for sparsecomm's hooks, not {options.hook}")
         return DenseExchange(overlap=options.hook == "ddp")
+    named = task.model.named_parameters()
     if options.hook in SEND_ALL:
-        return SparseExchange(options, {})
-    return SparseExchange(options, compression(options, task, optimizer))
+        return SparseExchange(options, named, {})
+    return SparseExchange(options, named, compression(options, task, optimizer))
 
 
 def compression(options: argparse.Namespace, task: Task, optimizer: Optimizer) -> dict[str, Any]:
@@ -358,7 +370,8 @@ def settle_buckets(ddp: DistributedDataParallel, task: Task) -> None:
     differently from a run never stopped, unless both get past that pass before they train.
     """
     buffers = [(buffer, buffer.clone()) for buffer in ddp.buffers()]
-    with torch.random.fork_rng():
+    device = next(ddp.parameters()).device
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.autograd.backward(task.loss(ddp, task.to_device(next(task.batches(0)))))
     ddp.zero_grad(set_to_none=True)
     with torch.no_grad():

@@ -6,6 +6,7 @@ import argparse
 import gc
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -33,7 +34,9 @@ def run_program(program: str, options: argparse.Namespace, work: Callable[[], No
         work()
     except UserError as error:
         return fail(program, str(error), 2)
-    except (RuntimeError, ValueError, OSError) as error:
+    except Exception as error:
+        if not isinstance(error, RuntimeError | ValueError | OSError):
+            traceback.print_exc()  # it was not foreseen
         return fail(program, f"{type(error).__name__}: {error}", 1)
     disconnect()
     return 0

@@ -260,20 +260,21 @@ class Training:
         task, totals, history = self.task, self.exchange.totals, self.history
         own = [loss, sum(history.iteration_seconds), *astuple(totals)]
         measured = torch.tensor(own, dtype=torch.float64)
-        sums = torch.cat([measured, self.evaluate().cpu()])
-        dist.all_reduce(sums)
-        loss, seconds, *means = (sums[: len(own)] / self.ranks).tolist()
-        metrics = task.metrics(sums[len(own) :])
+        dist.all_reduce(measured)
+        loss, seconds, *means = (measured / self.ranks).tolist()
         history.loss.append(loss / steps)
         history.seconds.append(seconds)
+        if not math.isfinite(history.loss[-1]):
+            raise TrainingError(f"the loss is {history.loss[-1]}: try a lower --lr")
+        sums = self.evaluate().cpu()
+        dist.all_reduce(sums)
+        metrics = task.metrics(sums)
         for series, values in (
             (history.totals, dict(zip(asdict(totals), means, strict=True))),
             (history.metrics, metrics),
         ):
             for name, value in values.items():
                 series.setdefault(name, []).append(value)
-        if not math.isfinite(history.loss[-1]):
-            raise TrainingError(f"the loss is {history.loss[-1]}: try a lower --lr")
         if self.rank != 0:
             return
         print(

@@ -20,10 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import train_lstm
 from common import training
 from common.errors import DataError
+from common.order import steps_per_epoch
 from lstm import data, decode
 from lstm.model import PARAMETERS, SIZES, SpeechModel
 from ranks import run_ranks
-from vgg16.data import steps_per_epoch
 
 pytest.importorskip("soundfile", reason="soundfile reads the utterances")
 

@@ -131,6 +131,32 @@ def test_a_resumed_run_is_bit_identical(tmp_path: Path, hook: str) -> None:
     assert resumed == whole
 
 
+def train_and_resume(output: Path) -> None:
+    for hook in ("ddp", "dense_overlap", "oktopk"):
+        for folder, options in (
+            ("whole", []),
+            ("parts", ["--checkpoint-every", "1", "--steps", "3"]),
+            ("parts", ["--checkpoint-every", "1", "--resume"]),
+        ):
+            if "--resume" in options:
+                assert (output / hook / folder / "checkpoints" / "epoch-0001").is_dir()
+            kept = ["--hook", hook, "--output", str(output / hook / folder)]
+            chosen = train_vgg16.parse_options([*SMALL, "--limit", "12", *kept, *options])
+            chosen.device, chosen.backend = "cpu", "gloo"
+            training.Training(chosen, train_vgg16.ImageTask).run()
+
+
+@pytest.mark.timeout(240)
+def test_three_ranks_resume_to_the_bit(tmp_path: Path) -> None:
+    """From three on, what a sum rounds to depends on how DDP has laid out its buckets."""
+    run_ranks(3, train_and_resume, tmp_path, timeout=200)
+    for folder in tmp_path.iterdir():
+        whole, parts = read(folder / "whole"), read(folder / "parts")
+        assert whole["complete"]
+        assert parts["complete"]
+        assert parts["parameters_sha256"] == whole["parameters_sha256"], folder.name
+
+
 def train_with_each_hook(output: Path) -> None:
     for hook in HOOKS:
         folder = ["--output", str(output / hook), "--checkpoint-every", str(int(hook == "oktopk"))]
