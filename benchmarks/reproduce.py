@@ -48,6 +48,11 @@ TASKS = {
             full=("--epochs", "6"),
             fast=("--epochs", "2", "--limit", "64"),
         ),
+        Task(
+            "bert",
+            full=("--epochs", "4"),
+            fast=("--epochs", "2", "--limit", "60"),
+        ),
     )
 }
 # Plain DDP is what dense_overlap is over another transport.
