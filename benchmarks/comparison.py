@@ -81,14 +81,19 @@ class Results:
 
     @classmethod
     def read(
-        cls, folder: Path, tasks: Sequence[Task], methods: Sequence[str], observed: Sequence[str]
+        cls,
+        folder: Path,
+        tasks: Sequence[Task],
+        methods: Sequence[str],
+        observed: Sequence[str],
+        link: str,
     ) -> Results:
         """What reproduce.py's runs have left in the folder."""
         found: dict[str, list[Method]] = {}
         rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for task in tasks:
             of_task = folder / task.name
-            found[task.name] = [read_method(of_task / name) for name in methods]
+            found[task.name] = [read_method(of_task / name, link) for name in methods]
             rows[task.name] = {
                 name: json.loads((of_task / "observed" / name / "observations.json").read_text())
                 for name in observed
@@ -96,10 +101,10 @@ class Results:
         return cls(found, rows)
 
 
-def read_method(folder: Path) -> Method:
+def read_method(folder: Path, link: str) -> Method:
     seeds = [json.loads(path.read_text()) for path in sorted(folder.glob("seed-*/summary.json"))]
-    links = [json.loads(path.read_text()) for path in folder.glob("*bit/summary.json")]
-    return Method(folder.name, seeds, links[0] if links else None)
+    linked = folder / link / "summary.json"
+    return Method(folder.name, seeds, json.loads(linked.read_text()) if linked.exists() else None)
 
 
 def target_quality(methods: Sequence[Method]) -> float:
@@ -131,8 +136,8 @@ the same machine, with the bandwidth of such a link but without processors of th
 
 Seconds to a quality are steps times the seconds of a step between the hosts. The quality is
 {100 * SHARE_OF_WAY:g} % of the way that dense training goes from its first epoch to its last.
-Steps between hosts are the first ones: those of a recipe that begins with greater densities take
-longer than its later ones."""
+Steps between hosts are those without a density warm-up, whose epochs take longer. `recommended` is
+`oktopk` with what the training program recommends: a learning rate of its own may be part of it."""
 
 
 def section(

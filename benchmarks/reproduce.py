@@ -129,10 +129,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="what to train")
     add("--methods", nargs="+", choices=METHODS, default=[*METHODS], help="exchange of gradients")
     add("--folder", type=Path, default=None, help="of all runs (runs/reproduce, -fast)")
-    add("--page", type=Path, default=None, help="written (docs/results.md; fast: in the folder)")
+    add(
+        "--page",
+        type=Path,
+        default=None,
+        help="written (docs/results.md; of a part, in the folder)",
+    )
     options = parser.parse_args(arguments)
     folder: Path = options.folder or ROOT / "runs" / f"reproduce{'-fast' * options.fast}"
-    page: Path = options.page or (folder if options.fast else ROOT / "docs") / "results.md"
+    whole = not options.fast and options.tasks == [*TASKS] and options.methods == [*METHODS]
+    page: Path = options.page or (ROOT / "docs" if whole else folder) / "results.md"
     tasks = [TASKS[name] for name in options.tasks]
     os.chdir(ROOT)
 
@@ -146,7 +152,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in failed:
             print(f"  {run.folder / 'log.txt'}", file=sys.stderr)
         return 1
-    write_results(Results.read(folder, tasks, options.methods, [*OBSERVED]), page, LINK)
+    write_results(Results.read(folder, tasks, options.methods, [*OBSERVED], LINK), page, LINK)
     print(f"wrote {page}")
     return 0
 
@@ -168,6 +174,7 @@ def plan(
                 if fast and method not in FAST_ON_HOSTS:
                     continue
                 command = [*program, *METHODS[method], "--steps", "4" if fast else "20"]
+                command += ["--density-warmup", ""]
                 runs.append(Run(folder / task.name / method / LINK, command, on_hosts=True))
         for name, chosen in OBSERVED.items():
             command = ["benchmarks/observe.py", *program, *chosen]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -67,18 +67,23 @@ def prepare(spec: str, vocabulary: int, folder: Path, limit: int | None = None) 
     if final.is_dir():
         return final
     print(f"making tokens of {spec} in {final}", flush=True)
-    partial = final.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)
     try:
-        partial.mkdir(parents=True)
-        survey = Survey.of(spec, limit)
-        tokens = make_vocabulary(survey.texts_for_vocabulary, vocabulary)
-        content = "".join(f"{token}\n" for token in tokens)
-        (partial / "vocabulary.txt").write_text(content, encoding="utf-8")
-        write_tokens(survey, make_tokenizer(tokens), partial)
-        partial.rename(final)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{final.name}.", dir=folder) as own:
+            made = Path(own) / "made"
+            made.mkdir()
+            survey = Survey.of(spec, limit)
+            tokens = make_vocabulary(survey.texts_for_vocabulary, vocabulary)
+            content = "".join(f"{token}\n" for token in tokens)
+            (made / "vocabulary.txt").write_text(content, encoding="utf-8")
+            write_tokens(survey, make_tokenizer(tokens), made)
+            try:
+                made.rename(final)
+            except OSError:
+                if not final.is_dir():  # by another run, meanwhile
+                    raise
     except OSError as error:
-        raise DataError(f"{partial}: {error.strerror or error}") from None
+        raise DataError(f"{final}: {error.strerror or error}") from None
     return final
 
 

@@ -90,9 +90,15 @@ class Exchange(ABC):
     def state_dict(self) -> dict[str, Any]:
         return {"totals": vars(self.totals).copy()}
 
-    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        """Goes on from this rank's own state, or from those of all ranks of another number."""
-        self.totals = Totals(**states[0]["totals"])
+    def load_state_dicts(self, states: Sequence[dict[str, Any]], step: int) -> None:
+        """Goes on from this rank's own state, or from those of all ranks of another number.
+
+        Args:
+            states: what each has saved.
+            step: that of the run from now on, which may have other steps than theirs.
+        """
+        totals = [state["totals"] for state in states]
+        self.totals = Totals(**{k: sum(t[k] for t in totals) / len(totals) for k in totals[0]})
 
 
 class DenseExchange(Exchange):
@@ -217,9 +223,13 @@ class SparseExchange(Exchange):
     def state_dict(self) -> dict[str, Any]:
         return {**super().state_dict(), "hook": self.state.state_dict()}
 
-    def load_state_dicts(self, states: Sequence[dict[str, Any]]) -> None:
-        super().load_state_dicts(states)
-        self.state.load_state_dict({k: v for state in states for k, v in state["hook"].items()})
+    def load_state_dicts(self, states: Sequence[dict[str, Any]], step: int) -> None:
+        super().load_state_dicts(states, step)
+        together = {key: entry for state in states for key, entry in state["hook"].items()}
+        for entry in together.values():
+            for group in entry["groups"]:
+                group["step"] = step  # so that a density warm-up goes on in its epoch
+        self.state.load_state_dict(together)
         self._seen = self._stats()
 
     def write_stats(self, writer: Any, step: int) -> None:

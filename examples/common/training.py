@@ -370,12 +370,12 @@ class Training:
             every = [checkpoint.load_own(folder, epoch, rank) for rank in ranks]
             self.model.load_state_dict(shared["model"])
             self.optimizer.load_state_dict(shared["optimizer"])
-            self.exchange.load_state_dicts([own["exchange"] for own in every])
+            self.first_epoch = epoch
+            self.step = epoch * self.task.steps_per_epoch
+            self.exchange.load_state_dicts([own["exchange"] for own in every], self.step)
             self.history = History(**every[0]["history"])
             if former == self.ranks:
                 set_random_state(every[0]["random"])
-            self.first_epoch = epoch
-            self.step = epoch * self.task.steps_per_epoch
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(f"{folder}: epoch {epoch} does not fit: {error}") from error
         if self.rank == 0:

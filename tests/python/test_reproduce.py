@@ -131,7 +131,7 @@ def test_the_page_has_a_row_for_each_method(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         (folder / "observations.json").write_text(json.dumps(rows))
 
-    results = comparison.Results.read(tmp_path, [task], [*curves], [*reproduce.OBSERVED])
+    results = comparison.Results.read(tmp_path, [task], [*curves], [*reproduce.OBSERVED], "1gbit")
     comparison.write_results(results, tmp_path / "results.md", "1gbit")
     page = (tmp_path / "results.md").read_text()
     # 0.5 + 0.95 (0.9 - 0.5) = 0.88 is reached after 3 and after 2 epochs of 10 steps of 2 s.
