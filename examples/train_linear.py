@@ -30,7 +30,7 @@ import torch.distributed as dist
 from common import checkpoint, summary
 from common.checkpoint import CheckpointError
 from common.errors import TrainingError
-from common.group import attempt, join, run_program
+from common.group import join, run_program
 from common.options import Parser, add_run_options, natural, positive, positive_real
 from linear import text
 from linear.exchange import EXCHANGES, Exchange, make_exchange
@@ -258,7 +258,7 @@ class Training:
 
     def resume(self) -> None:
         """Goes on from the newest checkpoint, if --resume asks for it and there is one."""
-        found = checkpoint.find(self.folder, self.options.resume or attempt() > 0, self.settings())
+        found = checkpoint.find(self.folder, self.options.resume, self.settings())
         if found is None:
             return
         epoch, shared = found

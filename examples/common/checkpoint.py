@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from common.errors import UserError
+from common.group import attempt, launch
 
 _NAME = re.compile(r"epoch-(\d{4,})")
 
@@ -36,7 +37,7 @@ def save(folder: Path, epoch: int, shared: dict[str, Any], own: dict[str, Any]) 
     dist.barrier()
     _write(partial / f"rank-{rank}.pt", own)
     if rank == 0:
-        _write(partial / "shared.pt", shared)
+        _write(partial / "shared.pt", {**shared, "launch": launch()})
     dist.barrier()
     if rank == 0:
         shutil.rmtree(final, ignore_errors=True)
@@ -61,23 +62,27 @@ def newest(folder: Path) -> int | None:
 def find(folder: Path, resume: bool, settings: dict[str, Any]) -> tuple[int, dict[str, Any]] | None:
     """The newest checkpoint to go on from: its epoch, and what the ranks share.
 
-    ``None`` where there is none, which rank 0 says if ``resume`` asks for one.
+    ``None`` where there is none, which rank 0 says if one is asked for: by ``resume``, or by a
+    restart of torchrun, which goes on from what it has left itself.
 
     Raises:
-        CheckpointError: there is one, but ``resume`` does not ask for it, it belongs to a run with
-            other settings, or it cannot be read.
+        CheckpointError: there is one, but it is not asked for, it belongs to a run with other
+            settings, or it cannot be read.
     """
     epoch = newest(folder)
     if epoch is None:
-        if resume and dist.get_rank() == 0:
+        if (resume or attempt() > 0) and dist.get_rank() == 0:
             print(f"no checkpoint in {folder}: starting from the beginning", flush=True)
         return None
-    if not resume:
+    shared = load_shared(folder, epoch)
+    # Rank 0 decides: it has written that, and every host counts restarts by itself.
+    wanted = [resume or (attempt() > 0 and shared.get("launch") == launch())]
+    dist.broadcast_object_list(wanted)
+    if not wanted[0]:
         raise CheckpointError(
             f"{folder} holds a checkpoint of epoch {epoch}: "
             "go on from it with --resume, or choose another --output"
         )
-    shared = load_shared(folder, epoch)
     before = shared.get("settings")
     if not isinstance(before, dict):
         raise CheckpointError(f"{folder}: epoch {epoch} does not say of what run it is")

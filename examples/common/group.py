@@ -70,6 +70,12 @@ def attempt() -> int:
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
+def launch() -> str:
+    """Names the torchrun that has started this rank; a restart is by the same."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return f"process {os.getppid()}" if name == "none" else name  # "none": it was given none
+
+
 def disconnect() -> None:
     """Leaves the process group, and ends its threads before the interpreter does.
 

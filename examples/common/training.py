@@ -32,7 +32,7 @@ from common.exchange import (
     add_exchange_options,
     make_exchange,
 )
-from common.group import attempt, join, run_program
+from common.group import join, run_program
 from common.options import (
     Parser,
     add_run_options,
@@ -360,7 +360,7 @@ class Training:
         With another number of ranks all of their files are read, as residuals are shared out anew.
         """
         folder = self.options.output / "checkpoints"
-        found = checkpoint.find(folder, self.options.resume or attempt() > 0, self.settings())
+        found = checkpoint.find(folder, self.options.resume, self.settings())
         if found is None:
             return
         epoch, shared = found

@@ -334,12 +334,24 @@ def test_bad_data_are_refused(spec: str, message: str, capsys: pytest.CaptureFix
     assert f"train_vgg16: rank 0: {message}" in capsys.readouterr().err
 
 
-def test_checkpoints_are_not_mixed_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_checkpoints_are_not_mixed_up(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "first")
     one = ["--hook", "dense", "--limit", "2", "--batch", "2", "--output", str(tmp_path)]
     assert train_vgg16.main([*one, "--epochs", "1", "--checkpoint-every", "1"]) == 0
 
     assert train_vgg16.main([*one, "--epochs", "1"]) == 2
     assert "holds a checkpoint of epoch 1: go on from it with --resume" in capsys.readouterr().err
+
+    # A restart goes on from what its own torchrun has left.
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert train_vgg16.main([*one, "--epochs", "1", "--checkpoint-every", "1"]) == 0
+    assert "going on after epoch 1" in capsys.readouterr().out
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "second")
+    assert train_vgg16.main([*one, "--epochs", "1", "--checkpoint-every", "1"]) == 2
+    assert "holds a checkpoint of epoch 1: go on from it with --resume" in capsys.readouterr().err
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT")
 
     assert train_vgg16.main([*one, "--epochs", "1", "--seed", "7", "--resume"]) == 2
     assert "of another run: seed was 1, is 7" in capsys.readouterr().err
