@@ -443,3 +443,13 @@ def test_a_run_goes_on_to_the_same_model(tmp_path: Path) -> None:
 def test_unknown_data_are_refused(spec: str) -> None:
     with pytest.raises(DataError, match="expected spoken or an4:FOLDER"):
         data.load(spec)
+
+
+def test_a_run_that_diverges_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    small = ["--limit", "8", "--batch", "4", "--epochs", "1", "--hook", "ddp", "--beam", "2"]
+    assert train_lstm.main([*small, "--lr", "1e30", "--output", str(tmp_path)]) == 2
+    assert "the loss is nan: try a lower --lr" in capsys.readouterr().err
