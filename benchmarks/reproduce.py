@@ -105,16 +105,24 @@ class Run:
                 hosts.run_ranks(logged)
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            with log.open("w") as file:
-                subprocess.run(
-                    [*torchrun, "--nproc-per-node", str(RANKS), *self.command, *output],
+            command = [*torchrun, "--nproc-per-node", str(RANKS), *self.command, *output]
+            with (
+                log.open("w") as file,
+                subprocess.Popen(
+                    command,
                     cwd=ROOT,
                     env={**os.environ, "OMP_NUM_THREADS": "1"},
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    timeout=LONGEST_RUN,
-                    check=True,
-                )
+                ) as process,
+            ):
+                try:
+                    status = process.wait(LONGEST_RUN)
+                except BaseException:
+                    process.terminate()  # upon which it ends its ranks, as it could not if killed
+                    raise
+            if status != 0:
+                raise subprocess.CalledProcessError(status, command)
         (self.folder / "command.json").write_text(json.dumps(self.command))
 
 

@@ -54,6 +54,23 @@ def test_runs_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert not reproduce.Run(tmp_path / "good", [str(program), "2"]).is_done()
 
 
+def test_a_run_that_takes_too_long_leaves_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys, time\n"
+        "open(os.path.join(sys.argv[-1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
+        "time.sleep(100)\n"
+    )
+    monkeypatch.setattr(reproduce, "LONGEST_RUN", 12)
+    run = reproduce.Run(tmp_path / "run", [str(program)])
+    assert reproduce.make_all([run]) == [run]
+    for rank in range(reproduce.RANKS):
+        process = int((tmp_path / "run" / str(rank)).read_text())
+        assert not Path(f"/proc/{process}").exists()
+
+
 def test_every_method_is_run_with_every_seed(tmp_path: Path) -> None:
     runs = reproduce.plan(tmp_path, [*reproduce.TASKS.values()], [*reproduce.METHODS], False, True)
     assert len({run.folder for run in runs}) == len(runs)
