@@ -9,7 +9,8 @@ SHELL := /bin/bash
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-JOBS ?= $(shell nproc)
+# nproc heeds this variable, which is about threads, not compilers
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # make train
 RANKS ?= 2
 EPOCHS ?= 5
