@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from common.exchange import SEND_ALL
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -32,7 +33,6 @@ LABELS = {
     "oktopk": "Ok-Topk",
     "quantized_topk": "quantized Top-k",
 }
-SEND_ALL = ("ddp", "dense", "dense_overlap")
 # Told apart by colour-blind readers, and by shape in a print without colour.
 STYLES = (
     ("#0072B2", "o", "-"),

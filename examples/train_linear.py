@@ -257,7 +257,7 @@ class Training:
         checkpoint.save(self.folder, epoch, shared, own)
 
     def resume(self) -> None:
-        """Goes on from the newest checkpoint, if --resume asks for it and there is one."""
+        """Goes on from the newest checkpoint, if --resume or a restart asks for it."""
         found = checkpoint.find(self.folder, self.options.resume, self.settings())
         if found is None:
             return

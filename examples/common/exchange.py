@@ -125,8 +125,7 @@ class DenseExchange(Exchange):
         self._entries = count_parameters(ddp)
         self._step_bytes = 2 * (ranks - 1) / ranks * 4 * self._entries
         ddp.register_comm_hook(None, self._hook)
-        if ranks > 2:
-            settle_buckets(ddp, task)
+        settle_buckets(ddp, task)
         self._buckets.clear()
         return ddp
 
@@ -191,7 +190,6 @@ class SparseExchange(Exchange):
         self._in_python = options.python_hook
         state, self._hook = (getattr(sparsecomm, name) for name in SPARSE_HOOKS[options.hook])
         self.clips = options.hook not in SEND_ALL
-        self._sums_in_turn = not self.clips  # an allreduce, as torch's
         try:
             self.state: sparsecomm.CompressionState = state(
                 timeout=timedelta(seconds=options.timeout),
@@ -210,7 +208,7 @@ class SparseExchange(Exchange):
             ddp.register_comm_hook(self.state, self._hook)
         else:
             self._module.register_comm_hook(ddp, self.state)
-        if self._sums_in_turn and dist.get_world_size() > 2:
+        if not self.clips:  # an allreduce, as torch's
             settle_buckets(ddp, task)
         self._seen = self._stats()
         return ddp
@@ -379,6 +377,8 @@ def settle_buckets(ddp: DistributedDataParallel, task: Task) -> None:
     in an order that depends on the layout. A resumed run would so round its first step
     differently from a run never stopped, unless both get past that pass before they train.
     """
+    if dist.get_world_size() < 3:
+        return
     buffers = [(buffer, buffer.clone()) for buffer in ddp.buffers()]
     device = next(ddp.parameters()).device
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

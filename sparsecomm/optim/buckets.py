@@ -192,7 +192,7 @@ class GradientBuckets:
 
     def only_zeros_were_given(self) -> bool:
         """Whether every ``grad`` is zeros that no backward pass has brought."""
-        if self._synchronized or any(slot.arrived for slot in self._slots.values()):
+        if self._synchronized or self._has_arrivals():
             return False
         gradients = [slot.parameter.grad for slot in self._slots.values()]
         return all(g is not None and not g.any() for g in gradients)
@@ -216,8 +216,11 @@ class GradientBuckets:
     def discard(self) -> None:
         """The gradients are not wanted: what is on its way is waited for, and forgotten."""
         self._synchronized = False
-        if any(bucket.missing < len(bucket.slots) for bucket in self._buckets):
+        if self._has_arrivals():
             self._wait()
+
+    def _has_arrivals(self) -> bool:
+        return any(bucket.missing < len(bucket.slots) for bucket in self._buckets)
 
     def finished(self) -> None:
         """A step has used the gradients."""

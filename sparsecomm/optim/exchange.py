@@ -55,7 +55,8 @@ class OptimizerExchange(CompressionState):
     def _connect(self) -> None:
         super()._connect()
         if self._pending is not None:
-            self.load_state_dict(self._pending)
+            super().load_state_dict(self._pending)
+            self._pending = None
 
     def exchange(
         self, index: int, last: bool, buffer: Tensor, parameters: list[Tensor], views: list[Tensor]
