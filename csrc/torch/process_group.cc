@@ -197,23 +197,34 @@ ProcessGroup::WorkPtr ProcessGroup::endCoalescing() {
   return c10::make_intrusive<JointWork>(std::move(works));
 }
 
-ProcessGroup::BackendPtr ProcessGroup::wrap(BackendPtr gloo, StorePtr const& store) const {
-  if (!gloo) return nullptr;
+template <class F>
+ProcessGroup::BackendPtr ProcessGroup::derive(StorePtr const& store, F&& make_gloo) {
+  {
+    std::lock_guard const lock(mutex_);
+    if (derived_from_.lock() == store) {
+      if (BackendPtr made = derived_.lock()) return made;
+    }
+  }
   Parts parts = parts_;
-  parts.gloo = std::move(gloo);
+  parts.gloo = make_gloo();
+  if (!parts.gloo) return nullptr;  // this rank is no member
   parts.store = store;
   parts.timeout = parts.gloo->getBackendOptions()->timeout;
-  return c10::make_intrusive<ProcessGroup>(std::move(parts));
+  auto made = c10::make_intrusive<ProcessGroup>(std::move(parts));
+  std::lock_guard const lock(mutex_);
+  derived_from_ = c10::weak_intrusive_ptr<c10d::Store>(store);
+  derived_ = c10::weak_intrusive_ptr<c10d::Backend>(made);
+  return made;
 }
 
 ProcessGroup::BackendPtr ProcessGroup::split(StorePtr const& store, std::vector<int> const& ranks,
                                              OptionsPtr const& opts) {
-  return wrap(parts_.gloo->split(store, ranks, opts), store);
+  return derive(store, [&] { return parts_.gloo->split(store, ranks, opts); });
 }
 
 ProcessGroup::BackendPtr ProcessGroup::merge(StorePtr const& store, OptionsPtr const& opts,
                                              int const& rank, int const& size) {
-  return wrap(parts_.gloo->merge(store, opts, rank, size), store);
+  return derive(store, [&] { return parts_.gloo->merge(store, opts, rank, size); });
 }
 
 std::shared_ptr<Communicator> ProcessGroup::take_communicator(bool wait) {

@@ -109,7 +109,10 @@ class ProcessGroup final : public c10d::Backend {
   // there is one.
   template <class F>
   WorkPtr forward(char const* title, at::Device device, F&& start);
-  BackendPtr wrap(BackendPtr gloo, StorePtr const& store) const;
+  // torch asks once per device type with one store, and one group serves all of them; a second over
+  // the same keys of the store would find the first's addresses.
+  template <class F>
+  BackendPtr derive(StorePtr const& store, F&& make_gloo);
   std::shared_ptr<Communicator> take_communicator(bool wait);
   std::unique_ptr<Transport> make_transport();
 
@@ -117,6 +120,8 @@ class ProcessGroup final : public c10d::Backend {
   OptionsPtr engine_options_;
   std::mutex mutex_;  // guards what follows
   BackendPtr nccl_;
+  c10::weak_intrusive_ptr<c10d::Store> derived_from_{StorePtr()};
+  c10::weak_intrusive_ptr<c10d::Backend> derived_{BackendPtr()};
   bool coalescing_ = false;
   std::vector<WorkPtr> coalesced_;  // works of gloo meanwhile
   bool closed_ = false;
