@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hosts import parse_rate
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -18,7 +20,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from report import LABELS, STYLES, decorate, log_scale, words
 
 BASELINE = "dense"
-NAMES = {**LABELS, "auto": "auto", "recommended": "Ok-Topk, recommended recipe"}
+NAMES = {
+    **LABELS,
+    "auto": "auto",
+    "recommended": "Ok-Topk, recommended recipe",
+    "recommended_quantized": "quantized Top-k, recommended recipe",
+}
 # The quality that methods are timed to: so much of the way that dense training goes from its first
 # epoch to its last.
 SHARE_OF_WAY = 0.95
@@ -36,15 +43,21 @@ class Task:
     name: str
     full: tuple[str, ...]
     fast: tuple[str, ...]
+    batch_on_many_hosts: int = 0  # 0: it is not trained there
 
 
 @dataclass(frozen=True)
 class Method:
-    """The runs of a method on a task: one for each seed, and the one between hosts, if any."""
+    """The runs of a method on a task: one for each seed, and those between hosts, if any.
+
+    `link` is of some steps between as many hosts as the seeds' runs have ranks, and without a
+    density warm-up; `hosts` is a whole training between more of them.
+    """
 
     name: str
     seeds: list[Summary]
     link: Summary | None
+    hosts: Summary | None = None
 
     @property
     def quality(self) -> str:
@@ -56,20 +69,56 @@ class Method:
         curves = [run["curves"][self.quality] for run in self.seeds]
         return [statistics.fmean(values) for values in zip(*curves, strict=True)]
 
-    def mean(self, key: str) -> float:
-        return statistics.fmean(run[key] for run in self.seeds)
+    def finals(self) -> list[float]:
+        """The quality of each seed in the end."""
+        return [run[self.quality] for run in self.seeds]
 
-    def seconds_to(self, target: float) -> float | None:
-        """Between the hosts, until the quality is reached; None if it is not."""
-        higher = self.seeds[0]["higher_is_better"]
-        for epoch, value in enumerate(self.curve(), 1):
-            if self.link and (value >= target if higher else value <= target):
-                return epoch * self.seconds_per_epoch(self.link)
-        return None
+    def median(self, key: str) -> float:
+        return float(statistics.median(run[key] for run in self.seeds))
 
-    def seconds_per_epoch(self, run: Summary) -> float:
+    def sent_megabytes(self) -> list[float]:
+        """Of a rank and step, in each epoch; mean over the seeds."""
+        curves = [each(run["curves"]["cumulative_sent_bytes"]) for run in self.seeds]
         steps = self.seeds[0]["steps"] / self.seeds[0]["epochs"]
-        return float(steps * run["iteration_seconds"])
+        return [statistics.fmean(values) / steps / 1e6 for values in zip(*curves, strict=True)]
+
+    def seconds_between_hosts(self, bits_per_second: float) -> list[float] | None:
+        """After each epoch, if there is a run between hosts.
+
+        Its steps have no density warm-up: epochs that have one are given what they took longer on
+        this machine than the last, and what they sent more.
+        """
+        if self.link is None:
+            return None
+        steps = self.seeds[0]["steps"] / self.seeds[0]["epochs"]
+        epochs = [steps * self.link["iteration_seconds"]] * self.seeds[0]["epochs"]
+        if self.seeds[0]["density_warmup"]:
+            sent = self.sent_megabytes()
+            times = [each(run["cumulative_seconds"]) for run in self.seeds]
+            local = [statistics.median(values) for values in zip(*times, strict=True)]
+            for epoch in range(len(self.seeds[0]["density_warmup"][: len(epochs)])):
+                more = max(0.0, sent[epoch] - sent[-1]) * 8e6 * steps
+                epochs[epoch] += max(0.0, local[epoch] - local[-1]) + more / bits_per_second
+        return list(itertools.accumulate(epochs))
+
+    def seconds_to(self, target: float, bits_per_second: float) -> float | None:
+        """Between the hosts, until the end of the epoch that reaches the quality, if any does."""
+        times = self.seconds_between_hosts(bits_per_second)
+        epoch = first_to_reach(self.curve(), target, self.seeds[0]["higher_is_better"])
+        return None if times is None or epoch is None else times[epoch]
+
+
+def each(totals: Sequence[float]) -> list[float]:
+    """What each epoch adds to a total."""
+    return [late - early for early, late in itertools.pairwise([0.0, *totals])]
+
+
+def first_to_reach(curve: Sequence[float], target: float, higher: bool) -> int | None:
+    """The epoch, from 0 on, after which the quality is the target or better."""
+    for epoch, value in enumerate(curve):
+        if value >= target if higher else value <= target:
+            return epoch
+    return None
 
 
 @dataclass(frozen=True)
@@ -87,13 +136,14 @@ class Results:
         methods: Sequence[str],
         observed: Sequence[str],
         link: str,
+        hosts: str,
     ) -> Results:
         """What reproduce.py's runs have left in the folder."""
         found: dict[str, list[Method]] = {}
         rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for task in tasks:
             of_task = folder / task.name
-            found[task.name] = [read_method(of_task / name, link) for name in methods]
+            found[task.name] = [read_method(of_task / name, link, hosts) for name in methods]
             rows[task.name] = {
                 name: json.loads((of_task / "observed" / name / "observations.json").read_text())
                 for name in observed
@@ -101,22 +151,29 @@ class Results:
         return cls(found, rows)
 
 
-def read_method(folder: Path, link: str) -> Method:
+def read_method(folder: Path, link: str, hosts: str) -> Method:
+    def read(name: str) -> Summary | None:
+        path = folder / name / "summary.json"
+        return json.loads(path.read_text()) if path.exists() else None
+
     seeds = [json.loads(path.read_text()) for path in sorted(folder.glob("seed-*/summary.json"))]
-    linked = folder / link / "summary.json"
-    return Method(folder.name, seeds, json.loads(linked.read_text()) if linked.exists() else None)
+    return Method(folder.name, seeds, read(link), read(hosts))
+
+
+def baseline(methods: Sequence[Method]) -> Method:
+    return next((method for method in methods if method.name == BASELINE), methods[0])
 
 
 def target_quality(methods: Sequence[Method]) -> float:
-    dense = next((method for method in methods if method.name == BASELINE), methods[0]).curve()
+    dense = baseline(methods).curve()
     return dense[0] + SHARE_OF_WAY * (dense[-1] - dense[0])
 
 
-def write_results(results: Results, page: Path, link: str) -> None:
+def write_results(results: Results, page: Path, link: str, goals: str) -> None:
     """Writes the page, and the pictures that it shows into a folder of its name."""
     pictures = page.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
-    parts = [introduction(results, link)]
+    parts = [introduction(results, link), goals]
     for task, methods in results.methods.items():
         draw_methods(methods, pictures / f"{task}.png", link)
         draw_observed(results.observed[task], pictures / f"{task}-observed.png")
@@ -125,19 +182,27 @@ def write_results(results: Results, page: Path, link: str) -> None:
 
 
 def introduction(results: Results, link: str) -> str:
-    run = next(iter(results.methods.values()))[0].seeds[0]
+    methods = next(iter(results.methods.values()))
+    run = methods[0].seeds[0]
+    between = (
+        f"""Between hosts means on links of {link}: network namespaces on the same
+machine, with the bandwidth of such a link but without processors of their own. Seconds to a quality
+are composed of the epochs that the runs on this machine needed and the seconds of a step between
+hosts, median of some; to an epoch with a density warm-up is added what it took longer and sent
+more than the last. They come in whole epochs."""
+        if any(method.link for method in methods)
+        else "Nothing was measured between hosts, as that takes root and network namespaces."
+    )
     return f"""# Results on the examples' tasks
 
 Written by `make reproduce`: every method with the same models, data, order and number of epochs,
 on {run["world_size"]} ranks. Quality is the mean over seeds, with the lowest and the highest. Bytes
-are counted by the transport, or for `dense` computed. Seconds of a step are medians, on this
-machine, whose cores the ranks share, and between hosts on links of {link}: network namespaces on
-the same machine, with the bandwidth of such a link but without processors of their own.
+are counted by the transport, or for `dense` computed: the mean of all steps, and of those of the
+last epoch, when a density warm-up is over and `auto` has tried what it tries. Seconds of a step are
+medians, of steps and then of seeds, on this machine, whose cores the ranks share. {between}
 
-Seconds to a quality are steps times the seconds of a step between the hosts. The quality is
-{100 * SHARE_OF_WAY:g} % of the way that dense training goes from its first epoch to its last.
-Steps between hosts are those without a density warm-up, whose epochs take longer. `recommended` is
-`oktopk` with what the training program recommends: a learning rate of its own may be part of it."""
+The target quality of the tables is {100 * SHARE_OF_WAY:g} % of the way that dense training goes
+from its first epoch to its last. The density counts parameters that are sent whole, too."""
 
 
 def section(
@@ -152,50 +217,80 @@ def section(
     seeds = len(methods[0].seeds)
     fill_in = observed["topk_dsa"]
     result = statistics.fmean(row["result_density"] for row in fill_in)
-    xis = [
-        f"{statistics.median(row['xi'] for row in rows if row['xi'] is not None):.2f} at density "
-        f"{100 * rows[-1]['asked_density']:g} %"
-        for rows in (observed[name] for name in XI)
-    ]
+    xis = []
+    for rows in (observed[name] for name in XI):
+        found = [row["xi"] for row in rows if row["xi"] is not None]
+        density = 100 * rows[-1]["asked_density"]
+        xis.append(f"{statistics.median(found):.2f} ({max(found):.2f}) at {density:g} %")
     return f"""## {first["task"]}
 
 {first["parameters"]:,} parameters, {first["data"]}, {first["batch"]} a rank and step,
 {first["epochs"]} epochs of {first["steps"] // first["epochs"]} steps; seeds: {seeds}.
-{quality.capitalize()}: {better} is better.
+{quality.capitalize()}: {better} is better. {recipes(methods)}{twins(methods)}
 
 {table(methods, link)}
 
 ![quality over epochs and time, and where the time goes]({pictures}/{task}.png)
 
-Of a step, what of selecting and communicating the backward pass hides is not shown; what it does
-not hide is divided between both as the whole is.
+The bars are of the seed whose step is the median one. Computing is a step without what the exchange
+adds to it; that part is divided into selecting and communicating as the whole of both is, hidden
+parts included. Communicating holds applying the result and waiting for the other rank.
 
 ![what is selected, against what was asked for]({pictures}/{task}-observed.png)
 
-No selection exceeds four times what was asked for.
+No selection exceeds four times what was asked for and 1,024 more, whatever passes the threshold.
 
 Fill-in: selections of {100 * fill_in[-1]["asked_density"]:g} % make a result of
-{100 * result:.2f} % in TopkDSA, mean of all steps. The xi of Ok-Topk's Assumption 1, median of the
-steps that were looked at: {", ".join(xis)}."""
+{100 * result:.2f} % in TopkDSA, mean of all steps; {first["world_size"]} ranks can make no more
+than {first["world_size"]} times what they select. The xi of Ok-Topk's Assumption 1, median
+(largest) of the steps that were looked at: {", ".join(xis)}."""
+
+
+def recipes(methods: Sequence[Method]) -> str:
+    """What a recipe changes."""
+    plain = baseline(methods).seeds[0]
+    for method in methods:
+        run = method.seeds[0]
+        if not method.name.startswith("recommended"):
+            continue
+        warmup = ", ".join(f"{100 * density:g} %" for density in run["density_warmup"])
+        parts = [f"a learning rate of {run['lr']:g} (others: {plain['lr']:g})"]
+        parts += [f"densities of {warmup} in the first epochs"] if warmup else []
+        parts += ["momentum correction"] if run["momentum_correction"] else []
+        parts += ["selection by Adam's first moment"] if run["first_moment"] else []
+        return f"The recommended recipe: {', '.join(parts)}. "
+    return ""
+
+
+def twins(methods: Sequence[Method]) -> str:
+    """Which methods give the same model, bit for bit: their rows are no two witnesses."""
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for method in methods:
+        digests = tuple(run["parameters_sha256"] for run in method.seeds)
+        alike.setdefault(digests, []).append(NAMES[method.name])
+    groups = [" and ".join(names) for names in alike.values() if len(names) > 1]
+    return f"Bit for bit the same model: {'; '.join(groups)}." if groups else ""
 
 
 def table(methods: Sequence[Method], link: str) -> str:
     quality, target = methods[0].quality, target_quality(methods)
-    heading = ["method", words(quality), "MB sent per rank and step", "density", "s per step"]
-    heading += [f"s per step, {link}", f"s to {target:.3f}"]
+    heading = ["method", words(quality), "MB sent per rank and step", "last epoch", "density"]
+    heading += ["s per step", f"s per step, {link}", f"s to {target:.3f}"]
     rows = [heading, ["---"] * len(heading)]
     for method in methods:
-        values = [run[quality] for run in method.seeds]
+        values = method.finals()
         spread = f" ({min(values):.4f} to {max(values):.4f})" if len(values) > 1 else ""
+        sent = method.sent_megabytes()
         rows.append(
             [
                 NAMES[method.name],
                 f"{statistics.fmean(values):.4f}{spread}",
-                f"{method.mean('sent_bytes_per_iteration') / 1e6:.3f}",
-                f"{100 * method.mean('realised_density'):.2f} %",
-                number(method.mean("iteration_seconds")),
+                f"{statistics.fmean(sent):.3f}",
+                f"{sent[-1]:.3f}",
+                f"{100 * method.median('realised_density'):.2f} %",
+                number(method.median("iteration_seconds")),
                 number(method.link["iteration_seconds"] if method.link else None),
-                number(method.seconds_to(target), 0),
+                number(method.seconds_to(target, parse_rate(link)), 0),
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -214,18 +309,25 @@ def draw_methods(methods: Sequence[Method], path: Path, link: str) -> None:
         curve = method.curve()
         epochs = range(1, len(curve) + 1)
         by_epoch.plot(epochs, curve, label=NAMES[method.name], **style)
-        if method.link is not None:
-            seconds = method.seconds_per_epoch(method.link)
-            by_time.plot([seconds * epoch for epoch in epochs], curve, **style)
+        seconds = method.seconds_between_hosts(parse_rate(link))
+        if seconds is not None:
+            by_time.plot(seconds, curve, **style)
     quality = words(methods[0].quality)
     decorate(by_epoch, quality.capitalize(), "mean over seeds")
     decorate(by_time, f"{quality.capitalize()} over time, link of {link}", "mean over seeds")
     by_time.set_xlabel("seconds")
     figure.legend(loc="outside lower center", ncols=5, fontsize=10)
-    draw_parts(bars[0], [(m.name, m.seeds[0]) for m in methods], "A step on this machine")
+    here = [(m.name, median_run(m.seeds)) for m in methods]
+    draw_parts(bars[0], here, "A step on this machine")
     linked = [(m.name, m.link) for m in methods if m.link is not None]
     draw_parts(bars[1], linked, f"A step between hosts, link of {link}")
     figure.savefig(path)
+
+
+def median_run(runs: Sequence[Summary]) -> Summary:
+    """The one with the (lower) median step."""
+    ordered = sorted(runs, key=lambda run: float(run["iteration_seconds"]))
+    return ordered[(len(ordered) - 1) // 2]
 
 
 def draw_parts(panel: Axes, runs: Sequence[tuple[str, Summary]], title: str) -> None:
@@ -284,8 +386,7 @@ def draw_observed(observed: dict[str, list[dict[str, Any]]], path: Path) -> None
         decorate(panel, title, "")
         panel.set_xlabel("step")
         panel.legend(fontsize=9)
-    for panel in (density, threshold):
-        log_scale(panel, [value for line in panel.lines for value in line.get_ydata()])
+    log_scale(density, [value for line in density.lines for value in line.get_ydata()])
     figure.savefig(path)
 
 

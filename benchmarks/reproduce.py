@@ -24,6 +24,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import goals
 from comparison import Results, Task, write_results
 from hosts import Hosts, HostsError, missing
 
@@ -33,6 +34,10 @@ from common.exchange import HOOKS
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = 2
 LINK = "1gbit"
+# Whole trainings between more hosts, and batches that make the steps those of the other runs.
+MANY_HOSTS = 4
+ON_MANY_HOSTS = ("dense", "dense_overlap", "oktopk", "recommended")
+MANY_HOSTS_FOLDER = f"{MANY_HOSTS}-hosts"
 LONGEST_RUN = 3600  # seconds
 
 TASKS = {
@@ -42,6 +47,7 @@ TASKS = {
             "vgg16",
             full=("--epochs", "5"),
             fast=("--epochs", "2", "--limit", "192"),
+            batch_on_many_hosts=8,
         ),
         Task(
             "lstm",
@@ -59,6 +65,7 @@ TASKS = {
 METHODS: dict[str, tuple[str, ...]]
 METHODS = {hook: ("--hook", hook) for hook in HOOKS if hook != "ddp"}
 METHODS["recommended"] = ("--hook", "oktopk", "--recipe", "recommended")
+METHODS["recommended_quantized"] = ("--hook", "quantized_topk", "--recipe", "recommended")
 FAST_ON_HOSTS = ("dense", "dense_overlap", "oktopk")
 OBSERVED = {
     "reused": ("--hook", "oktopk", "--threshold", "reused"),
@@ -67,7 +74,9 @@ OBSERVED = {
     "topk_dsa": ("--hook", "topk_dsa"),
     "sparser": ("--hook", "oktopk", "--density", "0.005"),
     "denser": ("--hook", "oktopk", "--density", "0.08"),
+    "quantized_topk": ("--hook", "quantized_topk"),
 }
+STEPS_OBSERVED = 160  # five times the default period of exact thresholds
 
 
 @dataclass(frozen=True)
@@ -77,15 +86,19 @@ class Run:
     folder: Path
     command: list[str]
     result: str = "summary.json"
-    on_hosts: bool = False
+    hosts: int = 0  # 0: ranks of this machine, with nothing between them
 
     def is_done(self) -> bool:
         """Whether it has been made, by the same command."""
         try:
-            made = json.loads((self.folder / "command.json").read_text())
-        except (OSError, ValueError):
+            made = json.loads((self.folder / "command.json").read_text())["command"]
+        except (OSError, ValueError, KeyError, TypeError):
             return False
         return bool(made == self.command) and (self.folder / self.result).is_file()
+
+    def seconds(self) -> float:
+        """What it took, once it is done."""
+        return float(json.loads((self.folder / "command.json").read_text())["seconds"])
 
     def make(self) -> None:
         """Runs it anew.
@@ -97,11 +110,12 @@ class Run:
         self.folder.mkdir(parents=True)
         log = self.folder / "log.txt"
         output = ["--output", str(self.folder)]
-        if self.on_hosts:
+        begin = time.monotonic()
+        if self.hosts > 0:
             command = [sys.executable, *self.command, *output]
             # Every host adds to the log.
             logged = ["sh", "-c", f'exec "$0" "$@" >> "{log}" 2>&1', *command]
-            with Hosts(RANKS, LINK) as hosts:
+            with Hosts(self.hosts, LINK) as hosts:
                 hosts.run_ranks(logged)
         else:
             torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -123,7 +137,8 @@ class Run:
                     raise
             if status != 0:
                 raise subprocess.CalledProcessError(status, command)
-        (self.folder / "command.json").write_text(json.dumps(self.command))
+        record = {"command": self.command, "seconds": time.monotonic() - begin}
+        (self.folder / "command.json").write_text(json.dumps(record))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -160,8 +175,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in failed:
             print(f"  {run.folder / 'log.txt'}", file=sys.stderr)
         return 1
-    write_results(Results.read(folder, tasks, options.methods, [*OBSERVED], LINK), page, LINK)
-    print(f"wrote {page}")
+    results = Results.read(folder, tasks, options.methods, [*OBSERVED], LINK, MANY_HOSTS_FOLDER)
+    found = goals.goals(results, LINK, MANY_HOSTS)
+    write_results(results, page, LINK, goals.section(found))
+    hours = sum(run.seconds() for run in runs) / 3600
+    print(f"wrote {page} of runs that took {hours:.1f} hours")
     return 0
 
 
@@ -183,9 +201,21 @@ def plan(
                     continue
                 command = [*program, *METHODS[method], "--steps", "4" if fast else "20"]
                 command += ["--density-warmup", ""]
-                runs.append(Run(folder / task.name / method / LINK, command, on_hosts=True))
+                runs.append(Run(folder / task.name / method / LINK, command, hosts=RANKS))
+            if task.batch_on_many_hosts and not fast:
+                batch = ("--batch", str(task.batch_on_many_hosts))
+                runs += [
+                    Run(
+                        folder / task.name / method / MANY_HOSTS_FOLDER,
+                        [*program, *METHODS[method], *batch],
+                        hosts=MANY_HOSTS,
+                    )
+                    for method in ON_MANY_HOSTS
+                    if method in methods
+                ]
         for name, chosen in OBSERVED.items():
             command = ["benchmarks/observe.py", *program, *chosen]
+            command += ["--steps", str(STEPS_OBSERVED)]
             runs.append(
                 Run(folder / task.name / "observed" / name, command, result="observations.json")
             )
