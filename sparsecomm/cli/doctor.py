@@ -314,17 +314,29 @@ def run(command: Sequence[str], seconds: float) -> Outcome:
         printed = output.read().decode(errors="replace")
     step, figures, others = STARTING, {}, []
     for line in printed.splitlines():
-        try:
-            fields = json.loads(line)
-        except ValueError:
-            fields = None
-        if not isinstance(fields, dict):
+        messages = said(line)
+        if not messages:
             others.append(line)
-        elif "step" in fields:
-            step = fields["step"]
-        else:
-            figures = fields
+        for fields in messages:
+            if "step" in fields:
+                step = fields["step"]
+            else:
+                figures = fields
     return Outcome(status, step, figures, "\n".join(others[-OUTPUT_LINES:]))
+
+
+def said(line: str) -> list[dict[str, Any]]:
+    """What a probe said in a line: once, or several ranks whose lines a launcher has joined."""
+    decoder, place, found = json.JSONDecoder(), 0, []
+    while place < len(line):
+        try:
+            fields, place = decoder.raw_decode(line, place)
+        except ValueError:
+            return []
+        if not isinstance(fields, dict):
+            return []
+        found.append(fields)
+    return found
 
 
 def failure(subject: str, outcome: Outcome, seconds: float) -> Finding | None:

@@ -141,6 +141,21 @@ def test_what_hangs_is_ended(launcher: list[str], tmp_path: Path) -> None:
     assert processes_with(mark) == []
 
 
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"step": "a"}', [{"step": "a"}]),
+        ('{"step": "a"}{"latency_us": 1}', [{"step": "a"}, {"latency_us": 1}]),
+        ("", []),
+        ("12", []),
+        ('{"step": "a"} and more', []),
+        ('{"step": ', []),
+    ],
+)
+def test_lines_that_a_launcher_has_joined_are_read(line: str, said: list[dict[str, Any]]) -> None:
+    assert doctor.said(line) == said
+
+
 def test_what_crashes_is_named() -> None:
     program = "import os; print('last words', flush=True); os.kill(os.getpid(), 11)"
     found = doctor.failure("kernels", doctor.run([sys.executable, "-c", program], PATIENCE), 1)
