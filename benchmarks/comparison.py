@@ -64,6 +64,11 @@ class Method:
         name: str = self.seeds[0]["quality"]
         return name
 
+    @property
+    def steps(self) -> float:
+        """Of an epoch."""
+        return float(self.seeds[0]["steps"] / self.seeds[0]["epochs"])
+
     def curve(self) -> list[float]:
         """The quality after each epoch, mean over the seeds."""
         curves = [run["curves"][self.quality] for run in self.seeds]
@@ -79,8 +84,7 @@ class Method:
     def sent_megabytes(self) -> list[float]:
         """Of a rank and step, in each epoch; mean over the seeds."""
         curves = [each(run["curves"]["cumulative_sent_bytes"]) for run in self.seeds]
-        steps = self.seeds[0]["steps"] / self.seeds[0]["epochs"]
-        return [statistics.fmean(values) / steps / 1e6 for values in zip(*curves, strict=True)]
+        return [statistics.fmean(values) / self.steps / 1e6 for values in zip(*curves, strict=True)]
 
     def seconds_between_hosts(self, bits_per_second: float) -> list[float] | None:
         """After each epoch, if there is a run between hosts.
@@ -90,14 +94,13 @@ class Method:
         """
         if self.link is None:
             return None
-        steps = self.seeds[0]["steps"] / self.seeds[0]["epochs"]
-        epochs = [steps * self.link["iteration_seconds"]] * self.seeds[0]["epochs"]
+        epochs = [self.steps * self.link["iteration_seconds"]] * self.seeds[0]["epochs"]
         if self.seeds[0]["density_warmup"]:
             sent = self.sent_megabytes()
             times = [each(run["cumulative_seconds"]) for run in self.seeds]
             local = [statistics.median(values) for values in zip(*times, strict=True)]
             for epoch in range(len(self.seeds[0]["density_warmup"][: len(epochs)])):
-                more = max(0.0, sent[epoch] - sent[-1]) * 8e6 * steps
+                more = max(0.0, sent[epoch] - sent[-1]) * 8e6 * self.steps
                 epochs[epoch] += max(0.0, local[epoch] - local[-1]) + more / bits_per_second
         return list(itertools.accumulate(epochs))
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import goals
 from comparison import Results, Task, write_results
@@ -90,15 +91,20 @@ class Run:
 
     def is_done(self) -> bool:
         """Whether it has been made, by the same command."""
-        try:
-            made = json.loads((self.folder / "command.json").read_text())["command"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return False
+        made = self.record().get("command")
         return bool(made == self.command) and (self.folder / self.result).is_file()
 
     def seconds(self) -> float:
         """What it took, once it is done."""
-        return float(json.loads((self.folder / "command.json").read_text())["seconds"])
+        return float(self.record()["seconds"])
+
+    def record(self) -> dict[str, Any]:
+        """Its command and its seconds, if it has been made."""
+        try:
+            found = json.loads((self.folder / "command.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
 
     def make(self) -> None:
         """Runs it anew.

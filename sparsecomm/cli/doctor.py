@@ -327,15 +327,16 @@ def run(command: Sequence[str], seconds: float) -> Outcome:
 
 def said(line: str) -> list[dict[str, Any]]:
     """What a probe said in a line: once, or several ranks whose lines a launcher has joined."""
-    decoder, place, found = json.JSONDecoder(), 0, []
-    while place < len(line):
+    decoder, found = json.JSONDecoder(), []
+    while line := line.lstrip():
         try:
-            fields, place = decoder.raw_decode(line, place)
+            fields, end = decoder.raw_decode(line)
         except ValueError:
             return []
         if not isinstance(fields, dict):
             return []
         found.append(fields)
+        line = line[end:]
     return found
 
 

@@ -144,13 +144,12 @@ TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
       EXPECT_EQ(figures[rank].values(), figures[0].values()) << "rank " << rank;
     }
     EXPECT_LE(messages[0], 63 * 3 + 16 * 7u);
-    for (double const figure : figures[0].values()) EXPECT_GE(figure, 0);
-    // What was simulated was found, where slowness does not multiply what disturbs this machine.
-    // The checksum's time comes on top: 0.5 ns a byte, or several where others want the memory too.
-    if (setting.slowdown > 1) continue;
     for (double const figure : figures[0].values()) EXPECT_GT(figure, 0);
+    // What was simulated was found, where slowness does not multiply what disturbs this machine.
+    // The checksum's time comes on top.
+    if (setting.slowdown > 1) continue;
     EXPECT_GT(figures[0].link.byte, 0.9 * setting.link.byte);
-    EXPECT_LT(figures[0].link.byte, 1.2 * setting.link.byte + 5e-9);
+    EXPECT_LT(figures[0].link.byte, 1.2 * setting.link.byte + setting.slowdown * 1e-9);
   }
 }
 

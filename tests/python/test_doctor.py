@@ -145,6 +145,7 @@ def test_what_hangs_is_ended(launcher: list[str], tmp_path: Path) -> None:
     ("line", "said"),
     [
         ('{"step": "a"}', [{"step": "a"}]),
+        (' {"step": "a"} ', [{"step": "a"}]),
         ('{"step": "a"}{"latency_us": 1}', [{"step": "a"}, {"latency_us": 1}]),
         ("", []),
         ("12", []),
