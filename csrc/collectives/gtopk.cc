@@ -30,7 +30,7 @@ class GTopK final : public SparseAllreduce<V> {
       int const child = rank + distance;
       if (child >= size) continue;
       Request receive = channel.irecv(child, Phase::reduce, incoming);
-      take(channel, child, channel.wait_frame(receive, child, incoming), extent);
+      take(channel, child, channel.wait_frame(receive, child, incoming), problem);
       sum_.reset(0, extent, extent);
       sum_.add(result_.view());
       sum_.add(incoming_.view());
@@ -43,13 +43,13 @@ class GTopK final : public SparseAllreduce<V> {
     if (rank == 0) {
       frame = encode(channel, extent, max_frame);
       // As the others see it: a dense frame drops zeros.
-      if (size > 1) take(channel, rank, parse_frame(frame, channel.operation()), extent);
+      if (size > 1) take(channel, rank, parse_frame(frame, channel.operation()), problem);
     } else {
       int const parent = rank - distance;
       Request send = channel.isend(parent, Phase::reduce, encode(channel, extent, max_frame));
       Request receive = channel.irecv(parent, Phase::gather, incoming);
       FrameView const arrived = channel.wait_frame(receive, parent, incoming);
-      take(channel, parent, arrived, extent);
+      take(channel, parent, arrived, problem);
       channel.wait(send);
       frame = incoming.first(arrived.size());
     }
@@ -76,10 +76,14 @@ class GTopK final : public SparseAllreduce<V> {
     return out.first(encode_sparse<V>(channel.operation(), 0, extent, result_.indices,
                                       result_.values, options_.frame, out));
   }
-  void take(Channel& channel, int peer, FrameView const& frame, std::uint32_t extent) {
+  void take(Channel& channel, int peer, FrameView const& frame, SparseProblem const& problem) {
     incoming_.clear();
-    channel.decode_from(
-        peer, [&] { decode_sparse<V>(frame, 0, extent, incoming_.indices, incoming_.values); });
+    channel.decode_from(peer, [&] {
+      decode_sparse<V>(frame, 0, static_cast<std::uint32_t>(problem.extent), incoming_.indices,
+                       incoming_.values);
+      require<MalformedFrame>(incoming_.indices.size() <= problem.k, "frame: it has ",
+                              incoming_.indices.size(), " entries, must be at most ", problem.k);
+    });
   }
 
   AlgorithmOptions options_;

@@ -79,10 +79,28 @@ class OkTopk final : public SparseAllreduce<V> {
     return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices,
                                       part.values, options, out));
   }
-  void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
-              std::uint32_t last, Pairs<V>& out) const {
-    channel.decode_from(
-        peer, [&] { decode_sparse<V>(frame, first, last - first, out.indices, out.values); });
+  // Appends at most `most` entries of [first, last).
+  static void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
+                     std::uint32_t last, std::uint64_t most, std::vector<std::uint32_t>& indices,
+                     std::vector<V>& values) {
+    std::size_t const before = indices.size();
+    channel.decode_from(peer, [&] {
+      decode_sparse<V>(frame, first, last - first, indices, values);
+      std::size_t const count = indices.size() - before;
+      require<MalformedFrame>(count <= most, "frame: it has ", count, " entries, must be at most ",
+                              most);
+    });
+  }
+  // The same behind those of lower ranks.
+  static void decode_share(Channel& channel, int peer, FrameView const& frame, std::uint32_t extent,
+                           std::uint64_t most, Pairs<V>& out) {
+    std::size_t const before = out.indices.size();
+    decode(channel, peer, frame, 0, extent, most, out.indices, out.values);
+    channel.decode_from(peer, [&] {
+      require<MalformedFrame>(before == 0 || before == out.indices.size() ||
+                                  out.indices[before - 1] < out.indices[before],
+                              "its share overlaps that of a lower rank");
+    });
   }
 
   AlgorithmOptions options_;
@@ -90,10 +108,9 @@ class OkTopk final : public SparseAllreduce<V> {
   std::vector<V> sent_, exact_share_;  // only with a lossy codec
   AlgorithmState state_;
   GlobalCut<V> cut_;
-  SparseStream<V> sum_;
-  SparseSum<V> parts_;
+  SparseSum<V> sum_;
   SparseStream<V> rejected_;
-  Pairs<V> incoming_, share_, balanced_, result_, errors_;
+  Pairs<V> share_, balanced_, result_, errors_;
   ByteBuffer send_, receive_;
   FrameAllgather gather_;
   CensusAllreduce<Sizes> sizes_;
@@ -226,13 +243,19 @@ void OkTopk<V>::reduce_everywhere(Channel& channel, SparseView<V> selection,
   auto const frames = gather_.run(channel, Phase::gather, frame, max_frame);
   sum_.reset(0, extent);
   for (int rank = 0; rank < channel.size(); ++rank) {
-    incoming_.clear();
-    decode(channel, rank, frames[rank], 0, extent, incoming_);
-    sum_.add(incoming_.view());
+    if (rank == channel.rank() && frames[rank].header.kind == FrameKind::sparse) {
+      sum_.add(sent);  // what the others decode
+      continue;
+    }
+    sum_.add_from([&](auto& indices, auto& values) {
+      decode(channel, rank, frames[rank], 0, extent, problem.limit, indices, values);
+    });
   }
-  SparseView<V> const sum = sum_.sparse();
+  SparseView<V> const sum = sum_.sum();
   result_.clear();
-  keep(sum, cut_.run_everywhere(sum.values, problem.k, source(problem)), result_);
+  Cut const cut = cut_.run_everywhere(sum.values, problem.k, source(problem));
+  result_.reserve(cut_.kept().front());
+  keep(sum, cut, result_);
 }
 
 template <class V>
@@ -273,28 +296,28 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
     }
   };
 
-  parts_.reset(first, last - first);
-  parts_.add(selection.range(first, last));
+  sum_.reset(first, last - first);
+  sum_.add(selection.range(first, last));
   if (size > 1) post(1, 1 + window);
   for (int begin = 1; begin < size; begin += window) {
     post(begin + window, begin + 2 * window);
     for (int step = begin; step < std::min(begin + window, size); ++step) {
       int const source = rotated_source(rank, step, size);
       FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
-      parts_.add_from([&](auto& indices, auto& values) {
-        channel.decode_from(source,
-                            [&] { decode_sparse<V>(frame, first, last - first, indices, values); });
+      sum_.add_from([&](auto& indices, auto& values) {
+        decode(channel, source, frame, first, last, problem.limit, indices, values);
       });
     }
   }
   channel.wait_all(sends_);
-  return parts_.sum();
+  return sum_.sum();
 }
 
 template <class V>
 void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
   share_.clear();
   Cut const cut = cut_.run(channel, region.values, problem.k, source(problem), problem.extent);
+  share_.reserve(cut_.kept()[channel.rank()]);
   keep(region, cut, share_);
 }
 
@@ -359,7 +382,7 @@ void OkTopk<V>::balance(Channel& channel, SparseProblem const& problem) {
       auto const buffer = incoming.first(frame_bytes(transfer));
       incoming = incoming.subspan(buffer.size());
       FrameView const frame = channel.wait_frame(*receive++, transfer.source, buffer);
-      decode(channel, transfer.source, frame, 0, extent, balanced_);
+      decode_share(channel, transfer.source, frame, extent, transfer.count, balanced_);
     }
   }
   channel.wait_all(sends_);
@@ -381,13 +404,7 @@ void OkTopk<V>::gather(Channel& channel, SparseProblem const& problem) {
   auto const frames = gather_.run(channel, Phase::gather, frame, max_frame);
   result_.clear();
   for (int rank = 0; rank < channel.size(); ++rank) {
-    std::size_t const before = result_.indices.size();
-    decode(channel, rank, frames[rank], 0, extent, result_);
-    channel.decode_from(rank, [&] {
-      require<MalformedFrame>(before == 0 || before == result_.indices.size() ||
-                                  result_.indices[before - 1] < result_.indices[before],
-                              "its share overlaps that of a lower rank");
-    });
+    decode_share(channel, rank, frames[rank], extent, largest, result_);
   }
 }
 

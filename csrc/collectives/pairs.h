@@ -17,6 +17,12 @@ struct Pairs {
     indices.clear();
     values.clear();
   }
+  // To an eighth more where it has to grow: see Buffer.
+  void reserve(std::size_t nnz) {
+    if (nnz <= indices.capacity()) return;
+    indices.reserve(nnz + nnz / 8);
+    values.reserve(nnz + nnz / 8);
+  }
   void push(std::uint32_t index, V value) {
     indices.push_back(index);
     values.push_back(value);

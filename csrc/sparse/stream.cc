@@ -19,11 +19,9 @@ V select(bool first, V a, V b) {
                           (std::bit_cast<bits_t<V>>(b) & ~mask));
 }
 
-// Combines two sorted streams; returns the entries written. The output has room for a.nnz() +
-// b.nnz().
 template <class V, class Combine>
-std::size_t merge(SparseView<V> a, SparseView<V> b, Combine combine, std::uint32_t* indices,
-                  V* values) {
+std::size_t merge_by(Combine combine, SparseView<V> a, SparseView<V> b, std::uint32_t* indices,
+                     V* values) {
   std::uint32_t const* const ai = a.indices.data();
   std::uint32_t const* const bi = b.indices.data();
   V const* const av = a.values.data();
@@ -120,9 +118,7 @@ void SparseStream<V>::add(SparseView<V> view) {
     nnz_ = sum;
     return;
   }
-  nnz_ = visit_reduction<V>(reduction_, [&](auto combine) {
-    return merge(pairs(), view, combine, merged_indices_.data(), merged_values_.data());
-  });
+  nnz_ = merge(pairs(), view, reduction_, merged_indices_.data(), merged_values_.data());
   indices_.swap(merged_indices_);
   values_.swap(merged_values_);
 }
@@ -194,6 +190,13 @@ void SparseStream<V>::densify() {
   dense_ = true;
 }
 
+template <class V>
+std::size_t merge(SparseView<V> a, SparseView<V> b, Reduction reduction, std::uint32_t* indices,
+                  V* values) {
+  return visit_reduction<V>(reduction,
+                            [&](auto combine) { return merge_by(combine, a, b, indices, values); });
+}
+
 // Writes every entry and steps on behind those that are missing: no branch on the data.
 template <class V>
 void append_missing(SparseView<V> view, std::span<const std::uint32_t> present,
@@ -221,11 +224,12 @@ void append_missing(SparseView<V> view, std::span<const std::uint32_t> present,
   values.resize(k + nnz - i);
 }
 
-#define SPARSECOMM_STREAM(V)                                                  \
-  template struct SparseView<V>;                                              \
-  template std::uint64_t default_delta<V>(std::uint64_t);                     \
-  template class SparseStream<V>;                                             \
-  template void append_missing(SparseView<V>, std::span<const std::uint32_t>, \
+#define SPARSECOMM_STREAM(V)                                                               \
+  template struct SparseView<V>;                                                           \
+  template std::uint64_t default_delta<V>(std::uint64_t);                                  \
+  template class SparseStream<V>;                                                          \
+  template std::size_t merge(SparseView<V>, SparseView<V>, Reduction, std::uint32_t*, V*); \
+  template void append_missing(SparseView<V>, std::span<const std::uint32_t>,              \
                                std::vector<std::uint32_t>&, std::vector<V>&);
 SPARSECOMM_STREAM(float)
 SPARSECOMM_STREAM(double)

@@ -94,6 +94,12 @@ class SparseStream {
   std::vector<V> dense_values_;
 };
 
+// Combines two sorted streams; returns how many entries it has written, for which there must be
+// room: as many as both have together. O(nnz of both).
+template <class V>
+std::size_t merge(SparseView<V> a, SparseView<V> b, Reduction reduction, std::uint32_t* indices,
+                  V* values);
+
 // Appends the entries of `view` whose index is not among the sorted `present`. O(nnz of both).
 template <class V>
 void append_missing(SparseView<V> view, std::span<const std::uint32_t> present,

@@ -9,6 +9,7 @@ namespace sparsecomm {
 namespace {
 
 constexpr std::uint64_t window_entries = std::uint64_t{1} << 15;
+constexpr std::size_t most_merged = 3;  // streams
 
 }  // namespace
 
@@ -64,22 +65,36 @@ SparseView<V> SparseSum<V>::sum() {
   std::erase_if(streams_, [](SparseView<V> stream) { return stream.nnz() == 0; });
   own_.clear();
   if (streams_.empty()) return {};
-  if (streams_.size() == 1) return streams_.front();
+  if (streams_.size() <= most_merged) return by_merging();
   std::size_t entries = 0;
   for (SparseView<V> const stream : streams_) entries += stream.nnz();
-  if (sum_indices_.size() < entries) {
-    sum_indices_.resize(entries);
-    sum_values_.resize(entries);
-  }
   // A word of a window's bits costs about what merging an entry once does.
   std::size_t const merges = std::bit_width(streams_.size() - 1);
   bool const crowded = extent_ / 64 <= merges * entries;
   bool const numbered = entries <= std::numeric_limits<std::uint32_t>::max();
-  return crowded || !numbered ? by_windows() : by_merging();
+  return crowded || !numbered ? by_windows(entries) : by_sorting(entries);
 }
 
 template <class V>
-SparseView<V> SparseSum<V>::by_windows() {
+SparseView<V> SparseSum<V>::by_merging() {
+  SparseView<V> sum = streams_.front();
+  for (std::size_t stream = 1; stream < streams_.size(); ++stream) {
+    // The last into sum_, so that two streams need no other.
+    Output& out = (streams_.size() - stream) % 2 == 1 ? sum_ : former_sum_;
+    std::size_t const room = sum.nnz() + streams_[stream].nnz();
+    auto const indices = out.indices.take(room);
+    auto const values = out.values.take(room);
+    std::size_t const nnz =
+        merge(sum, streams_[stream], Reduction::sum, indices.data(), values.data());
+    sum = {indices.first(nnz), values.first(nnz)};
+  }
+  return sum;
+}
+
+template <class V>
+SparseView<V> SparseSum<V>::by_windows(std::size_t entries) {
+  auto const sum_indices = sum_.indices.take(entries);
+  auto const sum_values = sum_.values.take(entries);
   // What any number can be added to without a change of its bits: 0 turns -0 into 0.
   auto const nothing = static_cast<V>(-0.0);
   window_.resize(window_entries, nothing);
@@ -103,17 +118,19 @@ SparseView<V> SparseSum<V>::by_windows() {
     for (std::size_t word = 0; word < occupied_.size(); ++word) {
       for (std::uint64_t bits = std::exchange(occupied_[word], 0); bits != 0; bits &= bits - 1) {
         std::size_t const place = 64 * word + static_cast<std::size_t>(std::countr_zero(bits));
-        sum_indices_[nnz] = first + static_cast<std::uint32_t>(place);
-        sum_values_[nnz++] = std::exchange(window_[place], nothing);
+        sum_indices[nnz] = first + static_cast<std::uint32_t>(place);
+        sum_values[nnz++] = std::exchange(window_[place], nothing);
       }
     }
   }
-  return SparseView<V>{sum_indices_, sum_values_}.slice(0, nnz);
+  return {sum_indices.first(nnz), sum_values.first(nnz)};
 }
 
 // Sorts keys of index and position, so that entries of one index stay in the order they came in.
 template <class V>
-SparseView<V> SparseSum<V>::by_merging() {
+SparseView<V> SparseSum<V>::by_sorting(std::size_t entries) {
+  auto const sum_indices = sum_.indices.take(entries);
+  auto const sum_values = sum_.values.take(entries);
   keys_.clear();
   all_values_.clear();
   runs_.clear();
@@ -144,14 +161,14 @@ SparseView<V> SparseSum<V>::by_merging() {
   for (std::uint64_t const key : keys_) {
     auto const index = static_cast<std::uint32_t>(key >> 32);
     V const value = all_values_[static_cast<std::uint32_t>(key)];
-    if (nnz > 0 && sum_indices_[nnz - 1] == index) {
-      sum_values_[nnz - 1] = add(sum_values_[nnz - 1], value);
+    if (nnz > 0 && sum_indices[nnz - 1] == index) {
+      sum_values[nnz - 1] = add(sum_values[nnz - 1], value);
     } else {
-      sum_indices_[nnz] = index;
-      sum_values_[nnz++] = value;
+      sum_indices[nnz] = index;
+      sum_values[nnz++] = value;
     }
   }
-  return SparseView<V>{sum_indices_, sum_values_}.slice(0, nnz);
+  return {sum_indices.first(nnz), sum_values.first(nnz)};
 }
 
 template class SparseSum<float>;

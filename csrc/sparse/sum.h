@@ -5,14 +5,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/buffer.h"
 #include "sparse/stream.h"
 
 namespace sparsecomm {
 
 // Takes P sorted streams over [first_index, first_index + extent) and adds them up, at each index
-// in the order in which they came: the bits that P - 1 merges would give. In windows that stay in
-// the second cache, O(entries + extent / 64); or, where that is less, by O(entries log P) merging.
-// Its storage is kept between uses.
+// in the order in which they came: the bits that P - 1 merges would give. Three streams at most are
+// merged so; more are added up in windows that stay in the second cache, O(entries + extent / 64),
+// or, where that is less, by sorting, O(entries log P). Its storage is kept between uses.
 template <class V>
 class SparseSum {
  public:
@@ -36,8 +37,9 @@ class SparseSum {
  private:
   void check(SparseView<V> view) const;
   void take_own(std::size_t begin);
-  SparseView<V> by_windows();
   SparseView<V> by_merging();
+  SparseView<V> by_windows(std::size_t entries);
+  SparseView<V> by_sorting(std::size_t entries);
 
   std::uint32_t first_index_ = 0;
   std::uint64_t extent_ = 0;
@@ -46,8 +48,13 @@ class SparseSum {
     std::size_t stream, begin, end;
   };
   std::vector<Own> own_;  // the streams that lie in indices_ and values_, and where
-  std::vector<std::uint32_t> indices_, sum_indices_;
-  std::vector<V> values_, sum_values_, all_values_;
+  std::vector<std::uint32_t> indices_;
+  std::vector<V> values_, all_values_;
+  struct Output {
+    Buffer<std::uint32_t> indices;
+    Buffer<V> values;
+  };
+  Output sum_, former_sum_;
   std::vector<V> window_;                // -0 between uses
   std::vector<std::uint64_t> occupied_;  // a bit of a window's entry; none is set between uses
   std::vector<std::uint64_t> keys_, merged_keys_;

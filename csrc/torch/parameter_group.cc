@@ -18,11 +18,11 @@ at::Tensor zeros(std::size_t numel, at::TensorOptions const& options) {
   std::size_t const bytes = numel * options.dtype().itemsize();
   auto const size = static_cast<std::int64_t>(numel);
   if (!options.device().is_cpu() || bytes < 4 * huge) return at::zeros({size}, options);
-  std::size_t const rounded = (bytes + huge - 1) / huge * huge;
-  void* const memory = std::aligned_alloc(huge, rounded);
-  if (memory == nullptr) throw std::bad_alloc();
+  void* memory = nullptr;
+  if (posix_memalign(&memory, huge, bytes) != 0) throw std::bad_alloc();
 #ifdef MADV_HUGEPAGE
-  madvise(memory, rounded, MADV_HUGEPAGE);  // a hint: its failure changes nothing
+  // A hint: its failure changes nothing. Not of the rest, which might take a whole huge page.
+  madvise(memory, bytes / huge * huge, MADV_HUGEPAGE);
 #endif
   return at::from_blob(memory, {size}, [](void* data) { std::free(data); }, options).zero_();
 }

@@ -378,5 +378,67 @@ TEST_P(AllreduceTest, AFrameThatParsesButDoesNotBelongAccusesItsSender) {
   }
 }
 
+// Sends four entries in place of every sparse frame of the last phase.
+class Tampering final : public WrappedTransport {
+ public:
+  explicit Tampering(std::unique_ptr<Transport> inner)
+      : WrappedTransport(std::move(inner)), frame_(400) {
+    std::vector<float> const values(4, 1.0f);
+    FrameOptions const options{IndexCodecChoice::smallest, false};
+    frame_.resize(encode_sparse<float>(7, 0, 5, four, values, options, frame_));
+  }
+
+ protected:
+  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
+    bool const of_last = (tag & 7) == static_cast<Tag>(Phase::gather);
+    if (of_last && parse_frame(bytes, 7).header.kind == FrameKind::sparse) bytes = frame_;
+    return WrappedTransport::do_isend(peer, tag, bytes);
+  }
+
+ private:
+  std::vector<std::byte> frame_;
+};
+
+TEST(LossyAllreduceTest, AShareOfTooManyEntriesAccusesItsSender) {
+  struct Case {
+    std::string_view algorithm;
+    int sender;
+    std::vector<std::uint32_t> selections[2];
+  };
+  // Ok-Topk gathers selections where both ranks select in the same places, else parts of the sum.
+  Case const cases[] = {{"oktopk", 1, {{1, 5, 9}, {1, 5, 9}}},
+                        {"oktopk", 1, {{1, 5, 9}, {20, 30, 39}}},
+                        {"gtopk", 0, {{1, 5, 9}, {1, 5, 9}}}};
+  for (Case const& each : cases) {
+    SCOPED_TRACE(concat(each.algorithm, ", ", each.selections[1].front()));
+    auto transports = make_inproc_transports(2);
+    transports[each.sender] = std::make_unique<Tampering>(std::move(transports[each.sender]));
+    expect_no_errors(run_transports(transports, [&](Transport& transport) {
+      Channel channel(transport, 7, soon());
+      AlgorithmEntry const& entry = find_algorithm(each.algorithm);
+      // The sender's are the larger ones, which the result keeps.
+      float const scale = transport.rank() == each.sender ? 10 : 1;
+      Contribution<float> const own{each.selections[transport.rank()],
+                                    {scale, 2 * scale, 3 * scale}};
+      auto const run = [&] {
+        make_sparse_allreduce<float>(entry, {})->run(channel, own.view(),
+                                                     {.extent = 40, .k = 3, .limit = 3});
+      };
+      if (transport.rank() == each.sender) {
+        run();
+        return;
+      }
+      try {
+        run();
+        ADD_FAILURE() << "taken";
+      } catch (PeerInvalid const& error) {
+        EXPECT_EQ(error.ranks(), std::vector{each.sender}) << error.what();
+        EXPECT_NE(std::string(error.what()).find("must be at most 3"), std::string::npos)
+            << error.what();
+      }
+    }));
+  }
+}
+
 }  // namespace
 }  // namespace sparsecomm::test

@@ -8,6 +8,7 @@
 #include <limits>
 #include <map>
 #include <random>
+#include <ranges>
 #include <vector>
 
 #include "allocations.h"
@@ -227,7 +228,7 @@ TEST(AppendMissing, EqualsASetDifference) {
   }
 }
 
-// Bit for bit the sum by merging one stream after the other.
+// Bit for bit the sum of one stream after the other.
 template <class V>
 void check_sums() {
   std::mt19937_64 generator(11);
@@ -239,12 +240,12 @@ void check_sums() {
     auto const first =
         static_cast<std::uint32_t>(generator() % 1000) + (round % 2 ? 0xffff0000u : 0u);
     sum.reset(first, extent);
-    SparseStream<V> expected;
-    expected.reset(first, extent, never);
+    std::map<std::uint32_t, V> expected;
     std::deque<Pairs<V>> streams;
+    std::uint64_t const sparsest = round % 3 == 0 ? 4000 : 400;
     for (std::uint64_t stream = generator() % 9; stream > 0; --stream) {
-      auto& pairs =
-          streams.emplace_back(random_pairs<V>(generator, first, extent, 1 + generator() % 400));
+      auto& pairs = streams.emplace_back(
+          random_pairs<V>(generator, first, extent, 1 + generator() % sparsest));
       for (V& value : pairs.values) value = value == 0 ? static_cast<V>(-0.0) : value / V{3};
       if (generator() % 2 == 0) {
         sum.add(pairs.view());
@@ -254,20 +255,48 @@ void check_sums() {
           values.insert(values.end(), pairs.values.begin(), pairs.values.end());
         });
       }
-      expected.add(pairs.view());
+      for (std::size_t i = 0; i < pairs.indices.size(); ++i) {
+        auto const [entry, is_first] = expected.try_emplace(pairs.indices[i], pairs.values[i]);
+        if (!is_first) entry->second = static_cast<V>(entry->second + pairs.values[i]);
+      }
     }
-    auto const one = sum.sum();
-    auto const other = expected.sparse();
-    ASSERT_TRUE(std::ranges::equal(one.indices, other.indices));
-    ASSERT_EQ(std::memcmp(one.values.data(), other.values.data(), one.values.size_bytes()), 0);
+    auto const found = sum.sum();
+    ASSERT_TRUE(std::ranges::equal(found.indices, std::views::keys(expected)));
+    std::vector<V> values;
+    std::ranges::copy(std::views::values(expected), std::back_inserter(values));
+    ASSERT_EQ(found.values.size(), values.size());
+    ASSERT_EQ(std::memcmp(found.values.data(), values.data(), found.values.size_bytes()), 0);
   }
 }
 
-TEST(SparseSum, EqualsMergingOneByOne) {
+TEST(SparseSum, EqualsAddingOneByOne) {
   check_sums<float>();
   check_sums<double>();
   check_sums<std::int32_t>();
   check_sums<std::int64_t>();
+}
+
+TEST(SparseSum, NothingIsAllocatedAfterTheFirstOfASize) {
+  std::mt19937_64 generator(23);
+  for (std::uint64_t const one_in : {5, 5000}) {
+    for (int const streams : {1, 2, 3, 6}) {
+      std::vector<Pairs<float>> terms;
+      for (int i = 0; i < streams; ++i) {
+        terms.push_back(random_pairs<float>(generator, 0, 100'000, one_in));
+      }
+      SparseSum<float> sum;
+      for (int round = 0; round < 3; ++round) {
+        test::counting = true;
+        std::size_t const before = test::allocations;
+        sum.reset(0, 100'000);
+        for (auto const& term : terms) sum.add(term.view());
+        sum.sum();
+        std::size_t const counted = test::allocations - before;
+        test::counting = false;
+        EXPECT_EQ(counted > 0, round == 0) << streams << " streams, one in " << one_in;
+      }
+    }
+  }
 }
 
 TEST(SparseSum, RefusesWhatLiesOutside) {
