@@ -2,11 +2,43 @@
 // fake_kernels.py says what shapes come out, functional.py what the operators do.
 #include "ops.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <utility>
+#include <vector>
 
 namespace sparsecomm::ops {
 namespace {
+
+// Dimensions with more than one entry, the closest entries first: (stride, size).
+std::vector<std::pair<std::int64_t, std::int64_t>> dimensions_of(at::Tensor const& tensor) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> dimensions;
+  for (std::int64_t i = 0; i < tensor.dim(); ++i) {
+    if (tensor.size(i) > 1) dimensions.emplace_back(tensor.stride(i), tensor.size(i));
+  }
+  std::ranges::sort(dimensions);
+  return dimensions;
+}
+
+// True where no two entries can share memory: each step is longer than all shorter ones together.
+bool entries_are_apart(at::Tensor const& tensor) {
+  std::int64_t reach = 0;
+  for (auto const& [stride, size] : dimensions_of(tensor)) {
+    if (stride <= reach) return false;
+    reach += stride * (size - 1);
+  }
+  return true;
+}
+
+// The bytes from its first entry to its last.
+std::pair<std::uintptr_t, std::uintptr_t> span_of(at::Tensor const& tensor) {
+  auto const begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
+  std::int64_t last = 0;
+  for (auto const& [stride, size] : dimensions_of(tensor)) last += stride * (size - 1);
+  return {begin, begin + static_cast<std::size_t>(last + 1) * tensor.itemsize()};
+}
 
 struct Schema {
   char const* name;
@@ -67,14 +99,15 @@ void refuse(c10::OperatorHandle const& op, torch::jit::Stack* stack) {
 
 InPlace::InPlace(at::Tensor const& tensor, char const* name)
     : tensor_(tensor), contiguous_(tensor.contiguous()) {
-  require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, name,
+  require(tensor.numel() == 0 || entries_are_apart(tensor), name,
           " has entries that share memory; clone() it");
 }
 
 void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names) {
-  auto const status = at::get_overlap_status(one, other);
-  require(status != at::MemOverlapStatus::Full && status != at::MemOverlapStatus::Partial, names,
-          " share memory; clone() one of them");
+  if (one.numel() == 0 || other.numel() == 0 || one.device() != other.device()) return;
+  auto const [begin, end] = span_of(one);
+  auto const [other_begin, other_end] = span_of(other);
+  require(end <= other_begin || other_end <= begin, names, " share memory; clone() one of them");
 }
 
 TORCH_LIBRARY(sparsecomm, library) {

@@ -272,7 +272,6 @@ Pair sum_on_device(at::TensorList indices, at::TensorList values, std::int64_t s
   kernels.clear(extent, workspace.data_ptr(), call.stream());
   std::vector<at::Tensor> own_indices, own_values;
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    require_same_device(indices[0], indices[i], "a vector");
     own_indices.push_back(indices[i].contiguous());
     own_values.push_back(checked_values<V>(indices[i], values[i], "a vector's values"));
     auto const own = checked_positions(own_indices[i], own_values[i].numel(), size);
@@ -317,6 +316,7 @@ Pair sparse_sum(at::TensorList indices, at::TensorList values, std::int64_t size
   require(!indices.empty() && indices.size() == values.size(), indices.size(), " indices and ",
           values.size(), " values: give as many of both, and at least one");
   require_size(size);
+  for (at::Tensor const& vector : indices) require_same_device(indices[0], vector, "a vector");
   return visit_sparse_values(values[0],
                              [&]<class V>() { return sum_of<V>(indices, values, size); });
 }

@@ -342,9 +342,11 @@ TYPED_TEST(CudaLogic, SampledThresholdEqualsTheScalarOne) {
       SCOPED_TRACE(testing::Message() << all[which].name << ", k " << k);
       auto const space = workspace(library().threshold_workspace(size, stride));
       One<SelectionState> const state;
-      library().kernels<T>().sampled_threshold(on_device, k, stride, 17, state.data(), space.data(),
-                                               nullptr);
-      expect_threshold<T>(state.get(), sampled_threshold<T>(segments, k, stride, 17, scratch));
+      for (std::size_t const phase : {17, 1000}) {  // a step of a training, beyond every stride
+        library().kernels<T>().sampled_threshold(on_device, k, stride, phase, state.data(),
+                                                 space.data(), nullptr);
+        expect_threshold<T>(state.get(), sampled_threshold<T>(segments, k, stride, phase, scratch));
+      }
     }
   }
 }

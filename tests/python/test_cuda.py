@@ -337,6 +337,9 @@ def test_operators_on_the_gpu_compile() -> None:
 def test_operators_refuse_tensors_of_two_devices() -> None:
     with pytest.raises(ValueError, match="residual is on cpu, not on cuda:0"):
         sf.fused_error_feedback(torch.ones(3, device="cuda"), torch.ones(3), k=1)
+    here = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="a vector is on cuda:0, not on cpu"):
+        sf.sparse_sum([here, here.cuda()], [torch.ones(1), torch.ones(1, device="cuda")], 3)
 
 
 # ---- the hook: 2 ranks that share the GPU

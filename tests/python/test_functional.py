@@ -392,6 +392,16 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: sf.fused_error_feedback(torch.ones(1).expand(8), VECTOR.clone(), k=1),
         "gradient has entries that share memory",
     ),
+    "shared memory of strided views": (
+        lambda: sf.fused_error_feedback(VECTOR[::2], VECTOR[::2], k=1),
+        "gradient and residual share memory",
+    ),
+    "overlapping rows": (
+        lambda: sf.fused_error_feedback(
+            VECTOR.clone().as_strided((3, 3), (2, 1)), torch.zeros(3, 3), k=1
+        ),
+        "gradient has entries that share memory",
+    ),
     "top-k of a scalar": (lambda: sf.top_k(torch.tensor(1.0), 1), "no dimension"),
     "negative k": (lambda: sf.top_k(VECTOR, -1), "k = -1 is negative"),
     "bucket": (lambda: sf.top_k(VECTOR, 1, bucket=5_000), "bucket = 5000 is not in [1, 4096]"),

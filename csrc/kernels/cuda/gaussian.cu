@@ -1,5 +1,7 @@
 // What gaussian_threshold reads of a gradient.
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 
 #include "kernels/cuda/histogram.cuh"
 #include "kernels/cuda/tables.h"
@@ -78,6 +80,8 @@ template <class T>
 void magnitude_histogram(T const* gradient, accumulate_t<T> const* residual, std::size_t size,
                          unsigned shift, std::uint64_t base, std::uint32_t* counts, Stream stream) {
   if (size == 0) return;
+  require(size <= std::numeric_limits<std::uint32_t>::max(), "magnitude_histogram: ", size,
+          " entries are more than a device counts, 2^32 - 1; split them");
   launch("magnitude_histogram", count_magnitudes<T>, striding_blocks(size), block_threads, stream,
          gradient, residual, size, shift, base, counts);
 }

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstdint>
+#include <limits>
 
 #include "kernels/cuda/histogram.cuh"
 #include "kernels/cuda/tables.h"
@@ -204,6 +206,8 @@ std::size_t total_size(char const* call, std::span<const Segment<T>> segments) {
         " entries needs a residual of as many, not of ", segment.residual.size());
     total += segment.gradient.size();
   }
+  require(total <= std::numeric_limits<std::uint32_t>::max(), call, ": ", total,
+          " entries are more than a device counts, 2^32 - 1; split them");
   return total;
 }
 
@@ -269,7 +273,6 @@ void sampled_threshold(std::span<const Segment<T>> segments, std::uint64_t k, st
   require(stride >= 1 && stride * sample_run <= size, "a sample of every stride = ", stride,
           "-th run of ", sample_run, " entries of ", size,
           ": take the stride that sampled_stride() settles on, unless it is 0");
-  phase %= stride;
   std::size_t const count = size / (stride * sample_run) * sample_run;
   auto const memory = search_memory<V>(workspace, candidate_capacity(size, stride));
   clear_search(call, memory, stream);
