@@ -240,10 +240,13 @@ SparseView<typename AllreduceOperation<T>::V> AllreduceOperation<T>::compress() 
   auto const absent = is_neutral<T>(config_.reduction);
   std::size_t k = 0;
   for (std::size_t i = 0; i < data_.size(); ++i) {
-    indices_[k] = static_cast<std::uint32_t>(i);
-    values_[k] = static_cast<V>(data_[i]);
+    std::size_t const place = std::min(k, entries_);
+    indices_[place] = static_cast<std::uint32_t>(i);
+    values_[place] = static_cast<V>(data_[i]);
     k += !absent(data_[i]);
   }
+  require(k == entries_, "allreduce: a vector of ", entries_, " entries has ", k,
+          " by now; leave it alone until the operation has ended");
   return SparseView<V>{indices_, values_}.slice(0, entries_);
 }
 

@@ -59,11 +59,13 @@ struct Counted {
 };
 
 // A whole gradient, by the engine, less what the ranks' agreement takes.
-std::vector<Counters> exchange(AlgorithmEntry const& entry, int ranks) {
+std::vector<Counters> exchange(AlgorithmEntry const& entry, int ranks,
+                               AlgorithmOptions const& collective) {
   std::vector<Counters> counters(ranks);
   expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
     ExchangeOptions options;
     options.algorithm = entry.name;
+    options.collective = collective;
     auto const exchange =
         std::make_shared<GradientExchange<float>>("test", extent, options, communicator);
     std::vector<float> gradient(extent, 1.0f);
@@ -134,13 +136,17 @@ TEST_P(CostTest, CountedMessagesAndBytesEqualTheCostWhereItIsExactAndElseStayUnd
   AlgorithmEntry const& entry = find_algorithm(GetParam());
   for (int ranks = 1; ranks <= 17; ++ranks) {
     if (!entry.sparse) {
-      Cost const cost =
-          entry.cost({.ranks = ranks, .extent = extent, .k = extent}, {}) + agreement_cost(ranks);
-      Counted const counted = most(exchange(entry, ranks));
-      EXPECT_EQ(counted.messages, cost.messages) << "P=" << ranks;
-      EXPECT_LE(counted.bytes, cost.bytes) << "P=" << ranks;
-      bool const exact = entry.cost({.ranks = ranks, .extent = extent, .k = extent}, {}).exact;
-      EXPECT_GE(counted.bytes, exact ? cost.bytes : 0.99 * cost.bytes) << "P=" << ranks;
+      AlgorithmOptions in_chunks;  // where there are any, and the last one is shorter
+      in_chunks.overlap_chunk = extent / 3 + 100;
+      for (AlgorithmOptions const& options : {AlgorithmOptions{}, in_chunks}) {
+        SCOPED_TRACE(concat("P=", ranks, ", chunks of ", options.overlap_chunk));
+        Cost const whole = entry.cost({.ranks = ranks, .extent = extent, .k = extent}, options);
+        Cost const cost = whole + agreement_cost(ranks);
+        Counted const counted = most(exchange(entry, ranks, options));
+        EXPECT_EQ(counted.messages, cost.messages);
+        EXPECT_LE(counted.bytes, cost.bytes);
+        EXPECT_GE(counted.bytes, whole.exact ? cost.bytes : 0.99 * cost.bytes);
+      }
       continue;
     }
     for (std::uint64_t const k : {extent / 200, extent / 20, extent * 3 / 10, extent}) {
