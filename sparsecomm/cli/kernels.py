@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ BLOCK_BYTES = 1024
 STREAMS = 8  # that are summed
 STRIDE = 127  # of a sampled threshold
 QSGD_BITS = (2, 4, 8)
+HUGE_PAGE = 2 << 20  # bytes
 
 DESCRIPTION = """\
 Measures the kernels of one instruction set on this machine, in turn with passes over the same
@@ -111,6 +113,29 @@ class Case:
         self.seconds.append(time.perf_counter() - start)
 
 
+class Memory:
+    """What kernels and baselines pass over, 1-D; the residual as the hooks keep it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, seed: int) -> None:
+        self.x = make_gradient(numel, dtype, seed)
+        self.gradient = torch.empty_like(self.x)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        self.residual = in_huge_pages(numel, wide)
+
+    def refill(self) -> None:
+        self.gradient.copy_(self.x)
+        self.residual.zero_()
+
+
+def in_huge_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros, in huge pages where the system has them."""
+    memory = mmap.mmap(-1, numel * dtype.itemsize + HUGE_PAGE)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
+
+
 def add_kernels(parsers: argparse._SubParsersAction[Any]) -> None:
     parser = parsers.add_parser(
         "kernels",
@@ -185,15 +210,16 @@ def measure(
     Those are on the first number of threads. On every other one, the kernels that take threads have
     a row each, whose baseline is the kernel itself on the first.
     """
+    memory = Memory(numel, dtype, seed)
     cases = [
-        *baselines(numel, density, dtype, seed),
-        *kernels(numel, density, dtype, target, threads[0], seed),
+        *baselines(memory, density, seed),
+        *kernels(memory, density, target, threads[0], seed),
     ]
     for case in cases:
         case.threads = threads[0]
     named = {case.name: case for case in cases}
     for count in threads[1:]:
-        for case in kernels(numel, density, dtype, target, count, seed):
+        for case in kernels(memory, density, target, count, seed):
             if case.threaded:
                 cases.append(replace(case, baselines=(case.name,), threads=count))
     for iteration in range(iters + 1):
@@ -253,9 +279,10 @@ def make_streams(numel: int, k: int, seed: int) -> list[tuple[torch.Tensor, torc
     return streams
 
 
-def baselines(numel: int, density: float, dtype: torch.dtype, seed: int) -> list[Case]:
-    x = make_gradient(numel, dtype, seed)
-    y, z = torch.ones_like(x), torch.empty_like(x)
+def baselines(memory: Memory, density: float, seed: int) -> list[Case]:
+    x, z = memory.x, memory.gradient
+    y = memory.residual if memory.residual.dtype == x.dtype else torch.zeros_like(x)
+    numel, dtype = x.numel(), x.dtype
     k = count_of(numel, density)
     magnitude = threshold_of(x, k)
     magnitudes = x.abs().float().numpy()
@@ -303,14 +330,10 @@ def baselines(numel: int, density: float, dtype: torch.dtype, seed: int) -> list
     ]
 
 
-def kernels(
-    numel: int, density: float, dtype: torch.dtype, target: str, threads: int, seed: int
-) -> list[Case]:
+def kernels(memory: Memory, density: float, target: str, threads: int, seed: int) -> list[Case]:
+    x, gradient, residual = memory.x, memory.gradient, memory.residual
+    numel, dtype, wide = x.numel(), x.dtype, residual.dtype
     own = KERNELS[dtype](target, threads)
-    x = make_gradient(numel, dtype, seed)
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    residual = torch.zeros(numel, dtype=wide)
-    gradient = torch.empty_like(x)
     k = count_of(numel, density)
     each = min(BUCKET, count_of(BUCKET, density))
     room = max(2 * k, -(-numel // BUCKET) * each) + SLACK
@@ -336,10 +359,6 @@ def kernels(
         for bits in QSGD_BITS
     }
 
-    def refill() -> None:
-        gradient.copy_(x)
-        residual.zero_()
-
     return [
         Case(
             "select",
@@ -353,7 +372,7 @@ def kernels(
             "fused",
             2 * (size + kept),
             lambda: own.fused_error_feedback(gradient, residual, magnitude, indices, values),
-            refill,
+            memory.refill,
             baselines=("triad", "copy"),
             target=target,
             threaded=True,

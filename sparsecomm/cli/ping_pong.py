@@ -33,9 +33,7 @@ SIZES = (8, 1024, 16384, 4 << 20)
 # Of a thousand messages of up to 16 KiB; the largest costs as much as hundreds of them.
 SHARES = {8: 1.0, 1024: 1.0, 16384: 1.0, 4 << 20: 0.02}
 WARM_UP = 0.2  # the first of every block, which do not count
-GOAL = 1.5  # times the bare engine's
 ALLREDUCE_ENTRIES = 16
-ALLREDUCE_GOAL_US = 15.0
 
 
 @dataclass
