@@ -164,7 +164,7 @@ def read_method(folder: Path, link: str, hosts: str) -> Method:
 
 
 def baseline(methods: Sequence[Method]) -> Method:
-    return next((method for method in methods if method.name == BASELINE), methods[0])
+    return next(method for method in methods if method.name == BASELINE)
 
 
 def target_quality(methods: Sequence[Method]) -> float:

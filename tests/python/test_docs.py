@@ -70,7 +70,7 @@ def test_command(command: str, tmp_path: Path) -> None:
     elif "torchrun" in words:
         run_on_two_hosts(words, tmp_path)
     elif words[0] == "mpiexec":
-        assert words[-2:] == ["--launcher", "mpi"]  # test_example_vgg16.py runs it
+        assert words[-2:] == ["--launcher", "mpi"]  # test_example_launchers.py runs it
     elif words[0] == "pip":
         assert words[1:3] == ["install", "--no-build-isolation"]  # test_install.py and make run it
     else:

@@ -10,10 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +30,6 @@ from ranks import run_ranks
 from vgg16 import model
 
 import sparsecomm
-
-MPIEXEC = shutil.which(
-    "mpiexec", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ["PATH"]])
-)
-HAS_MPI = MPIEXEC is not None and find_spec("mpi4py") is not None
 
 # Six images in batches of two: three steps an epoch on one rank.
 SMALL = ["--limit", "6", "--batch", "2", "--epochs", "2"]
@@ -196,35 +189,6 @@ def test_ranks_train_together_with_each_hook(
     assert "epoch 1, which 2 ranks have saved" in capsys.readouterr().out
     assert (alone["world_size"], alone["steps"], alone["complete"]) == (1, 2 + 3, True)
     assert alone["curves"]["loss"][:1] == read_back["curves"]["loss"]
-
-
-@pytest.mark.skipif(not HAS_MPI, reason="no mpi4py or no mpiexec")
-def test_ranks_of_mpi_train_together(tmp_path: Path) -> None:
-    arguments = [*SMALL, "--launcher", "mpi", "--epochs", "1", "--output", str(tmp_path)]
-    run = subprocess.run(
-        [str(MPIEXEC), "-n", "3", sys.executable, train_vgg16.__file__, *arguments],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert run.returncode == 0, run.stderr
-    summary = read(tmp_path)
-    assert summary["world_size"] == 3
-    assert summary["complete"]
-    assert 0 < summary["sent_bytes_per_iteration"] < 4 * model.PARAMETERS / 15
-
-
-@pytest.mark.skipif(not HAS_MPI, reason="no mpi4py or no mpiexec")
-def test_bad_options_are_refused_once_under_mpi() -> None:
-    run = subprocess.run(
-        [str(MPIEXEC), "-n", "2", sys.executable, train_vgg16.__file__, "--epochs", "0"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert run.returncode == 2
-    assert run.stderr.count("--epochs: 0 is below 1") == 1
 
 
 @pytest.mark.parametrize("hook", ["ddp", "oktopk"])
