@@ -13,6 +13,10 @@ float64 for float64, float32 for all others. Arguments outside of what is said h
 The threads are those of ``torch.set_num_threads``; no result depends on their number. None of these
 functions has a derivative: a backward pass that comes to one raises ``RuntimeError``. N is the
 number of entries, k what is selected of them.
+
+What torch does as well is left to it: to add entries to a dense tensor there is
+``Tensor.index_add_``, to split sorted indices at boundaries ``torch.searchsorted``, to count
+magnitudes ``torch.histc``.
 """
 
 from __future__ import annotations
@@ -351,11 +355,10 @@ def scatter_(dense: Tensor, indices: Tensor, values: Tensor, *, divisor: float =
 
     Args:
         dense: [...], modified; of a gradient's dtype.
-        indices: int32, in [0, N).
+        indices: int32, in [0, N), no two the same.
         values: one for each, of the packed dtype.
 
-    O(len(indices)). An error leaves ``dense`` as it was. To add instead of to assign there is
-    ``torch.Tensor.index_add_``.
+    O(len(indices)), or O(N) where ``dense`` is not contiguous. An error leaves ``dense`` as it was.
     """
     _ops.scatter(dense, indices, values, divisor=divisor)
     return dense
