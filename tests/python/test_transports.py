@@ -131,6 +131,26 @@ def test_auto_falls_back_on_all_ranks_with_one_warning() -> None:
     assert "pip install libucx-cu13" in text
 
 
+def _choose_by_ways(ways: tuple[str, str]) -> tuple[Any, list[str]]:
+    os.environ["UCX_TLS"] = ways[dist.get_rank()]
+    return _choose(AUTO, (None, None))
+
+
+@needs_ucx
+def test_ucx_needs_but_shared_memory_within_a_host() -> None:
+    assert run_ranks(2, _choose_by_ways, ("posix", "posix")) == [(["ucx", "ucx"], [])] * 2
+
+
+@needs_ucx
+def test_auto_falls_back_where_ucx_opens_but_finds_no_way() -> None:
+    outcomes = run_ranks(2, _choose_by_ways, ("tcp", "posix"))
+    assert [chosen for chosen, _ in outcomes] == [["c10d/gloo"] * 2] * 2
+    (_, (text,)), (_, silent) = outcomes
+    assert silent == []
+    assert text.startswith("transport ucx cannot be used: rank 0: it finds no way to rank 1: ")
+    assert "; rank 1: it finds no way to rank 0: " in text
+
+
 def test_ucx_by_name_fails_with_the_same_text_on_all_ranks() -> None:
     outcomes = run_ranks(3, _choose, "ucx", ("libm.so.6", None, NOWHERE))
     assert outcomes == [outcomes[0]] * 3
