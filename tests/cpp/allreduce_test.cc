@@ -203,7 +203,7 @@ class Uncounted final : public WrappedTransport {
   }
 };
 
-TEST_P(AllreduceTest, AllocatesNothingInTheSteadyState) {
+void check_allocations(std::string_view algorithm) {
   for (int const ranks : {1, 2, 3, 4, 7}) {
     auto transports = make_inproc_transports(ranks);
     for (auto& transport : transports) {
@@ -214,22 +214,29 @@ TEST_P(AllreduceTest, AllocatesNothingInTheSteadyState) {
       for (double const delta : {0.0, 0.25}) {
         AlgorithmOptions options;
         options.delta = delta;
-        auto const allreduce = make_sparse_allreduce<float>(find_algorithm(GetParam()), options);
+        auto const allreduce = make_sparse_allreduce<float>(find_algorithm(algorithm), options);
         for (Support const& support : supports) {
           auto const own = contribute<float>(support, transport.rank(), ranks, 500);
-          for (int step = 0; step < 4; ++step) {
+          for (std::uint64_t step = 0; step < 4; ++step) {
             Channel channel(transport, ++operation, soon());
             allocations = 0;
             counting = step >= 2;
-            allreduce->run(channel, own.view(), {.extent = 500, .limit = 500});
+            allreduce->run(channel, own.view(),
+                           {.extent = 500, .k = 60, .limit = 500, .step = step});
             counting = false;
             EXPECT_EQ(allocations, 0u)
-                << GetParam() << ", P=" << ranks << ", " << support.name << ", step " << step;
+                << algorithm << ", P=" << ranks << ", " << support.name << ", step " << step;
           }
         }
       }
     }));
   }
+}
+
+TEST_P(AllreduceTest, AllocatesNothingInTheSteadyState) { check_allocations(GetParam()); }
+
+TEST(LossyAllreduceTest, AllocatesNothingInTheSteadyState) {
+  for (std::string_view const algorithm : {"oktopk", "gtopk"}) check_allocations(algorithm);
 }
 
 // One contribution of one rank is the largest of each bucket: its levels are whole numbers in every
