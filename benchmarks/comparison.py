@@ -20,8 +20,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from report import LABELS, STYLES, decorate, log_scale, words
 
 BASELINE = "dense"
+AT_RECIPES_LR = "dense_recommended"
 NAMES = {
     **LABELS,
+    AT_RECIPES_LR: "dense allreduce, the recipe's learning rate",
     "auto": "auto",
     "recommended": "Ok-Topk, recommended recipe",
     "recommended_quantized": "quantized Top-k, recommended recipe",
@@ -44,6 +46,7 @@ class Task:
     full: tuple[str, ...]
     fast: tuple[str, ...]
     batch_on_many_hosts: int = 0  # 0: it is not trained there
+    recipe_lr: float | None = None  # where the recommended recipe has a learning rate of its own
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,8 @@ class Results:
         rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for task in tasks:
             of_task = folder / task.name
-            found[task.name] = [read_method(of_task / name, link, hosts) for name in methods]
+            names = [*methods, *([AT_RECIPES_LR] if (of_task / AT_RECIPES_LR).exists() else [])]
+            found[task.name] = [read_method(of_task / name, link, hosts) for name in names]
             rows[task.name] = {
                 name: json.loads((of_task / "observed" / name / "observations.json").read_text())
                 for name in observed

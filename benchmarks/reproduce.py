@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import goals
-from comparison import BASELINE, Results, Task, write_results
+from comparison import AT_RECIPES_LR, BASELINE, Results, Task, write_results
 from hosts import Hosts, HostsError, missing
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -49,6 +49,7 @@ TASKS = {
             full=("--epochs", "5"),
             fast=("--epochs", "2", "--limit", "192"),
             batch_on_many_hosts=8,
+            recipe_lr=0.02,
         ),
         Task(
             "lstm",
@@ -203,6 +204,13 @@ def plan(
             for method in methods:
                 command = [*program, *METHODS[method], "--seed", str(seed)]
                 runs.append(Run(folder / task.name / method / f"seed-{seed}", command))
+        if task.recipe_lr is not None and not fast:
+            # What the recipe owes to its learning rate is no merit of the exchange.
+            command = [*program, *METHODS[BASELINE], "--lr", str(task.recipe_lr), "--seed"]
+            runs += [
+                Run(folder / task.name / AT_RECIPES_LR / f"seed-{seed}", [*command, str(seed)])
+                for seed in seeds
+            ]
         if hosts:
             for method in methods:
                 if fast and method not in FAST_ON_HOSTS:
