@@ -45,6 +45,7 @@ class Task:
     name: str
     full: tuple[str, ...]
     fast: tuple[str, ...]
+    link_steps: int = 20  # between hosts; as many as stand for all
     batch_on_many_hosts: int = 0  # 0: it is not trained there
     recipe_lr: float | None = None  # where the recommended recipe has a learning rate of its own
 

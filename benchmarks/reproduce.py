@@ -55,6 +55,7 @@ TASKS = {
             "lstm",
             full=("--epochs", "6"),
             fast=("--epochs", "2", "--limit", "64"),
+            link_steps=94,  # an epoch, which goes from short utterances to long ones
         ),
         Task(
             "bert",
@@ -215,7 +216,8 @@ def plan(
             for method in methods:
                 if fast and method not in FAST_ON_HOSTS:
                     continue
-                command = [*program, *METHODS[method], "--steps", "4" if fast else "20"]
+                steps = 4 if fast else task.link_steps
+                command = [*program, *METHODS[method], "--steps", str(steps)]
                 command += ["--density-warmup", ""]
                 runs.append(Run(folder / task.name / method / LINK, command, hosts=RANKS))
             if task.batch_on_many_hosts and not fast:
