@@ -146,8 +146,9 @@ docs: build ## rewrite the tables of the docs from those of the code
 site: build ## build the documentation site into build/site, without a warning (a test does so too)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
-# Those of the decoders, which read what the network brings; and those of what threads share.
-SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test
+# Those of the decoders, which read what the network brings, and of the quicker loops over vectors;
+# and those of what threads share.
+SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test sparse_test block_scan_test fused_test
 SANITIZED_THREAD := failure_test ucx_test parallel_test
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
