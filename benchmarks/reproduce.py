@@ -47,7 +47,7 @@ TASKS = {
         Task(
             "vgg16",
             full=("--epochs", "5"),
-            fast=("--epochs", "2", "--limit", "192"),
+            fast=("--epochs", "2", "--limit", "96"),
             batch_on_many_hosts=8,
             recipe_lr=0.02,
         ),
