@@ -54,10 +54,7 @@ HWY_INLINE std::uint64_t nonzero_words(std::byte const* p) {
   prefetch_bytes(p, 256);
   std::uint64_t bits = 0;
   for (std::size_t word = 0; word < 64; word += lanes) {
-    std::uint64_t of_vector = 0;
-    hn::StoreMaskBits(d, hn::Ne(load_words(p + 4 * word), hn::Zero(d)),
-                      reinterpret_cast<std::uint8_t*>(&of_vector));
-    bits |= of_vector << word;
+    bits |= mask_bits(d, hn::Ne(load_words(p + 4 * word), hn::Zero(d))) << word;
   }
   return bits;
 }

@@ -23,6 +23,7 @@ struct Bracket {
 // size. `scratch` holds the sample: about 32,768 entries.
 template <class T>
 Bracket sampled_bracket(std::span<const Segment<T>> segments, std::size_t size, std::uint64_t k,
-                        std::vector<accumulate_t<T>>& scratch, Executor const& executor);
+                        std::vector<accumulate_t<T>>& scratch, Executor const& executor,
+                        KernelTable<T> const& kernel);
 
 }  // namespace sparsecomm

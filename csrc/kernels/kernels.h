@@ -129,7 +129,7 @@ struct KernelTable {
   void (*top_k_of_buckets)(std::span<const T> x, std::size_t bucket, std::size_t k,
                            std::uint32_t first_index, PackedSpan<V> out);
 
-  // Of these three, the residual may be empty: then they read the gradient alone.
+  // Of these four, the residual may be empty: then they read the gradient alone.
   //
   // Adds to counts[b] the number of entries of |gradient + residual| whose bit pattern (of float or
   // double, sign cleared), shifted right by `shift` and less `base`, is b < counts.size(); others
@@ -141,6 +141,10 @@ struct KernelTable {
   // high), and returns how many bit patterns are `high` or above.
   std::uint64_t (*collect_magnitudes)(std::span<const T> gradient, std::span<const V> residual,
                                       std::uint64_t low, std::uint64_t high, std::vector<V>& out);
+
+  // out[i * run + j] = |gradient + residual| of entry starts[i] + j, for j < run.
+  void (*gather_magnitudes)(std::span<const T> gradient, std::span<const V> residual,
+                            std::span<const std::size_t> starts, std::size_t run, V* out);
 
   // The sums of gradient + residual and of its squares, in double. Reads 2N.
   Moments (*moments)(std::span<const T> gradient, std::span<const V> residual);

@@ -1,6 +1,7 @@
 #include "kernels/scalar.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <numeric>
@@ -74,6 +75,16 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
 }
 
 template <class T>
+void gather_magnitudes(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                       std::span<const std::size_t> starts, std::size_t run, accumulate_t<T>* out) {
+  visit_sum(gradient, residual, [&](auto const& source) {
+    for (std::size_t const start : starts) {
+      for (std::size_t i = 0; i < run; ++i) *out++ = std::abs(source.value(start + i));
+    }
+  });
+}
+
+template <class T>
 Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> residual) {
   MomentLanes lanes;
   visit_sum(gradient, residual,
@@ -93,6 +104,7 @@ KernelTable<T> scalar_kernels() {
           top_k_of_buckets<T>,
           magnitude_histogram<T>,
           collect_magnitudes<T>,
+          gather_magnitudes<T>,
           moments<T>};
 }
 

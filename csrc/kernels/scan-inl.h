@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <array>
 #include <bit>
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <limits>
@@ -169,6 +170,33 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
   return visit_sum(gradient, residual, [&](auto const& source) {
     return collect_from(source, gradient.size(), low, high, out);
   });
+}
+
+template <class Source, class V>
+void gather_from(Source const& source, std::span<const std::size_t> starts, std::size_t run,
+                 V* out) {
+  hn::ScalableTag<V> const d;
+  std::size_t const lanes = hn::Lanes(d);
+  // Each run is a cache miss.
+  constexpr std::size_t lookahead = 24;
+  std::size_t const known = std::min(lookahead, starts.size());
+  for (std::size_t const start : starts.first(known)) prefetch_entry(source, start);
+  for (std::size_t i = 0; i < starts.size(); ++i) {
+    if (i + lookahead < starts.size()) prefetch_entry(source, starts[i + lookahead]);
+    std::size_t const start = starts[i];
+    std::size_t j = 0;
+    for (; run - j >= lanes; j += lanes) {
+      hn::StoreU(hn::Abs(load_values(d, source, start + j)), d, out + j);
+    }
+    for (; j < run; ++j) out[j] = std::abs(source.value(start + j));
+    out += run;
+  }
+}
+
+template <class T>
+void gather_magnitudes(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
+                       std::span<const std::size_t> starts, std::size_t run, accumulate_t<T>* out) {
+  visit_sum(gradient, residual, [&](auto const& source) { gather_from(source, starts, run, out); });
 }
 
 // The next Lanes(d) entries, as double.

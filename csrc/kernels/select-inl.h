@@ -7,8 +7,11 @@
 #endif
 
 #include <algorithm>
+#include <array>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
+#include <span>
 
 #include "kernels/selection.h"
 #include "kernels/sources-inl.h"
@@ -18,52 +21,42 @@ namespace sparsecomm {
 namespace HWY_NAMESPACE {
 
 // Per block two phases, neither with a branch that depends on the data at usual densities. Vectors
-// find the entries that pass and pack their indices; then those entries, few and in the cache, are
-// taken one by one, which settles whatever is special about them: ties, and values that are not
-// finite.
+// find the positions of the entries that pass; then those entries, few and in the cache, are taken
+// one by one, which settles whatever is special about them: ties, values that are not finite, and
+// the end of the room.
 template <class Source>
 class VectorSelection {
   using V = typename Source::V;
   using D = hn::ScalableTag<V>;
   using BitsVec = hn::Vec<Signed<D>>;
   static constexpr std::size_t block_entries = 2048;
+  // Stored whether they are wanted or not: whether a group has any is a coin's toss.
+  static constexpr std::size_t at_once = std::max<std::size_t>(hn::MaxLanes(D()) / 4, 1);
 
  public:
   VectorSelection(Source const& source, Selection<V>& selection, std::uint32_t first_index)
-      : source_(source),
-        selection_(selection),
-        indices_(selection.indices),
-        values_(selection.values),
-        first_index_(first_index) {}
+      : source_(source), selection_(selection), first_index_(first_index) {}
 
   void run(std::size_t size) {
-    D const d;
     Signed<D> const di;
-    std::size_t const lanes = hn::Lanes(d);
+    std::size_t const lanes = hn::Lanes(di);
     std::size_t const group = 4 * lanes;
-    std::size_t const limit = selection_.limit;
     BitsVec largest = hn::Zero(di);
     std::size_t i = 0;
     while (size - i >= group) {
       std::size_t const left = std::min(size - i, block_entries);
       std::size_t const end = i + left - left % group;
-      BitsVec ignored = broadcast(selection_.ignored());
-      std::size_t found = selection_.count;
+      BitsVec const ignored = broadcast(selection_.ignored());
+      std::uint32_t* found = positions_.data();
       for (; i < end; i += group) {
-        if (HWY_UNLIKELY(limit - found < group)) {
-          take(found);
-          offer_group(i, group);
-          ignored = broadcast(selection_.ignored());
-          found = selection_.count;
-          continue;
-        }
         prefetch(source_, i);
-        find(i, ignored, largest, found);
-        find(i + lanes, ignored, largest, found);
-        find(i + 2 * lanes, ignored, largest, found);
-        find(i + 3 * lanes, ignored, largest, found);
+        std::uint64_t const passing = find(i, ignored, largest) |
+                                      find(i + lanes, ignored, largest) << lanes |
+                                      find(i + 2 * lanes, ignored, largest) << 2 * lanes |
+                                      find(i + 3 * lanes, ignored, largest) << 3 * lanes;
+        found = store_positions(passing, static_cast<std::uint32_t>(i), found);
       }
-      take(found);
+      take(std::span(positions_.data(), found));
     }
     selection_.see(static_cast<Bits>(hn::GetLane(hn::MaxOfLanes(di, largest))));
     offer_range(source_, selection_, i, size, first_index_);
@@ -76,8 +69,8 @@ class VectorSelection {
     return hn::Set(Signed<D>(), static_cast<hn::TFromD<Signed<D>>>(bits));
   }
 
-  // Settles a vector as if nothing passed and packs the indices of what does.
-  HWY_INLINE void find(std::size_t i, BitsVec ignored, BitsVec& largest, std::size_t& found) const {
+  // Settles a vector as if nothing passed; returns a bit for each entry that does.
+  HWY_INLINE std::uint64_t find(std::size_t i, BitsVec ignored, BitsVec& largest) const {
     D const d;
     Signed<D> const di;
     auto const value = load_values(d, source_, i);
@@ -85,32 +78,55 @@ class VectorSelection {
     auto const pass = hn::Gt(bits, ignored);
     largest = hn::Max(largest, hn::IfThenZeroElse(pass, bits));
     settle_vector(d, source_, i, value);
-    store_set_lanes(d, hn::RebindMask(d, pass), first_index_ + static_cast<std::uint32_t>(i),
-                    indices_ + found);
-    found += hn::CountTrue(di, pass);
+    return mask_bits(di, pass);
   }
 
-  // Takes the entries found since the last time, or of the ties among them as many as are wanted.
-  void take(std::size_t found) {
+  static HWY_INLINE std::uint32_t* store_positions(std::uint64_t passing, std::uint32_t first,
+                                                   std::uint32_t* out) {
+    std::uint32_t* const end = out + std::popcount(passing);
+    do {
+      HWY_UNROLL(4)
+      for (std::size_t j = 0; j < at_once; ++j) {
+        // The highest bit makes up for those that are missing.
+        out[j] =
+            first + static_cast<std::uint32_t>(std::countr_zero(passing | std::uint64_t{1} << 63));
+        passing &= passing - 1;
+      }
+      out += at_once;
+    } while (HWY_UNLIKELY(out < end));
+    return end;
+  }
+
+  // Takes the entries of a block that pass, or of the ties among them as many as are wanted.
+  void take(std::span<const std::uint32_t> positions) {
+    if (HWY_UNLIKELY(selection_.limit - selection_.count < positions.size())) {
+      offer(positions);
+      return;
+    }
     std::size_t const begin = selection_.count;
+    std::uint32_t* const indices = selection_.indices + begin;
+    V* const values = selection_.values + begin;
     Bits const magnitude = selection_.magnitude;
     Bits most = 0;
     std::size_t ties = 0;
-    for (std::size_t i = begin; i < found; ++i) {
-      std::size_t const position = indices_[i] - first_index_;
+    for (std::size_t i = 0; i < positions.size(); ++i) {
+      std::uint32_t const position = positions[i];
       V const value = source_.settled(position);
       Bits const bits = magnitude_bits(value);
       most = std::max(most, bits);
       ties += bits == magnitude;
-      values_[i] = value;
+      indices[i] = first_index_ + position;
+      values[i] = value;
       source_.take(position);
     }
+    selection_.count += positions.size();
     if (HWY_LIKELY(most <= largest_finite_bits<V>)) {
       selection_.see(most);
     } else {
-      for (std::size_t i = begin; i < found; ++i) selection_.see(magnitude_bits(values_[i]));
+      for (V const value : std::span(values, positions.size())) {
+        selection_.see(magnitude_bits(value));
+      }
     }
-    selection_.count = found;
     if (HWY_UNLIKELY(ties > selection_.ties)) {
       give_back_ties(begin);
     } else {
@@ -118,51 +134,43 @@ class VectorSelection {
     }
     if (source_.masks()) {
       for (std::size_t i = begin; i < selection_.count; ++i)
-        source_.mask(indices_[i] - first_index_);
+        source_.mask(selection_.indices[i] - first_index_);
+    }
+  }
+
+  // The same where there is no room for all.
+  void offer(std::span<const std::uint32_t> positions) {
+    for (std::uint32_t const position : positions) {
+      V const value = source_.settled(position);
+      if (!selection_.offer(value, first_index_ + position)) continue;
+      source_.take(position);
+      if (source_.masks()) source_.mask(position);
     }
   }
 
   // Keeps, of the ties packed from `begin` on, the first that are wanted.
   void give_back_ties(std::size_t begin) {
+    std::uint32_t* const indices = selection_.indices;
+    V* const values = selection_.values;
     std::size_t count = begin;
     for (std::size_t i = begin; i < selection_.count; ++i) {
-      if (magnitude_bits(values_[i]) == selection_.magnitude) {
+      if (magnitude_bits(values[i]) == selection_.magnitude) {
         if (selection_.ties == 0) {
-          source_.give_back(indices_[i] - first_index_, values_[i]);
+          source_.give_back(indices[i] - first_index_, values[i]);
           continue;
         }
         --selection_.ties;
       }
-      indices_[count] = indices_[i];
-      values_[count++] = values_[i];
+      indices[count] = indices[i];
+      values[count++] = values[i];
     }
     selection_.count = count;
   }
 
-  // A group for which there may not be room.
-  void offer_group(std::size_t begin, std::size_t size) {
-    D const d;
-    Signed<D> const di;
-    BitsVec most = hn::Zero(di);
-    for (std::size_t i = begin; i < begin + size; i += hn::Lanes(d)) {
-      most = hn::Max(most, magnitudes(d, load_values(d, source_, i)));
-    }
-    auto const bits = static_cast<Bits>(hn::GetLane(hn::MaxOfLanes(di, most)));
-    if (bits > selection_.ignored()) {
-      offer_range(source_, selection_, begin, begin + size, first_index_);
-      return;
-    }
-    selection_.see(bits);
-    for (std::size_t i = begin; i < begin + size; i += hn::Lanes(d)) {
-      settle_vector(d, source_, i, load_values(d, source_, i));
-    }
-  }
-
   Source const source_;
   Selection<V>& selection_;
-  std::uint32_t* const indices_;
-  V* const values_;
   std::uint32_t const first_index_;
+  std::array<std::uint32_t, block_entries + at_once> positions_;
 };
 
 struct VectorLoop {

@@ -28,7 +28,7 @@ void append(std::vector<KernelTable<T>>& tables) {
   tables.push_back({hwy::TargetName(HWY_TARGET), all_finite<T>,
                     fused_error_feedback_by<T, VectorLoop>, send_all_by<T, VectorLoop>,
                     select_by<T, VectorLoop>, top_k_of_buckets<T>, magnitude_histogram<T>,
-                    collect_magnitudes<T>, moments<T>});
+                    collect_magnitudes<T>, gather_magnitudes<T>, moments<T>});
 }
 
 void append_kernels(SimdKernels& all) {

@@ -77,6 +77,16 @@ HWY_INLINE void prefetch(ReadOnly<T> const& source, std::size_t i) {
   prefetch_group(source.x + i);
 }
 
+template <class T>
+HWY_INLINE void prefetch_entry(SumSource<T> const& source, std::size_t i) {
+  hwy::Prefetch(source.residual + i);
+  hwy::Prefetch(source.gradient + i);
+}
+template <class T>
+HWY_INLINE void prefetch_entry(ReadOnly<T> const& source, std::size_t i) {
+  hwy::Prefetch(source.x + i);
+}
+
 // Leaves a vector's entries as taken.
 template <class D, class T>
 HWY_INLINE void settle_taken(D d, FusedSource<T> const& source, std::size_t i) {

@@ -38,66 +38,47 @@ std::size_t total_size(std::span<const Segment<T>> segments) {
 constexpr std::size_t sample_part = 4096;
 constexpr std::size_t collect_part = std::size_t{1} << 18;
 
-template <class T>
-void magnitudes_of(T const* gradient, accumulate_t<T> const* residual, std::size_t size,
-                   accumulate_t<T>* out) {
-  for (std::size_t i = 0; i < size; ++i) {
-    accumulate_t<T> const value = widen(gradient[i]);
-    out[i] = std::abs(residual == nullptr ? value : value + residual[i]);
-  }
-}
-
-// The same of a whole run, which the compiler makes vectors of.
-template <class T>
-void magnitudes_of_run(T const* gradient, accumulate_t<T> const* residual, accumulate_t<T>* out) {
-  std::array<accumulate_t<T>, sample_run> values;
-  for (std::size_t i = 0; i < sample_run; ++i) values[i] = widen(gradient[i]);
-  if (residual != nullptr) {
-    for (std::size_t i = 0; i < sample_run; ++i) values[i] += residual[i];
-  }
-  for (std::size_t i = 0; i < sample_run; ++i) values[i] = std::abs(values[i]);
-  std::ranges::copy(values, out);
-}
-
 // Fills `out` with the magnitudes of the `count` runs of `run` entries at position(0), position(1),
 // ..., which increase by `run` at least.
 template <class T, class Position>
 void sample_magnitudes(std::span<const Segment<T>> segments, std::size_t count, std::size_t run,
                        Position&& position, std::vector<accumulate_t<T>>& out,
-                       Executor const& executor) {
+                       Executor const& executor, KernelTable<T> const& kernel) {
   using V = accumulate_t<T>;
-  constexpr std::size_t lookahead = 24;
   out.resize(count * run);
   std::size_t const runs_of_part = sample_part / run;
   for_each_part(executor, part_count(count, runs_of_part), [&](std::size_t part, std::size_t) {
     auto segment = segments.begin();
-    std::size_t first = 0;
+    std::size_t first = 0;  // of the segment
+    auto const find_segment = [&](std::size_t at) {
+      while (at - first >= segment->gradient.size()) first += (segment++)->gradient.size();
+    };
+    auto const gather = [&](std::span<const std::size_t> starts, std::size_t size, V* to) {
+      kernel.gather_magnitudes(segment->gradient, segment->residual, starts, size, to);
+    };
+    std::array<std::size_t, sample_part> starts;
     std::size_t const end = std::min(count, (part + 1) * runs_of_part);
-    for (std::size_t i = part * runs_of_part; i < end; ++i) {
-      std::size_t at = position(i);
+    for (std::size_t i = part * runs_of_part; i < end;) {
       V* to = out.data() + i * run;
+      std::size_t at = position(i);
+      find_segment(at);
+      std::size_t inside = 0;
+      for (; i < end && position(i) - first + run <= segment->gradient.size(); ++i) {
+        starts[inside++] = position(i) - first;
+      }
+      gather(std::span(starts).first(inside), run, to);
+      if (inside > 0) continue;
+      // A run that goes on in other segments.
       for (std::size_t left = run; left > 0;) {
-        while (at - first >= segment->gradient.size()) first += (segment++)->gradient.size();
-        T const* const gradient = segment->gradient.data();
-        V const* const residual = segment->residual.data();
-        // Each run is a cache miss, or two.
-        if (std::size_t const next = position(i + lookahead) - first;
-            next < segment->gradient.size()) {
-          __builtin_prefetch(gradient + next);
-          if (residual != nullptr) __builtin_prefetch(residual + next);
-        }
-        std::size_t const here = at - first;
-        std::size_t const size = std::min(left, segment->gradient.size() - here);
-        V const* const kept = residual == nullptr ? nullptr : residual + here;
-        if (size == sample_run) {
-          magnitudes_of_run(gradient + here, kept, to);
-        } else {
-          magnitudes_of(gradient + here, kept, size, to);
-        }
+        find_segment(at);
+        std::size_t const start = at - first;
+        std::size_t const size = std::min(left, segment->gradient.size() - start);
+        gather(std::span(&start, 1), size, to);
         to += size;
         at += size;
         left -= size;
       }
+      ++i;
     }
   });
 }
@@ -137,21 +118,35 @@ Rank<V> rank_by_partition(std::span<V> magnitudes, std::size_t rank) {
   return {bits, rank - count_equal<V>(magnitudes.first(rank), bits)};
 }
 
-// By the highest bits first: partitioning alone mispredicts a branch for every other value.
-
+// A magnitude's bin is its highest bits.
 template <class V>
-Rank<V> rank_by_histogram(std::span<V> magnitudes, std::size_t rank) {
-  constexpr unsigned shift = std::bit_width(magnitude_mask<V>) - std::bit_width(histogram_bins - 1);
-  std::array<std::uint32_t, histogram_bins> counts{};
-  for (V const value : magnitudes) ++counts[magnitude_bits(value) >> shift];
+constexpr unsigned bin_shift =
+    std::bit_width(magnitude_mask<V>) - std::bit_width(histogram_bins - 1);
+
+// The bin that holds rank `rank`, and how many are in larger ones.
+struct RankBin {
   std::size_t bin = histogram_bins - 1;
   std::uint64_t above = 0;
-  while (above + counts[bin] < rank) above += counts[bin--];
+};
+
+template <class V>
+RankBin bin_of_rank(std::span<const V> magnitudes, std::size_t rank) {
+  std::array<std::uint32_t, histogram_bins> counts{};
+  for (V const value : magnitudes) ++counts[magnitude_bits(value) >> bin_shift<V>];
+  RankBin found;
+  while (found.above + counts[found.bin] < rank) found.above += counts[found.bin--];
+  return found;
+}
+
+// By bins first: partitioning alone mispredicts a branch for every other value.
+template <class V>
+Rank<V> rank_by_histogram(std::span<V> magnitudes, std::size_t rank) {
+  auto const [bin, above] = bin_of_rank<V>(magnitudes, rank);
   std::size_t found = 0;
   for (std::size_t i = 0; i < magnitudes.size(); ++i) {
     V const value = magnitudes[i];
     magnitudes[found] = value;
-    found += magnitude_bits(value) >> shift == bin;
+    found += magnitude_bits(value) >> bin_shift<V> == bin;
   }
   Rank<V> const within = rank_by_partition(magnitudes.first(found), rank - above);
   return {within.bits, above + within.above};
@@ -167,11 +162,11 @@ Rank<V> find_rank(std::span<V> magnitudes, std::size_t rank, std::vector<V>& lar
   double const expected =
       static_cast<double>(few) * static_cast<double>(rank) / static_cast<double>(magnitudes.size());
   auto const last = static_cast<std::size_t>(expected + 4 * std::sqrt(expected) + 2);
-  if (magnitude_bits_t<V> const low = last < few / 4 ? at_rank<V>(sample, last) : 0; low > 0) {
+  if (std::size_t const bin = last < few / 4 ? bin_of_rank<V>(sample, last).bin : 0; bin > 0) {
     largest.clear();
-    kernels<V>().collect_magnitudes(magnitudes, {}, low, std::uint64_t{magnitude_mask<V>} + 1,
-                                    largest);
-    if (largest.size() >= rank) return rank_by_partition<V>(largest, rank);
+    kernels<V>().collect_magnitudes(magnitudes, {}, std::uint64_t{bin} << bin_shift<V>,
+                                    std::uint64_t{magnitude_mask<V>} + 1, largest);
+    if (largest.size() >= rank) return rank_by_histogram<V>(largest, rank);
   }
   return rank_by_histogram(magnitudes, rank);
 }
@@ -199,7 +194,7 @@ class ExactSearch {
         kernel_(kernel) {}
 
   Threshold<V> run() {
-    if (Bracket const bracket = sampled_bracket(segments_, size_, k_, scratch_, executor_);
+    if (Bracket const bracket = sampled_bracket(segments_, size_, k_, scratch_, executor_, kernel_);
         bracket.narrow) {
       std::uint64_t const above = collect(bracket.low, bracket.high);
       std::uint64_t const found = scratch_.size();
@@ -286,7 +281,8 @@ class ExactSearch {
 
 template <class T>
 Bracket sampled_bracket(std::span<const Segment<T>> segments, std::size_t size, std::uint64_t k,
-                        std::vector<accumulate_t<T>>& scratch, Executor const& executor) {
+                        std::vector<accumulate_t<T>>& scratch, Executor const& executor,
+                        KernelTable<T> const& kernel) {
   using V = accumulate_t<T>;
   constexpr std::uint64_t end = std::uint64_t{magnitude_mask<V>} + 1;
   if (size < 4096) return {1, end, true, size};
@@ -294,7 +290,7 @@ Bracket sampled_bracket(std::span<const Segment<T>> segments, std::size_t size, 
   std::size_t const count = size / stride;
   sample_magnitudes(
       segments, count, 1, [stride](std::size_t i) { return sampled_run(i, stride, 0); }, scratch,
-      executor);
+      executor, kernel);
   double const fraction = static_cast<double>(k) / static_cast<double>(size);
   double const rank = fraction * static_cast<double>(count);
   double const margin = 4 * std::sqrt(rank * (1 - fraction)) + 2;
@@ -357,7 +353,8 @@ Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segment
   std::vector<V>& sample = scratch.magnitudes;
   sample_magnitudes(
       segments, runs, sample_run,
-      [=](std::size_t i) { return sampled_run(i, stride, phase) * sample_run; }, sample, executor);
+      [=](std::size_t i) { return sampled_run(i, stride, phase) * sample_run; }, sample, executor,
+      kernel);
   double const each = static_cast<double>(size) / static_cast<double>(count);
   auto const rank = static_cast<std::size_t>(std::llround(static_cast<double>(k) / each));
   std::size_t const place = std::clamp<std::size_t>(rank, 1, count);
@@ -369,7 +366,8 @@ Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segment
 
 #define SPARSECOMM_INSTANTIATE(T)                                                                 \
   template Bracket sampled_bracket(std::span<const Segment<T>>, std::size_t, std::uint64_t,       \
-                                   std::vector<accumulate_t<T>>&, Executor const&);               \
+                                   std::vector<accumulate_t<T>>&, Executor const&,                \
+                                   KernelTable<T> const&);                                        \
   template Threshold<accumulate_t<T>> exact_threshold(std::span<const Segment<T>>, std::uint64_t, \
                                                       ThresholdScratch<accumulate_t<T>>&,         \
                                                       Executor const&, KernelTable<T> const&);    \

@@ -45,7 +45,7 @@ bool top_k_of_candidates(std::span<const Segment<T>> segments, std::span<const T
                          Executor const& executor, KernelTable<T> const& kernel) {
   using V = accumulate_t<T>;
   Bracket const bracket =
-      sampled_bracket(segments, x.size(), k, scratch.threshold.magnitudes, executor);
+      sampled_bracket(segments, x.size(), k, scratch.threshold.magnitudes, executor, kernel);
   if (!bracket.narrow) return false;
   std::size_t const room = std::min<std::uint64_t>(bracket.most, x.size());
   PackedSpan<V> const candidates{scratch.indices.take(room + packed_slack),

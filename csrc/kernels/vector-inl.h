@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "base/dtype.h"
 #include "base/lanes.h"
@@ -98,6 +99,15 @@ constexpr bool compresses() {
          hn::MaxLanes(D()) > table_lanes;
 }
 
+// A bit for each lane that is set, the first lane's lowest.
+template <class D>
+HWY_INLINE std::uint64_t mask_bits(D d, hn::Mask<D> mask) {
+  std::conditional_t<(hn::MaxLanes(D()) > 8), std::uint16_t, std::uint8_t> bits = 0;
+  static_assert(hn::MaxLanes(D()) <= 8 * sizeof(bits));
+  hn::StoreMaskBits(d, mask, reinterpret_cast<std::uint8_t*>(&bits));
+  return bits;
+}
+
 // The numbers of the lanes that are set, in the first lanes.
 template <class D>
 HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> set_lanes(D d, hn::Mask<D> mask) {
@@ -138,14 +148,15 @@ HWY_INLINE hn::Vec<D> compress(D d, hn::Vec<D> v, hn::Mask<D> mask) {
   }
 }
 
-// Asks for what a loop over `bytes` at a time reaches 16 KiB later: the processor's own prefetching
+// Asks for what a loop over `bytes` at a time reaches 2 KiB later: the processor's own prefetching
 // falls behind when the loop has work besides loading.
 HWY_INLINE void prefetch_bytes(void const* p, std::size_t bytes) {
-  constexpr std::uintptr_t ahead = 16384;
+  constexpr std::uintptr_t ahead = 2048;
   constexpr std::uintptr_t line = 64;
   std::uintptr_t const begin = reinterpret_cast<std::uintptr_t>(p) + ahead;
-  for (std::uintptr_t at = begin; at < begin + bytes; at += line) {
-    hwy::Prefetch(reinterpret_cast<char const*>(at));
+  HWY_UNROLL(4)
+  for (std::size_t i = 0; i < bytes; i += line) {
+    hwy::Prefetch(reinterpret_cast<char const*>(begin + i));
   }
 }
 

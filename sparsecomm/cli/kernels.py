@@ -41,7 +41,8 @@ memory by torch and numpy.
 EPILOG = f"""\
 columns:
   target       the instruction set; torch or numpy of a baseline
-  time         of a call, in us; its input is put back before each, which is not measured
+  time         of a call, in us; before each, unmeasured, its input is put back and other memory is
+               written, so that all find the caches alike
   GB/s         bytes that the kernel must read and write, over the median time
   ratio        the baseline's median time over the kernel's: above 1 the kernel is quicker;
                on a second number of threads, the same kernel's on the first
@@ -105,9 +106,10 @@ class Case:
     threads: int = 1
     seconds: list[float] = field(default_factory=list)
 
-    def measure(self) -> None:
+    def measure(self, others: torch.Tensor) -> None:
         torch.set_num_threads(self.threads)
         self.prepare()
+        others.zero_()
         start = time.perf_counter()
         self.run()
         self.seconds.append(time.perf_counter() - start)
@@ -121,6 +123,7 @@ class Memory:
         self.gradient = torch.empty_like(self.x)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.residual = in_huge_pages(numel, wide)
+        self.others = torch.empty(4 * numel, dtype=wide)
 
     def refill(self) -> None:
         self.gradient.copy_(self.x)
@@ -224,7 +227,7 @@ def measure(
                 cases.append(replace(case, baselines=(case.name,), threads=count))
     for iteration in range(iters + 1):
         for case in cases:
-            case.measure()
+            case.measure(memory.others)
             if iteration == 0:
                 case.seconds.clear()
     return [

@@ -136,6 +136,21 @@ TYPED_TEST(Kernels, ScansEqualTheOracle) {
           }
         }
       }
+      for (std::size_t const run : {1, 5, 16}) {
+        if (run > size) continue;
+        std::vector<std::size_t> starts(100);
+        for (std::size_t& start : starts) start = random() % (size - run + 1);
+        for (auto const& residual : {problem.residual(), std::span<V>()}) {
+          std::vector<V> expected(starts.size() * run);
+          auto actual = expected;
+          oracle.gather_magnitudes(problem.gradient(), residual, starts, run, expected.data());
+          table.gather_magnitudes(problem.gradient(), residual, starts, run, actual.data());
+          EXPECT_TRUE(same_entries(actual, expected)) << "run " << run;
+          V const last = widen(problem.gradient()[starts.back() + run - 1]);
+          V const added = residual.empty() ? V(0) : residual[starts.back() + run - 1];
+          EXPECT_TRUE(same(expected.back(), std::abs(last + added)));
+        }
+      }
       Moments const expected = oracle.moments(problem.gradient(), problem.residual());
       Moments const actual = table.moments(problem.gradient(), problem.residual());
       EXPECT_TRUE(same(actual.sum, expected.sum)) << actual.sum << ", " << expected.sum;
@@ -300,6 +315,29 @@ TYPED_TEST(Kernels, SampledThresholdComesCloseToK) {
       // Five deviations of the smallest sample, so that a rare seed does not fail the test.
       double const most = std::string_view(fill.name) == "steps of density" ? 0.5 : 0.13;
       EXPECT_NEAR(static_cast<double>(chosen.stats.count), expected, most * expected) << "k " << k;
+    }
+  }
+}
+
+TYPED_TEST(Kernels, SampledThresholdIgnoresHowTheGradientIsCut) {
+  using V = accumulate_t<TypeParam>;
+  std::mt19937_64 random(7);
+  ThresholdScratch<V> scratch;
+  auto const normal = fills<V>().front();
+  Problem<TypeParam> problem(large_size, 0, normal, normal, random);
+  auto const threshold_of = [&](std::size_t most, KernelTable<TypeParam> const& table) {
+    auto const segments = as_segments(problem, most);
+    return sampled_threshold<TypeParam>(std::span<const Segment<TypeParam>>(segments),
+                                        large_size / 10, 97, 3, scratch, inline_executor(), table);
+  };
+  auto const expected = threshold_of(large_size, kernel_tables<TypeParam>().front());
+  EXPECT_GT(expected.magnitude, 0);
+  for (auto const& table : kernel_tables<TypeParam>()) {
+    SCOPED_TRACE(table.target);
+    for (std::size_t const most : {std::size_t{7}, std::size_t{50}, large_size}) {
+      auto const threshold = threshold_of(most, table);
+      EXPECT_EQ(threshold.magnitude, expected.magnitude) << "segments of " << most;
+      EXPECT_EQ(threshold.ties, expected.ties);
     }
   }
 }
