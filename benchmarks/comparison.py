@@ -49,6 +49,10 @@ class Task:
     batch_on_many_hosts: int = 0  # 0: it is not trained there
     recipe_lr: float | None = None  # where the recommended recipe has a learning rate of its own
 
+    def trains_dense_at_recipe_lr(self, fast: bool) -> bool:
+        """What the recipe owes to its learning rate is no merit of the exchange."""
+        return self.recipe_lr is not None and not fast
+
 
 @dataclass(frozen=True)
 class Method:
@@ -144,13 +148,14 @@ class Results:
         observed: Sequence[str],
         link: str,
         hosts: str,
+        fast: bool = False,
     ) -> Results:
         """What reproduce.py's runs have left in the folder."""
         found: dict[str, list[Method]] = {}
         rows: dict[str, dict[str, list[dict[str, Any]]]] = {}
         for task in tasks:
             of_task = folder / task.name
-            names = [*methods, *([AT_RECIPES_LR] if (of_task / AT_RECIPES_LR).exists() else [])]
+            names = list(methods) + [AT_RECIPES_LR] * task.trains_dense_at_recipe_lr(fast)
             found[task.name] = [read_method(of_task / name, link, hosts) for name in names]
             rows[task.name] = {
                 name: json.loads((of_task / "observed" / name / "observations.json").read_text())

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from comparison import (
-    AT_RECIPES_LR,
-    BASELINE,
-    NAMES,
-    Method,
-    Results,
-    first_to_reach,
-    number,
-)
+from comparison import AT_RECIPES_LR, BASELINE, NAMES, Method, Results, first_to_reach, number
 from hosts import parse_rate
 
 RECOMMENDED = ("recommended", "recommended_quantized")

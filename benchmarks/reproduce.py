@@ -185,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for run in failed:
             print(f"  {run.folder / 'log.txt'}", file=sys.stderr)
         return 1
-    results = Results.read(folder, tasks, methods, [*OBSERVED], LINK, MANY_HOSTS_FOLDER)
+    results = Results.read(
+        folder, tasks, methods, [*OBSERVED], LINK, MANY_HOSTS_FOLDER, options.fast
+    )
     found = goals.goals(results, LINK, MANY_HOSTS)
     write_results(results, page, LINK, goals.section(found))
     hours = sum(run.seconds() for run in runs) / 3600
@@ -205,8 +207,7 @@ def plan(
             for method in methods:
                 command = [*program, *METHODS[method], "--seed", str(seed)]
                 runs.append(Run(folder / task.name / method / f"seed-{seed}", command))
-        if task.recipe_lr is not None and not fast:
-            # What the recipe owes to its learning rate is no merit of the exchange.
+        if task.trains_dense_at_recipe_lr(fast):
             command = [*program, *METHODS[BASELINE], "--lr", str(task.recipe_lr), "--seed"]
             runs += [
                 Run(folder / task.name / AT_RECIPES_LR / f"seed-{seed}", [*command, str(seed)])

@@ -78,12 +78,8 @@ class GTopK final : public SparseAllreduce<V> {
   }
   void take(Channel& channel, int peer, FrameView const& frame, SparseProblem const& problem) {
     incoming_.clear();
-    channel.decode_from(peer, [&] {
-      decode_sparse<V>(frame, 0, static_cast<std::uint32_t>(problem.extent), incoming_.indices,
-                       incoming_.values);
-      require<MalformedFrame>(incoming_.indices.size() <= problem.k, "frame: it has ",
-                              incoming_.indices.size(), " entries, must be at most ", problem.k);
-    });
+    decode_pairs(channel, peer, frame, 0, static_cast<std::uint32_t>(problem.extent), problem.k,
+                 incoming_.indices, incoming_.values);
   }
 
   AlgorithmOptions options_;

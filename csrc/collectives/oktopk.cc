@@ -79,23 +79,11 @@ class OkTopk final : public SparseAllreduce<V> {
     return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices,
                                       part.values, options, out));
   }
-  // Appends at most `most` entries of [first, last).
-  static void decode(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
-                     std::uint32_t last, std::uint64_t most, std::vector<std::uint32_t>& indices,
-                     std::vector<V>& values) {
-    std::size_t const before = indices.size();
-    channel.decode_from(peer, [&] {
-      decode_sparse<V>(frame, first, last - first, indices, values);
-      std::size_t const count = indices.size() - before;
-      require<MalformedFrame>(count <= most, "frame: it has ", count, " entries, must be at most ",
-                              most);
-    });
-  }
-  // The same behind those of lower ranks.
+  // Appends the pairs of a share, which come behind those of lower ranks.
   static void decode_share(Channel& channel, int peer, FrameView const& frame, std::uint32_t extent,
                            std::uint64_t most, Pairs<V>& out) {
     std::size_t const before = out.indices.size();
-    decode(channel, peer, frame, 0, extent, most, out.indices, out.values);
+    decode_pairs(channel, peer, frame, 0, extent, most, out.indices, out.values);
     channel.decode_from(peer, [&] {
       require<MalformedFrame>(before == 0 || before == out.indices.size() ||
                                   out.indices[before - 1] < out.indices[before],
@@ -248,7 +236,7 @@ void OkTopk<V>::reduce_everywhere(Channel& channel, SparseView<V> selection,
       continue;
     }
     sum_.add_from([&](auto& indices, auto& values) {
-      decode(channel, rank, frames[rank], 0, extent, problem.limit, indices, values);
+      decode_pairs(channel, rank, frames[rank], 0, extent, problem.limit, indices, values);
     });
   }
   SparseView<V> const sum = sum_.sum();
@@ -305,7 +293,7 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
       int const source = rotated_source(rank, step, size);
       FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
       sum_.add_from([&](auto& indices, auto& values) {
-        decode(channel, source, frame, first, last, problem.limit, indices, values);
+        decode_pairs(channel, source, frame, first, last, problem.limit, indices, values);
       });
     }
   }

@@ -34,11 +34,7 @@ class TopkA final : public SparseAllreduce<V> {
     for (int rank = 0; rank < channel.size(); ++rank) {
       indices_.clear();
       values_.clear();
-      channel.decode_from(rank, [&] {
-        decode_sparse<V>(frames[rank], 0, extent, indices_, values_);
-        require<MalformedFrame>(indices_.size() <= problem.limit, indices_.size(),
-                                " entries, must be at most ", problem.limit);
-      });
+      decode_pairs(channel, rank, frames[rank], 0, extent, problem.limit, indices_, values_);
       sum_.add({indices_, values_});
     }
     return {.reduced = sum_.view(), .rejected = rejected_.view()};

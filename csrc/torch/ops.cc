@@ -2,6 +2,7 @@
 // fake_kernels.py says what shapes come out, functional.py what the operators do.
 #include "ops.h"
 
+#include <ATen/EmptyTensor.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <algorithm>
@@ -12,20 +13,15 @@
 namespace sparsecomm::ops {
 namespace {
 
-// Dimensions with more than one entry, the closest entries first: (stride, size).
-std::vector<std::pair<std::int64_t, std::int64_t>> dimensions_of(at::Tensor const& tensor) {
-  std::vector<std::pair<std::int64_t, std::int64_t>> dimensions;
+// True where no two entries can share memory: each step is longer than all shorter ones together.
+bool entries_are_apart(at::Tensor const& tensor) {
+  std::vector<std::pair<std::int64_t, std::int64_t>> dimensions;  // stride, size
   for (std::int64_t i = 0; i < tensor.dim(); ++i) {
     if (tensor.size(i) > 1) dimensions.emplace_back(tensor.stride(i), tensor.size(i));
   }
-  std::ranges::sort(dimensions);
-  return dimensions;
-}
-
-// True where no two entries can share memory: each step is longer than all shorter ones together.
-bool entries_are_apart(at::Tensor const& tensor) {
+  std::ranges::sort(dimensions);  // the closest entries first
   std::int64_t reach = 0;
-  for (auto const& [stride, size] : dimensions_of(tensor)) {
+  for (auto const& [stride, size] : dimensions) {
     if (stride <= reach) return false;
     reach += stride * (size - 1);
   }
@@ -33,11 +29,10 @@ bool entries_are_apart(at::Tensor const& tensor) {
 }
 
 // The bytes from its first entry to its last.
-std::pair<std::uintptr_t, std::uintptr_t> span_of(at::Tensor const& tensor) {
+std::pair<std::uintptr_t, std::uintptr_t> extent_of(at::Tensor const& tensor) {
   auto const begin = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr());
-  std::int64_t last = 0;
-  for (auto const& [stride, size] : dimensions_of(tensor)) last += stride * (size - 1);
-  return {begin, begin + static_cast<std::size_t>(last + 1) * tensor.itemsize()};
+  return {begin, begin + at::detail::computeStorageNbytes(tensor.sizes(), tensor.strides(),
+                                                          tensor.itemsize())};
 }
 
 struct Schema {
@@ -105,8 +100,8 @@ InPlace::InPlace(at::Tensor const& tensor, char const* name)
 
 void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names) {
   if (one.numel() == 0 || other.numel() == 0 || one.device() != other.device()) return;
-  auto const [begin, end] = span_of(one);
-  auto const [other_begin, other_end] = span_of(other);
+  auto const [begin, end] = extent_of(one);
+  auto const [other_begin, other_end] = extent_of(other);
   require(end <= other_begin || other_end <= begin, names, " share memory; clone() one of them");
 }
 
