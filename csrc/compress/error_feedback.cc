@@ -255,9 +255,9 @@ void ErrorFeedback<T>::flush(std::span<const Segment<T>> segments) {
 template <class T>
 void ErrorFeedback<T>::keep(std::span<const Segment<T>> segments, SparseView<V> rejected) {
   rejected_ = rejected;
-  before_.clear();
+  before_.resize(rejected.nnz());
   for_each_residual<T>(segments, rejected.indices, [&](V& residual, std::size_t i) {
-    before_.push_back(residual);
+    before_[i] = residual;
     residual += rejected.values[i];
   });
 }

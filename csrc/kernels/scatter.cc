@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -13,12 +14,18 @@ void scatter(std::span<T> destination, std::span<const std::uint32_t> indices,
              std::uint32_t first_index) {
   require(indices.size() == values.size(), "scatter of ", values.size(), " values to ",
           indices.size(), " indices: give one index per value");
+  // An index before first_index wraps to a position that is too large as well.
+  std::uint32_t last = 0;
+  for (std::uint32_t const index : indices) last = std::max(last, index - first_index);
+  require(indices.empty() || last < destination.size(), "index ", last + first_index,
+          " is outside of the ", destination.size(), " entries from ", first_index, " on");
+  // Each is a cache miss, and the next ones are known.
+  constexpr std::size_t lookahead = 32;
   for (std::size_t i = 0; i < indices.size(); ++i) {
-    // An index before first_index wraps to a position that is too large as well.
-    std::uint32_t const position = indices[i] - first_index;
-    require(position < destination.size(), "index ", indices[i], " is outside of the ",
-            destination.size(), " entries from ", first_index, " on");
-    destination[position] = T(values[i] / divisor);
+    if (i + lookahead < indices.size()) {
+      __builtin_prefetch(&destination[indices[i + lookahead] - first_index], 1);
+    }
+    destination[indices[i] - first_index] = T(values[i] / divisor);
   }
 }
 
