@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "collectives/pair_frames.h"
 #include "collectives/pairs.h"
 #include "collectives/patterns.h"
 

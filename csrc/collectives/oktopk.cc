@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "collectives/global_cut.h"
+#include "collectives/pair_frames.h"
 #include "collectives/pairs.h"
 #include "collectives/patterns.h"
 #include "collectives/regions.h"

@@ -4,7 +4,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "collectives/channel.h"
 #include "sparse/stream.h"
 
 namespace sparsecomm {
@@ -38,21 +37,6 @@ struct Pairs {
   }
   SparseView<V> view() const { return {indices, values}; }
 };
-
-// Appends the pairs of a sparse frame. Throws PeerInvalid unless they are pairs of positions
-// [first, last), at most `most`.
-template <class V>
-void decode_pairs(Channel& channel, int peer, FrameView const& frame, std::uint32_t first,
-                  std::uint32_t last, std::uint64_t most, std::vector<std::uint32_t>& indices,
-                  std::vector<V>& values) {
-  std::size_t const before = indices.size();
-  channel.decode_from(peer, [&] {
-    decode_sparse<V>(frame, first, last - first, indices, values);
-    std::size_t const count = indices.size() - before;
-    require<MalformedFrame>(count <= most, "frame: it has ", count, " entries, must be at most ",
-                            most);
-  });
-}
 
 // Cuts to the k largest magnitudes, ties to the lower index: the same bits in, the same out.
 template <class V>

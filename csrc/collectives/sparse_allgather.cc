@@ -1,5 +1,7 @@
 #include "collectives/sparse_allgather.h"
 
+#include "collectives/pair_frames.h"
+
 namespace sparsecomm {
 
 template <class V>
@@ -19,8 +21,7 @@ std::span<const SparseView<V>> SparseAllgather<V>::run(Channel& channel, SparseV
   ends_.clear();
   for (int rank = 0; rank < channel.size(); ++rank) {
     if (rank != channel.rank()) {
-      channel.decode_from(rank,
-                          [&] { decode_sparse<V>(frames[rank], 0, range, indices_, values_); });
+      decode_pairs(channel, rank, frames[rank], 0, range, limit, indices_, values_);
     }
     ends_.push_back(indices_.size());
   }

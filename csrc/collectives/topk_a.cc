@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "collectives/pair_frames.h"
 #include "collectives/rounding.h"
 
 namespace sparsecomm {

@@ -81,8 +81,6 @@ void ErrorFeedback<T>::bind_moment(std::span<V> moment) {
 template <class T>
 void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
   residual_is_clear_ = false;
-  std::array<std::uint32_t, packed_slack> indices;
-  std::array<V, packed_slack> values;
   auto const decay = static_cast<V>(rule_.first_moment);
   std::size_t first = 0;
   for (Segment<T> const& segment : segments) {
@@ -100,8 +98,7 @@ void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
     }
     // A selection of nothing.
     Threshold<V> none{std::numeric_limits<V>::max(), 0};
-    fused_error_feedback<T>(arguments, none, 0, 0, {indices, values}, selection_scratch_,
-                            executor_);
+    fused_error_feedback<T>(arguments, none, 0, 0, {}, selection_scratch_, executor_);
     first += size;
   }
 }
@@ -160,8 +157,8 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
                 rule_.bucket > 0 ? pack_buckets(segments, k) : pack_by_threshold(segments, k));
   }
   std::uint64_t const limit = selection_limit(extent_, k);
-  auto const indices = indices_.take(limit + packed_slack);
-  auto const values = values_.take(limit + packed_slack);
+  auto const indices = indices_.take(limit);
+  auto const values = values_.take(limit);
   Threshold<V> threshold = threshold_;
   std::size_t count = 0;
   std::uint32_t first_index = 0;
@@ -181,8 +178,8 @@ template <class T>
 std::size_t ErrorFeedback<T>::pack_by_threshold(std::span<const Segment<T>> segments,
                                                 std::uint64_t k) {
   std::uint64_t const limit = selection_limit(extent_, k);
-  auto const indices = indices_.take(limit + packed_slack);
-  auto const values = values_.take(limit + packed_slack);
+  auto const indices = indices_.take(limit);
+  auto const values = values_.take(limit);
   Threshold<V> threshold = threshold_;
   std::size_t count = 0;
   std::uint32_t first_index = 0;

@@ -299,7 +299,7 @@ class Kernels {
     rate(rates_.sample, entries_ / sampled_stride(entries_, k, threshold_stride),
          [&] { sampled_threshold<float>(segments, k, threshold_stride, 0, scratch); });
 
-    std::vector<std::uint32_t> indices(entries_ / 2 + packed_slack);
+    std::vector<std::uint32_t> indices(entries_ / 2);
     std::vector<float> values(indices.size());
     PackedSpan<float> const packed{indices, values};
     std::size_t count = 0;

@@ -130,7 +130,7 @@ class BucketTopK {
   }
 
   HWY_ALIGN std::array<Bits, max_bucket + hn::MaxLanes(D())> keys_;
-  std::array<std::uint32_t, max_bucket + packed_slack> found_;
+  std::array<std::uint32_t, max_bucket + hn::MaxLanes(D())> found_;
   Bits largest_;
   std::size_t end_;
 };

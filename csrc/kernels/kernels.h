@@ -60,10 +60,6 @@ struct FusedArguments {
   bool mask_momentum = true;
 };
 
-// The SIMD kernels store whole vectors, so a PackedSpan needs this many entries beyond the most it
-// may return.
-inline constexpr std::size_t packed_slack = 64;
-
 template <class V>
 struct SelectionStats {
   std::size_t count = 0;  // entries packed
@@ -108,7 +104,7 @@ struct KernelTable {
   // Fused error feedback, one pass: entries a, as FusedArguments says, that pass the threshold are
   // packed as (first_index + position, a) in index order and their residual becomes +0; every other
   // residual becomes a; the gradient becomes +0. At most `limit` entries are packed (out holds
-  // limit + packed_slack): what no longer fits stays in the residual. threshold.ties is decremented
+  // min(limit, N)): what no longer fits stays in the residual. threshold.ties is decremented
   // by the ties taken, so that segments chain. Reads 2N, writes 2N; 3N with momentum. Source:
   // Ok-Topk Algorithm 2 lines 4-6.
   SelectionStats<V> (*fused_error_feedback)(FusedArguments<T> const& arguments,
@@ -116,7 +112,7 @@ struct KernelTable {
                                             std::size_t limit, PackedSpan<V> out);
 
   // The same with every entry packed, zeros too: for ranges that are always sent. `out` holds all
-  // of them and packed_slack more.
+  // of them.
   SelectionStats<V> (*send_all)(FusedArguments<T> const& arguments, std::uint32_t first_index,
                                 PackedSpan<V> out);
 
@@ -142,9 +138,10 @@ struct KernelTable {
   std::uint64_t (*collect_magnitudes)(std::span<const T> gradient, std::span<const V> residual,
                                       std::uint64_t low, std::uint64_t high, std::vector<V>& out);
 
-  // out[i * run + j] = |gradient + residual| of entry starts[i] + j, for j < run.
+  // out[i * run + j] = |gradient + residual| of entry starts[i] + j, for j < run. Every run must
+  // lie in the gradient; `out` holds all of them. Reads what it writes.
   void (*gather_magnitudes)(std::span<const T> gradient, std::span<const V> residual,
-                            std::span<const std::size_t> starts, std::size_t run, V* out);
+                            std::span<const std::size_t> starts, std::size_t run, std::span<V> out);
 
   // The sums of gradient + residual and of its squares, in double. Reads 2N.
   Moments (*moments)(std::span<const T> gradient, std::span<const V> residual);
@@ -155,6 +152,10 @@ template <class T>
 KernelTable<T> const& kernels();
 template <class T>
 std::span<KernelTable<T> const> kernel_tables();
+
+// The instruction set's table for the type that T's entries are packed in.
+template <class T>
+KernelTable<accumulate_t<T>> const& packed_kernels(KernelTable<T> const& kernel);
 
 // What exact_threshold and sampled_threshold keep between calls, so that they need not allocate.
 template <class V>

@@ -34,15 +34,14 @@ SelectionStats<V> select_in_parts(std::size_t size, Threshold<V>& threshold,
     std::size_t place;
   };
   Selection<V> total(threshold, size, first_index, limit, out);
-  constexpr std::size_t room = part_size + packed_slack;
   std::size_t const parts = part_count(size, part_size);
   std::size_t const workers = std::min(executor.threads(), parts);
-  auto const indices = scratch.indices.take(workers * room);
-  auto const values = scratch.values.take(workers * room);
+  auto const indices = scratch.indices.take(workers * part_size);
+  auto const values = scratch.values.take(workers * part_size);
   std::vector<Slot> slots(workers);
   for (std::size_t worker = 0; worker < workers; ++worker) {
-    slots[worker].packed = {indices.subspan(worker * room, room),
-                            values.subspan(worker * room, room)};
+    slots[worker].packed = {indices.subspan(worker * part_size, part_size),
+                            values.subspan(worker * part_size, part_size)};
   }
 
   auto const work = [&](std::size_t part, std::size_t worker) {

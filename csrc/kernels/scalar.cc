@@ -76,10 +76,12 @@ std::uint64_t collect_magnitudes(std::span<const T> gradient,
 
 template <class T>
 void gather_magnitudes(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
-                       std::span<const std::size_t> starts, std::size_t run, accumulate_t<T>* out) {
+                       std::span<const std::size_t> starts, std::size_t run,
+                       std::span<accumulate_t<T>> out) {
   visit_sum(gradient, residual, [&](auto const& source) {
+    auto to = out.begin();
     for (std::size_t const start : starts) {
-      for (std::size_t i = 0; i < run; ++i) *out++ = std::abs(source.value(start + i));
+      for (std::size_t i = 0; i < run; ++i) *to++ = std::abs(source.value(start + i));
     }
   });
 }

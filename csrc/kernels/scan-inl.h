@@ -137,11 +137,11 @@ std::uint64_t collect_from(Source const& source, std::size_t size, std::uint64_t
   std::size_t used = out.size();
   std::size_t i = 0;
   while (size - i >= 4 * lanes) {
-    // In blocks: there is room for all of a block before it starts.
+    // In blocks: there is room for all of a block, and a vector stored whole, before it starts.
     std::size_t const left = std::min<std::size_t>(size - i, 16384);
     std::size_t const end = i + left - left % (4 * lanes);
-    if (out.size() < used + left + packed_slack) {
-      out.resize(std::max(2 * out.size(), used + left + packed_slack));
+    if (out.size() < used + left + lanes) {
+      out.resize(std::max(2 * out.size(), used + left + lanes));
     }
     auto above = hn::Zero(di);
     for (; i < end; i += 4 * lanes) {
@@ -177,12 +177,12 @@ void gather_from(Source const& source, std::span<const std::size_t> starts, std:
                  V* out) {
   hn::ScalableTag<V> const d;
   std::size_t const lanes = hn::Lanes(d);
-  // Each run is a cache miss.
+  // Each run is a cache miss, or two.
   constexpr std::size_t lookahead = 24;
   std::size_t const known = std::min(lookahead, starts.size());
-  for (std::size_t const start : starts.first(known)) prefetch_entry(source, start);
+  for (std::size_t const start : starts.first(known)) prefetch_run(source, start, run);
   for (std::size_t i = 0; i < starts.size(); ++i) {
-    if (i + lookahead < starts.size()) prefetch_entry(source, starts[i + lookahead]);
+    if (i + lookahead < starts.size()) prefetch_run(source, starts[i + lookahead], run);
     std::size_t const start = starts[i];
     std::size_t j = 0;
     for (; run - j >= lanes; j += lanes) {
@@ -195,8 +195,10 @@ void gather_from(Source const& source, std::span<const std::size_t> starts, std:
 
 template <class T>
 void gather_magnitudes(std::span<const T> gradient, std::span<const accumulate_t<T>> residual,
-                       std::span<const std::size_t> starts, std::size_t run, accumulate_t<T>* out) {
-  visit_sum(gradient, residual, [&](auto const& source) { gather_from(source, starts, run, out); });
+                       std::span<const std::size_t> starts, std::size_t run,
+                       std::span<accumulate_t<T>> out) {
+  visit_sum(gradient, residual,
+            [&](auto const& source) { gather_from(source, starts, run, out.data()); });
 }
 
 // The next Lanes(d) entries, as double.

@@ -1,6 +1,6 @@
 // What the scalar and the SIMD kernels share: the state of a selection and the entry at a time rule
-// that defines it. The SIMD kernels fall back to that rule at the edges: tails, and the vector in
-// which the ties or the room run out.
+// that defines it. The SIMD kernels fall back to that rule at the edges: tails, and the block in
+// which the room runs out.
 #pragma once
 
 #include <algorithm>
@@ -21,11 +21,9 @@ template <class V>
 void require_packed_room(std::size_t size, std::uint32_t first_index, std::size_t limit,
                          PackedSpan<V> const& out) {
   std::size_t const most = std::min(limit, size);
-  require(out.indices.size() == out.values.size() && out.indices.size() >= packed_slack &&
-              out.indices.size() - packed_slack >= most,
-          "a selection of up to ", most, " entries needs room for ", packed_slack,
-          " more, but there is room for ", out.indices.size(), " indices and ", out.values.size(),
-          " values");
+  require(out.indices.size() == out.values.size() && out.indices.size() >= most,
+          "a selection of up to ", most, " entries needs room for as many, but there is room for ",
+          out.indices.size(), " indices and ", out.values.size(), " values");
   require(size <= (std::uint64_t{1} << 32) - first_index, "entries ", first_index, " to ",
           first_index + std::uint64_t{size}, " do not all have 32-bit indices");
 }

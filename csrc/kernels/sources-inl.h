@@ -78,13 +78,15 @@ HWY_INLINE void prefetch(ReadOnly<T> const& source, std::size_t i) {
 }
 
 template <class T>
-HWY_INLINE void prefetch_entry(SumSource<T> const& source, std::size_t i) {
-  hwy::Prefetch(source.residual + i);
-  hwy::Prefetch(source.gradient + i);
+HWY_INLINE void prefetch_run(SumSource<T> const& source, std::size_t i, std::size_t run) {
+  for (std::size_t const end : {i, i + run - 1}) {
+    hwy::Prefetch(source.residual + end);
+    hwy::Prefetch(source.gradient + end);
+  }
 }
 template <class T>
-HWY_INLINE void prefetch_entry(ReadOnly<T> const& source, std::size_t i) {
-  hwy::Prefetch(source.x + i);
+HWY_INLINE void prefetch_run(ReadOnly<T> const& source, std::size_t i, std::size_t run) {
+  for (std::size_t const end : {i, i + run - 1}) hwy::Prefetch(source.x + end);
 }
 
 // Leaves a vector's entries as taken.

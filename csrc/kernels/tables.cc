@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <span>
 #include <vector>
 
@@ -56,6 +57,12 @@ KernelTable<T> const& kernels() {
   return kernel_tables<T>().back();
 }
 
+template <class T>
+KernelTable<accumulate_t<T>> const& packed_kernels(KernelTable<T> const& kernel) {
+  auto const tables = kernel_tables<accumulate_t<T>>();
+  return *std::ranges::find(tables, kernel.target, &KernelTable<accumulate_t<T>>::target);
+}
+
 template std::span<KernelTable<float> const> kernel_tables();
 template std::span<KernelTable<double> const> kernel_tables();
 template std::span<KernelTable<Half> const> kernel_tables();
@@ -64,5 +71,9 @@ template KernelTable<float> const& kernels();
 template KernelTable<double> const& kernels();
 template KernelTable<Half> const& kernels();
 template KernelTable<BFloat16> const& kernels();
+template KernelTable<float> const& packed_kernels(KernelTable<float> const&);
+template KernelTable<double> const& packed_kernels(KernelTable<double> const&);
+template KernelTable<float> const& packed_kernels(KernelTable<Half> const&);
+template KernelTable<float> const& packed_kernels(KernelTable<BFloat16> const&);
 
 }  // namespace sparsecomm

@@ -53,28 +53,33 @@ void sample_magnitudes(std::span<const Segment<T>> segments, std::size_t count, 
     auto const find_segment = [&](std::size_t at) {
       while (at - first >= segment->gradient.size()) first += (segment++)->gradient.size();
     };
-    auto const gather = [&](std::span<const std::size_t> starts, std::size_t size, V* to) {
+    auto const gather = [&](std::span<const std::size_t> starts, std::size_t size,
+                            std::span<V> to) {
       kernel.gather_magnitudes(segment->gradient, segment->residual, starts, size, to);
     };
     std::array<std::size_t, sample_part> starts;
     std::size_t const end = std::min(count, (part + 1) * runs_of_part);
     for (std::size_t i = part * runs_of_part; i < end;) {
-      V* to = out.data() + i * run;
+      auto to = out.begin() + static_cast<std::ptrdiff_t>(i * run);
       std::size_t at = position(i);
       find_segment(at);
       std::size_t inside = 0;
-      for (; i < end && position(i) - first + run <= segment->gradient.size(); ++i) {
-        starts[inside++] = position(i) - first;
+      while (at - first + run <= segment->gradient.size()) {
+        starts[inside++] = at - first;
+        if (++i == end) break;
+        at = position(i);
       }
-      gather(std::span(starts).first(inside), run, to);
-      if (inside > 0) continue;
+      if (inside > 0) {
+        gather(std::span(starts).first(inside), run, {to, inside * run});
+        continue;
+      }
       // A run that goes on in other segments.
       for (std::size_t left = run; left > 0;) {
         find_segment(at);
         std::size_t const start = at - first;
         std::size_t const size = std::min(left, segment->gradient.size() - start);
-        gather(std::span(&start, 1), size, to);
-        to += size;
+        gather(std::span(&start, 1), size, {to, size});
+        to += static_cast<std::ptrdiff_t>(size);
         at += size;
         left -= size;
       }
@@ -154,7 +159,8 @@ Rank<V> rank_by_histogram(std::span<V> magnitudes, std::size_t rank) {
 
 // A few of the values say which are surely smaller; one pass drops those.
 template <class V>
-Rank<V> find_rank(std::span<V> magnitudes, std::size_t rank, std::vector<V>& largest) {
+Rank<V> find_rank(std::span<V> magnitudes, std::size_t rank, std::vector<V>& largest,
+                  KernelTable<V> const& kernel) {
   constexpr std::size_t few = 2048;
   std::array<V, few> sample;
   std::size_t const stride = magnitudes.size() / few;
@@ -164,8 +170,8 @@ Rank<V> find_rank(std::span<V> magnitudes, std::size_t rank, std::vector<V>& lar
   auto const last = static_cast<std::size_t>(expected + 4 * std::sqrt(expected) + 2);
   if (std::size_t const bin = last < few / 4 ? bin_of_rank<V>(sample, last).bin : 0; bin > 0) {
     largest.clear();
-    kernels<V>().collect_magnitudes(magnitudes, {}, std::uint64_t{bin} << bin_shift<V>,
-                                    std::uint64_t{magnitude_mask<V>} + 1, largest);
+    kernel.collect_magnitudes(magnitudes, {}, std::uint64_t{bin} << bin_shift<V>,
+                              std::uint64_t{magnitude_mask<V>} + 1, largest);
     if (largest.size() >= rank) return rank_by_histogram<V>(largest, rank);
   }
   return rank_by_histogram(magnitudes, rank);
@@ -359,7 +365,8 @@ Threshold<accumulate_t<T>> sampled_threshold(std::span<const Segment<T>> segment
   auto const rank = static_cast<std::size_t>(std::llround(static_cast<double>(k) / each));
   std::size_t const place = std::clamp<std::size_t>(rank, 1, count);
   if (scratch.of_workers.empty()) scratch.of_workers.resize(1);
-  Rank<V> const found = find_rank<V>(sample, place, scratch.of_workers.front());
+  Rank<V> const found =
+      find_rank<V>(sample, place, scratch.of_workers.front(), packed_kernels(kernel));
   double const ties = static_cast<double>(k) - each * static_cast<double>(found.above);
   return make_threshold<V>(found.bits, static_cast<std::uint64_t>(std::max(0.0, ties)));
 }

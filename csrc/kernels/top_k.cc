@@ -30,13 +30,6 @@ std::size_t fill_with_zeros(std::span<const T> x, std::size_t count, std::size_t
   return k;
 }
 
-// The instruction set's table for the type that T's entries are packed in.
-template <class T>
-KernelTable<accumulate_t<T>> const& packed_kernel(KernelTable<T> const& kernel) {
-  auto const tables = kernel_tables<accumulate_t<T>>();
-  return *std::ranges::find(tables, kernel.target, &KernelTable<accumulate_t<T>>::target);
-}
-
 // The k largest of x, k < N, from those that a sample says may be among them. False: they are not
 // enough or too many.
 template <class T>
@@ -48,14 +41,13 @@ bool top_k_of_candidates(std::span<const Segment<T>> segments, std::span<const T
       sampled_bracket(segments, x.size(), k, scratch.threshold.magnitudes, executor, kernel);
   if (!bracket.narrow) return false;
   std::size_t const room = std::min<std::uint64_t>(bracket.most, x.size());
-  PackedSpan<V> const candidates{scratch.indices.take(room + packed_slack),
-                                 scratch.values.take(room + packed_slack)};
+  PackedSpan<V> const candidates{scratch.indices.take(room), scratch.values.take(room)};
   Threshold<V> floor{from_magnitude_bits<V>(static_cast<magnitude_bits_t<V>>(bracket.low - 1)), 0};
   auto const found = select<T>(x, floor, 0, room, candidates, scratch.selection, executor, kernel);
   if (!found.complete || found.count < k) return false;
 
   Segment<V> const values{candidates.values.first(found.count), {}};
-  auto const& packed = packed_kernel(kernel);
+  auto const& packed = packed_kernels(kernel);
   Threshold<V> threshold =
       exact_threshold<V>(std::span(&values, 1), k, scratch.threshold, inline_executor(), packed);
   packed.select(values.gradient, threshold, 0, k, out);

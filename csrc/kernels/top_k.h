@@ -24,8 +24,8 @@ struct TopKScratch {
   Buffer<V> values;
 };
 
-// Packs min(k, N) entries of x and returns how many; `out` holds as many and packed_slack more. At
-// most 2^32 entries. Reads N once, as a rule: a sample says what is surely not among the k largest,
+// Packs min(k, N) entries of x and returns how many; `out` holds as many at least. At most
+// 2^32 entries. Reads N once, as a rule: a sample says what is surely not among the k largest,
 // one pass packs the rest, of which the k largest are taken. Where ties or the sample defeat that,
 // up to 5 passes (8 for double).
 template <class T>
@@ -45,7 +45,7 @@ void top_k_per_bucket(std::span<const T> x, std::size_t row, std::size_t bucket,
                       KernelTable<T> const& kernel = kernels<T>());
 
 // Packs the min(k, row) largest entries of each row of `row` entries of x, row behind row; an index
-// counts from the start of its row. `out` holds packed_slack more.
+// counts from the start of its row.
 template <class T>
 void top_k_of_rows(std::span<const T> x, std::size_t row, std::size_t k,
                    PackedSpan<accumulate_t<T>> out, TopKScratch<accumulate_t<T>>& scratch,

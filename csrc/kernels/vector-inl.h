@@ -102,6 +102,7 @@ constexpr bool compresses() {
 // A bit for each lane that is set, the first lane's lowest.
 template <class D>
 HWY_INLINE std::uint64_t mask_bits(D d, hn::Mask<D> mask) {
+  // As wide as what is stored, so that it need not pass through memory.
   std::conditional_t<(hn::MaxLanes(D()) > 8), std::uint16_t, std::uint8_t> bits = 0;
   static_assert(hn::MaxLanes(D()) <= 8 * sizeof(bits));
   hn::StoreMaskBits(d, mask, reinterpret_cast<std::uint8_t*>(&bits));
@@ -115,9 +116,8 @@ HWY_INLINE hn::Vec<hn::RebindToUnsigned<D>> set_lanes(D d, hn::Mask<D> mask) {
   if constexpr (compresses<D>()) {
     return hn::Compress(hn::Iota(du, 0), hn::RebindMask(du, mask));
   } else {
-    std::uint8_t bits[8] = {};
-    hn::StoreMaskBits(d, mask, bits);
-    auto const row = hn::LoadU(hn::Rebind<std::uint32_t, D>(), set_lanes_table[bits[0]].data());
+    auto const row =
+        hn::LoadU(hn::Rebind<std::uint32_t, D>(), set_lanes_table[mask_bits(d, mask)].data());
     if constexpr (sizeof(hn::TFromD<D>) == sizeof(std::uint32_t)) {
       return row;
     } else {

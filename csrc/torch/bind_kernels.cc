@@ -68,8 +68,8 @@ class Kernels {
                      at::Tensor const& values) {
     Threshold<V> threshold{static_cast<V>(magnitude), 0};
     auto const out = packed(indices, values);
-    return sparsecomm::select<T>(elements(x, "x"), threshold, 0, limit(out), out, selection_,
-                                 *executor_, table_)
+    return sparsecomm::select<T>(elements(x, "x"), threshold, 0, out.indices.size(), out,
+                                 selection_, *executor_, table_)
         .count;
   }
 
@@ -79,7 +79,7 @@ class Kernels {
     Threshold<V> threshold{static_cast<V>(magnitude), 0};
     auto const out = packed(indices, values);
     auto const [grad, rest] = segment(gradient, residual);
-    return sparsecomm::fused_error_feedback<T>({grad, rest}, threshold, 0, limit(out), out,
+    return sparsecomm::fused_error_feedback<T>({grad, rest}, threshold, 0, out.indices.size(), out,
                                                selection_, *executor_, table_)
         .count;
   }
@@ -101,7 +101,7 @@ class Kernels {
   std::size_t exact_top_k(at::Tensor const& x, std::uint64_t k, at::Tensor const& indices,
                           at::Tensor const& values) {
     auto const out = packed(indices, values);
-    require(k <= limit(out), "k = ", k, " entries do not fit into ", limit(out));
+    require(k <= out.indices.size(), "k = ", k, " entries do not fit into ", out.indices.size());
     return sparsecomm::exact_top_k<T>(elements(x, "x"), k, out, top_k_, *executor_, table_);
   }
 
@@ -156,11 +156,6 @@ class Kernels {
     require(out.indices.size() == out.values.size(), out.indices.size(), " indices but ",
             out.values.size(), " values");
     return out;
-  }
-  static std::size_t limit(PackedSpan<V> const& out) {
-    require(out.indices.size() >= packed_slack, "indices and values need room for ", packed_slack,
-            " entries more than are packed, have ", out.indices.size());
-    return out.indices.size() - packed_slack;
   }
 
   static std::span<std::byte> codes_of(at::Tensor const& codes, QsgdFormat format,

@@ -13,8 +13,7 @@ namespace {
 template <class V>
 class Room {
  public:
-  explicit Room(std::size_t entries)
-      : packed_{indices_.take(entries + packed_slack), values_.take(entries + packed_slack)} {}
+  explicit Room(std::size_t entries) : packed_{indices_.take(entries), values_.take(entries)} {}
   PackedSpan<V> packed() const { return packed_; }
   Pair copy(std::size_t count) const {
     return copy_packed<V>(packed_.indices.first(count), packed_.values.first(count));

@@ -25,7 +25,6 @@ KERNELS = {
     torch.bfloat16: _C.KernelsBF16,
 }
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KERNELS}
-SLACK = 64  # entries that a selection needs beyond those it packs
 BUCKET = 512  # of which SparCML takes the largest few, and of a QSGD scale
 BLOCK_BYTES = 1024
 STREAMS = 8  # that are summed
@@ -42,7 +41,7 @@ EPILOG = f"""\
 columns:
   target       the instruction set; torch or numpy of a baseline
   time         of a call, in us; before each, unmeasured, its input is put back and other memory is
-               written, so that all find the caches alike
+               read, so that what ran before matters less
   GB/s         bytes that the kernel must read and write, over the median time
   ratio        the baseline's median time over the kernel's: above 1 the kernel is quicker;
                on a second number of threads, the same kernel's on the first
@@ -109,7 +108,7 @@ class Case:
     def measure(self, others: torch.Tensor) -> None:
         torch.set_num_threads(self.threads)
         self.prepare()
-        others.zero_()
+        others.sum()
         start = time.perf_counter()
         self.run()
         self.seconds.append(time.perf_counter() - start)
@@ -123,7 +122,7 @@ class Memory:
         self.gradient = torch.empty_like(self.x)
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.residual = in_huge_pages(numel, wide)
-        self.others = torch.empty(4 * numel, dtype=wide)
+        self.others = torch.ones(4 * numel, dtype=wide)
 
     def refill(self) -> None:
         self.gradient.copy_(self.x)
@@ -339,7 +338,7 @@ def kernels(memory: Memory, density: float, target: str, threads: int, seed: int
     own = KERNELS[dtype](target, threads)
     k = count_of(numel, density)
     each = min(BUCKET, count_of(BUCKET, density))
-    room = max(2 * k, -(-numel // BUCKET) * each) + SLACK
+    room = max(2 * k, -(-numel // BUCKET) * each)
     indices = torch.empty(room, dtype=torch.uint32)
     values = torch.empty(room, dtype=wide)
     in_buckets = numel // BUCKET * each + min(numel % BUCKET, each)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
-from sparsecomm.cli.kernels import KERNELS, SLACK
+from sparsecomm.cli.kernels import KERNELS
 from sparsecomm.cli.measure import exchange_options
 from sparsecomm.cli.ping_pong import SIZES, median_us
 from sparsecomm.cli.ranks import run_on_ranks
@@ -63,8 +63,8 @@ def compare_kernels() -> None:
             chosen = []
             for each in (kernels(target, 1), kernels("scalar", 1)):
                 gradient, residual = values.to(dtype, copy=True), values.flip(0).to(packed)
-                indices = torch.zeros(NUMEL + SLACK, dtype=torch.uint32)
-                out = torch.zeros(NUMEL + SLACK, dtype=packed)
+                indices = torch.zeros(NUMEL, dtype=torch.uint32)
+                out = torch.zeros(NUMEL, dtype=packed)
                 count = each.fused_error_feedback(gradient, residual, 1.5, indices, out)
                 chosen.append((indices[:count].long(), out[:count], residual))
             if not all(torch.equal(ours, oracle) for ours, oracle in zip(*chosen, strict=True)):

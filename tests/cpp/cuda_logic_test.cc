@@ -72,8 +72,8 @@ template <class T, class V = accumulate_t<T>>
 Selected<V> oracle(std::span<const T> x, Threshold<V> threshold, std::uint64_t limit,
                    std::uint32_t first_index) {
   Selected<V> selected;
-  selected.indices.resize(x.size() + packed_slack);
-  selected.values.resize(x.size() + packed_slack);
+  selected.indices.resize(x.size());
+  selected.values.resize(x.size());
   std::uint64_t const ties = threshold.ties;
   selected.stats = kernel_tables<T>().front().select(x, threshold, first_index, limit,
                                                      {selected.indices, selected.values});

@@ -50,7 +50,7 @@ struct Packed {
   SelectionStats<V> stats;
   std::uint64_t ties_left = 0;
 
-  Packed(std::size_t room) : indices(room + packed_slack), values(room + packed_slack) {}
+  Packed(std::size_t room) : indices(room), values(room) {}
   PackedSpan<V> span() { return {indices, values}; }
   void trim() { indices.resize(stats.count), values.resize(stats.count); }
 };

@@ -140,14 +140,17 @@ TYPED_TEST(Kernels, ScansEqualTheOracle) {
         if (run > size) continue;
         std::vector<std::size_t> starts(100);
         for (std::size_t& start : starts) start = random() % (size - run + 1);
+        starts.front() = 0;
+        starts.back() = size - run;
         for (auto const& residual : {problem.residual(), std::span<V>()}) {
           std::vector<V> expected(starts.size() * run);
           auto actual = expected;
-          oracle.gather_magnitudes(problem.gradient(), residual, starts, run, expected.data());
-          table.gather_magnitudes(problem.gradient(), residual, starts, run, actual.data());
+          oracle.gather_magnitudes(problem.gradient(), residual, starts, run, expected);
+          table.gather_magnitudes(problem.gradient(), residual, starts, run, actual);
+          table.gather_magnitudes(problem.gradient(), residual, {}, run, {});
           EXPECT_TRUE(same_entries(actual, expected)) << "run " << run;
-          V const last = widen(problem.gradient()[starts.back() + run - 1]);
-          V const added = residual.empty() ? V(0) : residual[starts.back() + run - 1];
+          V const last = widen(problem.gradient().back());
+          V const added = residual.empty() ? V(0) : residual.back();
           EXPECT_TRUE(same(expected.back(), std::abs(last + added)));
         }
       }
@@ -319,25 +322,44 @@ TYPED_TEST(Kernels, SampledThresholdComesCloseToK) {
   }
 }
 
+// Runs go on in the next segment, or over several; there are empty ones, and some have no residual.
 TYPED_TEST(Kernels, SampledThresholdIgnoresHowTheGradientIsCut) {
   using V = accumulate_t<TypeParam>;
+  using Segments = std::vector<Segment<TypeParam>>;
+  constexpr std::size_t stride = 97;
+  std::size_t const k = large_size / 10;
+  ASSERT_GT(sampled_stride(large_size, k, stride), 0u);
   std::mt19937_64 random(7);
-  ThresholdScratch<V> scratch;
   auto const normal = fills<V>().front();
   Problem<TypeParam> problem(large_size, 0, normal, normal, random);
-  auto const threshold_of = [&](std::size_t most, KernelTable<TypeParam> const& table) {
-    auto const segments = as_segments(problem, most);
-    return sampled_threshold<TypeParam>(std::span<const Segment<TypeParam>>(segments),
-                                        large_size / 10, 97, 3, scratch, inline_executor(), table);
+  std::size_t const half = large_size / 2;
+  std::ranges::fill(problem.residual().first(half), V(0));
+  // The first `bare` entries, nearly, have no residual.
+  auto const cut = [&](std::size_t length, std::size_t bare) {
+    Segments segments;
+    for (Segment<TypeParam> segment : as_segments(problem, length)) {
+      bare -= std::min(bare, segment.gradient.size());
+      if (bare > 0) segment.residual = {};
+      segments.push_back(segment);
+      segments.push_back({segment.gradient.first(0), {}});
+    }
+    return segments;
   };
-  auto const expected = threshold_of(large_size, kernel_tables<TypeParam>().front());
-  EXPECT_GT(expected.magnitude, 0);
+  ThresholdScratch<V> scratch;
+  auto const threshold_of = [&](Segments const& segments, KernelTable<TypeParam> const& table) {
+    return sampled_threshold<TypeParam>(segments, k, stride, 3, scratch, inline_executor(), table);
+  };
+  Segments const whole = cut(large_size, 0);
+  auto const expected = threshold_of(whole, kernel_tables<TypeParam>().front());
+  EXPECT_NE(expected.magnitude, exact_threshold<TypeParam>(whole, k, scratch).magnitude);
   for (auto const& table : kernel_tables<TypeParam>()) {
     SCOPED_TRACE(table.target);
-    for (std::size_t const most : {std::size_t{7}, std::size_t{50}, large_size}) {
-      auto const threshold = threshold_of(most, table);
-      EXPECT_EQ(threshold.magnitude, expected.magnitude) << "segments of " << most;
-      EXPECT_EQ(threshold.ties, expected.ties);
+    for (std::size_t const length : {std::size_t{7}, std::size_t{50}, large_size}) {
+      for (std::size_t const bare : {std::size_t{0}, half}) {
+        auto const threshold = threshold_of(cut(length, bare), table);
+        EXPECT_EQ(threshold.magnitude, expected.magnitude) << "segments of " << length;
+        EXPECT_EQ(threshold.ties, expected.ties);
+      }
     }
   }
 }

@@ -13,14 +13,14 @@ import torch
 
 from sparsecomm import _C
 from sparsecomm.cli import main
-from sparsecomm.cli.kernels import DTYPES, KERNELS, SLACK, STREAMS, make_streams
+from sparsecomm.cli.kernels import DTYPES, KERNELS, STREAMS, make_streams
 
 NUMEL = 10_007
 
 
 def room(count: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return torch.zeros(count + SLACK, dtype=torch.uint32), torch.zeros(count + SLACK, dtype=wide)
+    return torch.zeros(count, dtype=torch.uint32), torch.zeros(count, dtype=wide)
 
 
 @pytest.mark.parametrize("target", _C.kernel_targets())
@@ -111,8 +111,8 @@ def test_mistakes_are_named() -> None:
     kernels = _C.KernelsF32("scalar", 1)
     with pytest.raises(ValueError, match="x must be a contiguous CPU tensor of Float"):
         kernels.all_finite(torch.zeros(3, dtype=torch.float64))
-    with pytest.raises(ValueError, match="room for 64 entries more"):
-        kernels.select(torch.zeros(3), 1.0, torch.zeros(3, dtype=torch.uint32), torch.zeros(3))
+    with pytest.raises(ValueError, match="3 indices but 2 values"):
+        kernels.select(torch.zeros(3), 1.0, torch.zeros(3, dtype=torch.uint32), torch.zeros(2))
     with pytest.raises(ValueError, match="3 values take 6 bytes, codes have 5"):
         kernels.qsgd_quantize(torch.zeros(3), 4, 512, 0, torch.zeros(5, dtype=torch.uint8))
 
