@@ -18,7 +18,8 @@ class SparseAllgather {
 
   // `own` has indices below `extent` (< 2^32) and at most `limit` entries; both numbers are the
   // same on every rank. Element r of the result is rank r's vector. Valid until the next run(), the
-  // own element as long as `own`. Throws PeerInvalid where a rank's frame is malformed.
+  // own element as long as `own`. Throws PeerInvalid where a rank's frame is malformed or has more
+  // than `limit` entries.
   std::span<const SparseView<V>> run(Channel& channel, SparseView<V> own, std::uint64_t extent,
                                      std::uint64_t limit);
 

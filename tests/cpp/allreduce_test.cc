@@ -11,6 +11,7 @@
 #include <random>
 
 #include "allocations.h"
+#include "collectives/sparse_allgather.h"
 #include "contributions.h"
 #include "transport/wrapped.h"
 
@@ -406,6 +407,28 @@ class Tampering final : public WrappedTransport {
   std::vector<std::byte> frame_;
 };
 
+// run(channel) on two ranks, of which `sender` tampers.
+template <class Run>
+void expect_too_many_accuse(int sender, Run&& run) {
+  auto transports = make_inproc_transports(2);
+  transports[sender] = std::make_unique<Tampering>(std::move(transports[sender]));
+  expect_no_errors(run_transports(transports, [&](Transport& transport) {
+    Channel channel(transport, 7, soon());
+    if (transport.rank() == sender) {
+      run(channel);
+      return;
+    }
+    try {
+      run(channel);
+      ADD_FAILURE() << "taken";
+    } catch (PeerInvalid const& error) {
+      EXPECT_EQ(error.ranks(), std::vector{sender}) << error.what();
+      EXPECT_NE(std::string(error.what()).find("must be at most 3"), std::string::npos)
+          << error.what();
+    }
+  }));
+}
+
 TEST(LossyAllreduceTest, AShareOfTooManyEntriesAccusesItsSender) {
   struct Case {
     std::string_view algorithm;
@@ -415,36 +438,25 @@ TEST(LossyAllreduceTest, AShareOfTooManyEntriesAccusesItsSender) {
   // Ok-Topk gathers selections where both ranks select in the same places, else parts of the sum.
   Case const cases[] = {{"oktopk", 1, {{1, 5, 9}, {1, 5, 9}}},
                         {"oktopk", 1, {{1, 5, 9}, {20, 30, 39}}},
-                        {"gtopk", 0, {{1, 5, 9}, {1, 5, 9}}}};
+                        {"gtopk", 0, {{1, 5, 9}, {1, 5, 9}}},
+                        {"topk_a", 1, {{1, 5, 9}, {1, 5, 9}}}};
   for (Case const& each : cases) {
     SCOPED_TRACE(concat(each.algorithm, ", ", each.selections[1].front()));
-    auto transports = make_inproc_transports(2);
-    transports[each.sender] = std::make_unique<Tampering>(std::move(transports[each.sender]));
-    expect_no_errors(run_transports(transports, [&](Transport& transport) {
-      Channel channel(transport, 7, soon());
-      AlgorithmEntry const& entry = find_algorithm(each.algorithm);
+    expect_too_many_accuse(each.sender, [&](Channel& channel) {
       // The sender's are the larger ones, which the result keeps.
-      float const scale = transport.rank() == each.sender ? 10 : 1;
-      Contribution<float> const own{each.selections[transport.rank()],
-                                    {scale, 2 * scale, 3 * scale}};
-      auto const run = [&] {
-        make_sparse_allreduce<float>(entry, {})->run(channel, own.view(),
-                                                     {.extent = 40, .k = 3, .limit = 3});
-      };
-      if (transport.rank() == each.sender) {
-        run();
-        return;
-      }
-      try {
-        run();
-        ADD_FAILURE() << "taken";
-      } catch (PeerInvalid const& error) {
-        EXPECT_EQ(error.ranks(), std::vector{each.sender}) << error.what();
-        EXPECT_NE(std::string(error.what()).find("must be at most 3"), std::string::npos)
-            << error.what();
-      }
-    }));
+      float const scale = channel.rank() == each.sender ? 10 : 1;
+      Contribution<float> const own{each.selections[channel.rank()], {scale, 2 * scale, 3 * scale}};
+      make_sparse_allreduce<float>(find_algorithm(each.algorithm), {})
+          ->run(channel, own.view(), {.extent = 40, .k = 3, .limit = 3});
+    });
   }
+}
+
+TEST(SparseAllgatherTest, AVectorOfTooManyEntriesAccusesItsSender) {
+  expect_too_many_accuse(1, [](Channel& channel) {
+    Contribution<float> const own{{1, 5, 9}, {1, 2, 3}};
+    SparseAllgather<float>().run(channel, own.view(), 40, 3);
+  });
 }
 
 }  // namespace
