@@ -63,6 +63,12 @@ class PeerLost : public PeerError {
   using PeerError::PeerError;
 };
 
+// Another rank's failure report ended the wait for these ranks.
+class Interrupted : public PeerError {
+ public:
+  using PeerError::PeerError;
+};
+
 // What a peer sent is not what the operation expects: first-hand evidence against that peer.
 class PeerInvalid : public PeerError {
  public:

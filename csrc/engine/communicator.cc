@@ -97,6 +97,8 @@ FailureReport report_of(std::exception_ptr const& error, std::uint64_t operation
     return report(Cause::invalid, invalid.ranks());
   } catch (Timeout const& timeout) {
     return report(Cause::timeout, timeout.ranks());
+  } catch (Interrupted const& interrupted) {
+    return report(Cause::interrupted, interrupted.ranks());
   } catch (PeerError const& lost) {
     return report(Cause::lost, lost.ranks());
   } catch (...) {

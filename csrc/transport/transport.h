@@ -48,8 +48,9 @@ struct FailureReport {
   enum class Cause : std::uint8_t {
     own = 0,   // something on this rank itself: no suspects
     lost = 1,  // the connection to a suspect broke, perhaps because it failed for its own reasons
-    timeout = 2,  // the deadline passed while waiting for a suspect
-    invalid = 3,  // a suspect's message failed validation: first-hand evidence
+    timeout = 2,      // the deadline passed while waiting for a suspect
+    invalid = 3,      // a suspect's message failed validation: first-hand evidence
+    interrupted = 4,  // another rank's report ended the wait for a suspect
   };
   std::uint64_t operation = 0;
   Cause cause = Cause::own;

@@ -7,10 +7,8 @@
 #include <limits>
 #include <random>
 
-#include "engine/gradient_exchange.h"
 #include "engine/verdict.h"
-#include "gradients.h"
-#include "reducing_transport.h"
+#include "failing_steps.h"
 #include "transport/failure_report.h"
 #include "ucx_ranks.h"
 
@@ -23,13 +21,6 @@ CommunicatorOptions quick() {
   return {.timeout = milliseconds(300), .failure_grace = milliseconds(300)};
 }
 
-struct Survivor {
-  std::string error;
-  std::vector<int> culprits;  // as the error names them
-  bool conserved = true;
-  bool aborted_later = false;
-};
-
 class FailureTest : public ::testing::TestWithParam<std::string> {};
 
 INSTANTIATE_TEST_SUITE_P(Algorithms, FailureTest, ::testing::ValuesIn([] {
@@ -39,39 +30,9 @@ INSTANTIATE_TEST_SUITE_P(Algorithms, FailureTest, ::testing::ValuesIn([] {
                          }()),
                          [](auto const& info) { return info.param; });
 
-ExchangeOptions failure_options(std::string const& algorithm) {
-  ExchangeOptions options;
-  options.algorithm = algorithm;
-  options.density = 0.05;
-  options.average = false;
-  return options;
-}
-
-std::uint64_t messages_of_two_steps(std::string const& algorithm, int ranks, std::size_t numel,
-                                    int rank) {
-  std::uint64_t messages = 0;
-  auto const body = [&](Communicator& communicator) {
-    auto const exchange = std::make_shared<GradientExchange<float>>(
-        "test", numel, failure_options(algorithm), communicator);
-    std::vector<float> residual(numel, 0.0f);
-    for (int step = 0; step < 2; ++step) {
-      auto const input = patterns[0].make(communicator.rank(), ranks, numel, step);
-      std::vector<float> gradient(input.begin(), input.end());
-      exchange->bind({{gradient, residual}});
-      communicator.submit(exchange).wait();
-    }
-    if (communicator.rank() == rank)
-      messages = Counters::total(communicator.counters().sent_messages);
-  };
-  expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(algorithm)));
-  return messages;
-}
-
 constexpr std::size_t numel = 600;
 constexpr int culprit = 1;
 
-// A rank that needs nothing more from the culprit may complete the operation at hand, so each
-// survivor must fail in that operation or in the next one.
 void check_fault(std::string const& algorithm, std::vector<std::unique_ptr<Transport>> transports,
                  Fault fault) {
   int const ranks = static_cast<int>(transports.size());
@@ -82,45 +43,14 @@ void check_fault(std::string const& algorithm, std::vector<std::unique_ptr<Trans
   auto const errors = run_ranks(
       std::move(transports),
       [&](Communicator& communicator) {
-        auto const exchange = std::make_shared<GradientExchange<float>>(
-            "test", numel, failure_options(algorithm), communicator);
-        std::vector<float> residual(numel, 0.0f);
-        Survivor& survivor = survivors[communicator.rank()];
-        for (int step = 0; step < 3; ++step) {
-          auto const input = patterns[0].make(communicator.rank(), ranks, numel, step);
-          std::vector<float> gradient(input.begin(), input.end());
-          auto const before = residual;
-          exchange->bind({{gradient, residual}});
-          auto const handle = communicator.submit(exchange);
-          try {
-            handle.wait();
-          } catch (Error const& error) {
-            survivor.error = error.what();
-            auto const* const peer_error = dynamic_cast<PeerError const*>(&error);
-            if (peer_error) survivor.culprits = peer_error->ranks();
-            for (std::size_t i = 0; i < numel; ++i) {
-              survivor.conserved =
-                  survivor.conserved &&
-                  gradient[i] + residual[i] == before[i] + static_cast<float>(input[i]);
-            }
-            try {
-              communicator.submit(exchange).wait();
-            } catch (Aborted const&) {
-              survivor.aborted_later = true;
-            }
-            return;
-          }
-        }
+        survivors[communicator.rank()] = run_until_failure(communicator, algorithm, numel);
       },
       quick(), RankFault{culprit, fault}, wrap_for(algorithm));
   expect_no_errors(errors);
   EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
   for (int rank = 0; rank < ranks; ++rank) {
-    if (rank == culprit) continue;
-    EXPECT_EQ(survivors[rank].culprits, std::vector{culprit})
-        << "rank " << rank << " says: '" << survivors[rank].error << "'";
-    EXPECT_TRUE(survivors[rank].conserved) << "rank " << rank << " lost gradient mass";
-    EXPECT_TRUE(survivors[rank].aborted_later) << "rank " << rank;
+    SCOPED_TRACE(concat("rank ", rank));
+    if (rank != culprit) expect_accused(survivors[rank], culprit);
   }
 }
 
@@ -464,6 +394,23 @@ TEST(VerdictTest, OfSeveralSuspectsThoseThatDoNotReportAreToBlame) {
   EXPECT_EQ(conclude(reports).culprits, std::vector{1});
   reports[2]->suspects = {1};
   EXPECT_TRUE(settled(reports));
+}
+
+TEST(VerdictTest, WhomAnInterruptedRankWaitedForIsToBlameIfItDoesNotReport) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(3);
+  reports[0] = {7, Cause::timeout, {2}, "", {0, 9, 9}, {0, 9, 9}};
+  reports[2] = {7, Cause::interrupted, {1}, "", {9, 9, 0}, {9, 9, 0}};
+  EXPECT_FALSE(settled(reports));  // rank 1 has just the time that the others have to report
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  reports[1] = {7, Cause::own, {}, "a bug, say"};
+  EXPECT_TRUE(settled(reports));
+  Verdict const verdict = conclude(reports);
+  EXPECT_EQ(verdict.culprits, std::vector{1});
+  EXPECT_NE(verdict.text.find("a bug, say"), std::string::npos);
+  auto const parsed = parse_report(serialize_report(*reports[2]), 3);
+  ASSERT_TRUE(parsed);
+  EXPECT_EQ(parsed->cause, Cause::interrupted);
 }
 
 // Rank 0 had completed operation 7 and left in the next, for want of rank 1; its last message to

@@ -4,7 +4,10 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <random>
 #include <utility>
+
+#include "failing_steps.h"
 
 namespace sparsecomm {
 namespace {
@@ -119,7 +122,7 @@ TEST(MpiTransport, AReportEndsTheWaitOfTheOthersAtOnce) {
     try {
       transport->wait(receive, soon(std::chrono::minutes(5)));
       ADD_FAILURE() << "rank 0 had given up";
-    } catch (PeerLost const& error) {
+    } catch (Interrupted const& error) {
       EXPECT_EQ(error.ranks(), std::vector<int>{0});
     }
     auto const reports = transport->failures();
@@ -129,6 +132,41 @@ TEST(MpiTransport, AReportEndsTheWaitOfTheOthersAtOnce) {
     EXPECT_LT(reports[0]->text.size(), report.text.size());
     EXPECT_FALSE(reports[1]);
     transport->abort();
+  }
+}
+
+// One message of each kind, at random, in each algorithm. Rank 1 fails and its process goes on.
+class MpiFailure : public ::testing::TestWithParam<FaultKind> {};
+
+INSTANTIATE_TEST_SUITE_P(Faults, MpiFailure,
+                         ::testing::Values(FaultKind::die, FaultKind::delay, FaultKind::truncate,
+                                           FaultKind::corrupt));
+
+TEST_P(MpiFailure, SurvivorsNameTheRank) {
+  constexpr std::size_t numel = 600;
+  constexpr int culprit = 1;
+  // Ranks that poll share cores.
+  CommunicatorOptions const options{.timeout = std::chrono::seconds(1),
+                                    .failure_grace = std::chrono::seconds(1)};
+  int const ranks = make_mpi_transport(MPI_COMM_WORLD)->size();
+  std::minstd_rand random(static_cast<unsigned>(GetParam()) + 1);
+  for (AlgorithmEntry const& entry : algorithms()) {
+    std::string const algorithm(entry.name);
+    Fault const fault{GetParam(),
+                      random() % test::messages_of_two_steps(algorithm, ranks, numel, culprit)};
+    SCOPED_TRACE(concat(algorithm, ", fault at message ", fault.message));
+    auto transport = make_mpi_transport(MPI_COMM_WORLD);
+    int const rank = transport->rank();
+    if (rank == culprit) transport = make_faulty(std::move(transport), fault);
+    if (auto const wrap = test::wrap_for(algorithm)) transport = wrap(std::move(transport));
+    auto const start = std::chrono::steady_clock::now();
+    {
+      Communicator communicator(std::move(transport), options);
+      auto const survivor = test::run_until_failure(communicator, algorithm, numel);
+      if (rank != culprit) test::expect_accused(survivor, culprit);
+    }
+    EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+    MPI_Barrier(MPI_COMM_WORLD);
   }
 }
 

@@ -306,6 +306,7 @@ def several_in_flight(size: int) -> None:
     rank = dist.get_rank()
     works: list[tuple[sparsecomm.Work[Any], Callable[[Any], bool]]] = []
     ended: list[int] = []
+    recorded: list[torch.futures.Future[None]] = []
     for i in range(24):
         dense = torch.full((50,), float(rank + i))
         total = float(sum(range(size)) + size * i)
@@ -320,7 +321,7 @@ def several_in_flight(size: int) -> None:
             works.append(
                 (work, lambda got, i=i: [t.to_dense()[0].item() - i for t in got] == [*range(size)])
             )
-        work.get_future().then(lambda _, i=i: ended.append(i))
+        recorded.append(work.get_future().then(lambda _, i=i: ended.append(i)))
         torch.ones(64, 64) @ torch.ones(64, 64)  # computation between
     for work, holds in reversed(works):
         assert holds(work.wait())
@@ -328,6 +329,7 @@ def several_in_flight(size: int) -> None:
         assert work.cancel() is False
         assert holds(work.get_future().wait())
         assert holds(work.wait())
+    torch.futures.wait_all(recorded)  # who waits for a future may wake before its callbacks run
     assert ended == sorted(ended)
     assert len(ended) == len(works)
 

@@ -187,16 +187,7 @@ class MpiTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     std::lock_guard const lock(board_mutex_);
     read_reports();
-    auto known = reports_;
-    // A rank gives up once it has another's report, which may arrive here after its own.
-    for (int peer = 0; peer < size(); ++peer) {
-      if (peer == rank() || !known[peer] || known[peer]->cause != FailureReport::Cause::lost) {
-        continue;
-      }
-      auto const missing = [&](int suspect) { return !reports_[suspect]; };
-      if (std::ranges::any_of(known[peer]->suspects, missing)) known[peer].reset();
-    }
-    return known;
+    return reports_;
   }
 
  protected:
@@ -276,7 +267,7 @@ class MpiTransport final : public Transport {
     }
     if (auto const reporter = first_reporter()) {
       withdraw(slot);
-      throw PeerLost(concat("rank ", *reporter, " has given up"), {*reporter});
+      throw Interrupted(concat("rank ", *reporter, " has given up"), {slot.peer});
     }
     if (deadline.passed()) {
       withdraw(slot);
