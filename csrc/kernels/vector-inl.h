@@ -8,6 +8,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "base/dtype.h"
@@ -102,10 +103,12 @@ constexpr bool compresses() {
 // A bit for each lane that is set, the first lane's lowest.
 template <class D>
 HWY_INLINE std::uint64_t mask_bits(D d, hn::Mask<D> mask) {
-  // As wide as what is stored, so that it need not pass through memory.
-  std::conditional_t<(hn::MaxLanes(D()) > 8), std::uint16_t, std::uint8_t> bits = 0;
+  std::uint8_t bytes[8];  // that StoreMaskBits may write
+  hn::StoreMaskBits(d, mask, bytes);
+  // As wide as what it stores, so that it need not pass through memory.
+  std::conditional_t<(hn::MaxLanes(D()) > 8), std::uint16_t, std::uint8_t> bits;
   static_assert(hn::MaxLanes(D()) <= 8 * sizeof(bits));
-  hn::StoreMaskBits(d, mask, reinterpret_cast<std::uint8_t*>(&bits));
+  std::memcpy(&bits, bytes, sizeof(bits));
   return bits;
 }
 
