@@ -17,16 +17,24 @@ bool message_missing(FailureReport const& waiting, int waiter, FailureReport con
 }
 
 // [rank]: whether its report counts: it is of the earliest operation that failed, or a suspect's
-// who failed in a later one, and not by itself.
+// who failed in a later one, and not by itself. That a rank was interrupted says nothing unless
+// somebody waited for it.
 std::vector<bool> reports_that_count(std::span<const std::optional<FailureReport>> reports) {
+  auto const is_first_hand = [](std::optional<FailureReport> const& report) {
+    return report && report->cause != FailureReport::Cause::interrupted;
+  };
+  bool const any_first_hand = std::ranges::any_of(reports, is_first_hand);
+  auto const begins = [&](std::optional<FailureReport> const& report) {
+    return any_first_hand ? is_first_hand(report) : report.has_value();
+  };
   std::uint64_t operation = UINT64_MAX;
   for (auto const& report : reports) {
-    if (report) operation = std::min(operation, report->operation);
+    if (begins(report)) operation = std::min(operation, report->operation);
   }
   std::vector<bool> counts(reports.size());
   std::vector<std::size_t> added;
   for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-    counts[rank] = reports[rank] && reports[rank]->operation == operation;
+    counts[rank] = begins(reports[rank]) && reports[rank]->operation == operation;
     if (counts[rank]) added.push_back(rank);
   }
   while (!added.empty()) {

@@ -93,8 +93,8 @@ class Transport {
   }
   // Blocks until the request is complete and releases it. Returns how many bytes arrived; an engine
   // that cannot tell returns the size of the buffer. Throws PeerLost when the peer is gone or the
-  // transport has been aborted, Timeout when the deadline passes; either way the request is
-  // released.
+  // transport has been aborted, Timeout when the deadline passes, Interrupted where another rank's
+  // report ends the wait; in each case the request is released.
   virtual std::size_t wait(Request& request, Deadline const& deadline) = 0;
 
   // Whether the engine has an allreduce of its own; the same on all ranks.

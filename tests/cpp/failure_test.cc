@@ -408,6 +408,15 @@ TEST(VerdictTest, WhomAnInterruptedRankWaitedForIsToBlameIfItDoesNotReport) {
   Verdict const verdict = conclude(reports);
   EXPECT_EQ(verdict.culprits, std::vector{1});
   EXPECT_NE(verdict.text.find("a bug, say"), std::string::npos);
+  // Rank 1 has failed in the next operation; whom the others waited for in this one is no matter.
+  reports[0] = {7, Cause::interrupted, {2}, "", {0, 9, 9}, {0, 9, 9}};
+  reports[1]->operation = 8;
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  reports[1] = {8, Cause::invalid, {3}, "bad checksum"};
+  reports.resize(4);
+  EXPECT_EQ(conclude(reports).culprits, std::vector{3});
+  reports[1].reset();
+  EXPECT_FALSE(conclude(reports).culprits.empty());
   auto const parsed = parse_report(serialize_report(*reports[2]), 3);
   ASSERT_TRUE(parsed);
   EXPECT_EQ(parsed->cause, Cause::interrupted);

@@ -7,6 +7,7 @@
 #include <random>
 #include <utility>
 
+#include "engine/verdict.h"
 #include "failing_steps.h"
 
 namespace sparsecomm {
@@ -141,6 +142,36 @@ class MpiFailure : public ::testing::TestWithParam<FaultKind> {};
 INSTANTIATE_TEST_SUITE_P(Faults, MpiFailure,
                          ::testing::Values(FaultKind::die, FaultKind::delay, FaultKind::truncate,
                                            FaultKind::corrupt));
+
+// Rank 0 waited for rank 2, and that for rank 1, which does nothing.
+TEST(MpiFailureReports, WhomAnInterruptedRankWaitedForIsNamed) {
+  auto const transport = make_mpi_transport(MPI_COMM_WORLD);
+  ASSERT_EQ(transport->size(), 3);
+  Counters const counters(3);
+  auto const post = [&](FailureReport::Cause cause, int suspect) {
+    transport->post_failure(
+        {7, cause, {suspect}, "", counters.sent_messages, counters.received_messages});
+    transport->abort();
+  };
+  if (transport->rank() == 0) post(FailureReport::Cause::timeout, 2);
+  if (transport->rank() == 2) {
+    Bytes in(10);
+    Request receive = transport->irecv(1, 1, in);
+    try {
+      transport->wait(receive, soon());
+      ADD_FAILURE() << "rank 0 had given up";
+    } catch (Interrupted const& error) {
+      EXPECT_EQ(error.ranks(), std::vector{1});
+    }
+    post(FailureReport::Cause::interrupted, 1);
+  }
+  for (auto const deadline = soon(); !deadline.passed();) {
+    auto const reports = transport->failures();
+    if (reports[0] && reports[2]) break;
+  }
+  EXPECT_EQ(conclude(transport->failures()).culprits, std::vector{1});
+  MPI_Barrier(MPI_COMM_WORLD);
+}
 
 TEST_P(MpiFailure, SurvivorsNameTheRank) {
   constexpr std::size_t numel = 600;

@@ -187,7 +187,17 @@ class MpiTransport final : public Transport {
   std::vector<std::optional<FailureReport>> failures() noexcept override {
     std::lock_guard const lock(board_mutex_);
     read_reports();
-    return reports_;
+    auto known = reports_;
+    // Who saw a connection break may be heard of before the rank at its other end, whose report was
+    // first.
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer == rank() || !known[peer] || known[peer]->cause != FailureReport::Cause::lost) {
+        continue;
+      }
+      auto const missing = [&](int suspect) { return !reports_[suspect]; };
+      if (std::ranges::any_of(known[peer]->suspects, missing)) known[peer].reset();
+    }
+    return known;
   }
 
  protected:
