@@ -410,6 +410,7 @@ TEST(VerdictTest, WhomAnInterruptedRankWaitedForIsToBlameIfItDoesNotReport) {
   EXPECT_NE(verdict.text.find("a bug, say"), std::string::npos);
   // Rank 1 has failed in the next operation; whom the others waited for in this one is no matter.
   reports[0] = {7, Cause::interrupted, {2}, "", {0, 9, 9}, {0, 9, 9}};
+  reports[2]->suspects = {0};
   reports[1]->operation = 8;
   EXPECT_EQ(conclude(reports).culprits, std::vector{1});
   reports[1] = {8, Cause::invalid, {3}, "bad checksum"};
