@@ -1,7 +1,6 @@
 #include "compress/error_feedback.h"
 
 #include <algorithm>
-#include <array>
 #include <bit>
 #include <iterator>
 #include <limits>

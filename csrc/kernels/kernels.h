@@ -104,9 +104,9 @@ struct KernelTable {
   // Fused error feedback, one pass: entries a, as FusedArguments says, that pass the threshold are
   // packed as (first_index + position, a) in index order and their residual becomes +0; every other
   // residual becomes a; the gradient becomes +0. At most `limit` entries are packed (out holds
-  // min(limit, N)): what no longer fits stays in the residual. threshold.ties is decremented
-  // by the ties taken, so that segments chain. Reads 2N, writes 2N; 3N with momentum. Source:
-  // Ok-Topk Algorithm 2 lines 4-6.
+  // min(limit, N)): what no longer fits stays in the residual. threshold.ties is decremented by the
+  // ties taken, so that segments chain. Reads 2N, writes 2N; 3N with momentum. Source: Ok-Topk
+  // Algorithm 2 lines 4-6.
   SelectionStats<V> (*fused_error_feedback)(FusedArguments<T> const& arguments,
                                             Threshold<V>& threshold, std::uint32_t first_index,
                                             std::size_t limit, PackedSpan<V> out);
@@ -219,8 +219,8 @@ Threshold<accumulate_t<T>> gaussian_threshold(std::span<const Segment<T>> segmen
 // z such that a standard normal variable exceeds z with this probability, in (0, 1/2].
 double upper_normal_quantile(double probability);
 
-// destination[indices[i] - first_index] = T(values[i] / divisor). Every index must lie in the
-// destination.
+// destination[indices[i] - first_index] = T(values[i] / divisor). Throws InvalidArgument, before it
+// writes anything, unless every index lies in the destination.
 template <class T>
 void scatter(std::span<T> destination, std::span<const std::uint32_t> indices,
              std::span<const accumulate_t<T>> values, accumulate_t<T> divisor,

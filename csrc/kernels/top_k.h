@@ -24,10 +24,10 @@ struct TopKScratch {
   Buffer<V> values;
 };
 
-// Packs min(k, N) entries of x and returns how many; `out` holds as many at least. At most
-// 2^32 entries. Reads N once, as a rule: a sample says what is surely not among the k largest,
-// one pass packs the rest, of which the k largest are taken. Where ties or the sample defeat that,
-// up to 5 passes (8 for double).
+// Packs min(k, N) entries of x and returns how many; `out` holds as many at least. At most 2^32
+// entries. Reads N once, as a rule: a sample says what is surely not among the k largest, one pass
+// packs the rest, of which the k largest are taken. Where ties or the sample defeat that, up to 5
+// passes (8 for double).
 template <class T>
 std::size_t exact_top_k(std::span<const T> x, std::uint64_t k, PackedSpan<accumulate_t<T>> out,
                         TopKScratch<accumulate_t<T>>& scratch,

@@ -136,13 +136,6 @@ TEST(MpiTransport, AReportEndsTheWaitOfTheOthersAtOnce) {
   }
 }
 
-// One message of each kind, at random, in each algorithm. Rank 1 fails and its process goes on.
-class MpiFailure : public ::testing::TestWithParam<FaultKind> {};
-
-INSTANTIATE_TEST_SUITE_P(Faults, MpiFailure,
-                         ::testing::Values(FaultKind::die, FaultKind::delay, FaultKind::truncate,
-                                           FaultKind::corrupt));
-
 // Rank 0 waited for rank 2, and that for rank 1, which does nothing.
 TEST(MpiFailureReports, WhomAnInterruptedRankWaitedForIsNamed) {
   auto const transport = make_mpi_transport(MPI_COMM_WORLD);
@@ -172,6 +165,13 @@ TEST(MpiFailureReports, WhomAnInterruptedRankWaitedForIsNamed) {
   EXPECT_EQ(conclude(transport->failures()).culprits, std::vector{1});
   MPI_Barrier(MPI_COMM_WORLD);
 }
+
+// One message of each kind, at random, in each algorithm. Rank 1 fails and its process goes on.
+class MpiFailure : public ::testing::TestWithParam<FaultKind> {};
+
+INSTANTIATE_TEST_SUITE_P(Faults, MpiFailure,
+                         ::testing::Values(FaultKind::die, FaultKind::delay, FaultKind::truncate,
+                                           FaultKind::corrupt));
 
 TEST_P(MpiFailure, SurvivorsNameTheRank) {
   constexpr std::size_t numel = 600;
