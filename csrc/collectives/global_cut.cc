@@ -11,23 +11,23 @@
 
 namespace sparsecomm {
 
-// `bins` bins of `width` bit patterns from `low` up. counts[0] holds what lies above them, counts[1
-// + b] bin b, counts[1 + bins] what lies below.
+// `bins` bins of 2^shift bit patterns from `low` up. counts[0] holds what lies below them, counts[1
+// + b] bin b, counts[1 + bins] what lies above.
 template <class V>
 struct GlobalCut<V>::Window {
   std::uint64_t low = 0;
-  std::uint64_t width = 1;
+  int shift = 0;
   std::size_t bins = 0;
 
-  std::uint64_t edge(std::size_t bin) const { return low + bin * width; }
+  std::uint64_t edge(std::size_t bin) const { return low + (std::uint64_t{bin} << shift); }
+  // Neither a branch nor a division: there are as many patterns as values.
   std::size_t slot(std::uint64_t pattern) const {
-    if (pattern < low) return bins + 1;
-    std::uint64_t const bin = (pattern - low) / width;
-    return bin < bins ? 1 + bin : 0;
+    auto const bin = static_cast<std::int64_t>(pattern - low) >> shift;
+    return static_cast<std::size_t>(1 + std::clamp<std::int64_t>(bin, -1, std::int64_t(bins)));
   }
   static Window between(std::uint64_t low, std::uint64_t high, std::size_t bins) {
-    std::uint64_t const span = high - low;
-    return {low, std::max<std::uint64_t>(1, (span + bins - 1) / bins), bins};
+    std::uint64_t const width = (high - low + bins - 1) / bins;
+    return {low, width > 1 ? static_cast<int>(std::bit_width(width - 1)) : 0, bins};
   }
 };
 
@@ -95,15 +95,15 @@ Cut GlobalCut<V>::search(Channel* channel, std::span<const V> values, std::uint6
 
   Window window = Window::between(0, pattern_end, bins(k));
   if (source == ThresholdSource::sampled) {
-    window = Window::between(magnitude_bits(threshold_ / 2), magnitude_bits(threshold_ * 2) + 1,
-                             bins(k));
+    window =
+        Window::between(magnitude_bits(threshold_ / 2), magnitude_bits(threshold_ * 2), bins(k));
   }
   bool estimating = source == ThresholdSource::sampled;
   for (int round = 0; round <= exact_rounds(k) + 1; ++round) {
     count(channel, window, values, most);
     // From the top: the bin in which the k-th largest lies, and how many lie above that bin.
-    Share total{0, totals_[0]};
-    Share share{0, counts_[0]};
+    Share total{0, totals_.back()};
+    Share share{0, counts_.back()};
     std::size_t bin = window.bins;  // none so far
     for (std::size_t below = window.bins; total.above < k && below-- > 0;) {
       if (total.above + std::uint64_t{totals_[1 + below]} >= k) {
@@ -116,16 +116,15 @@ Cut GlobalCut<V>::search(Channel* channel, std::span<const V> values, std::uint6
       share.above += counts_[1 + below];
     }
     bool const all =  // no more than k in all: nothing is cut
-        bin == window.bins && total.above < k &&
-        total.above + std::uint64_t{totals_[window.bins + 1]} <= k;
+        bin == window.bins && total.above < k && total.above + std::uint64_t{totals_.front()} <= k;
     if (all) {
-      total.above += totals_[window.bins + 1];
-      share.above += counts_[window.bins + 1];
+      total.above += totals_.front();
+      share.above += counts_.front();
     } else if (bin == window.bins) {
       estimating = false;
       window = Window::between(0, pattern_end, bins(k));
       continue;
-    } else if (!estimating && window.width > 1) {
+    } else if (!estimating && window.shift > 0) {
       window = Window::between(window.edge(bin), window.edge(bin + 1), bins(k));
       continue;
     }

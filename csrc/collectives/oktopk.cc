@@ -10,6 +10,7 @@
 #include "collectives/regions.h"
 #include "collectives/rounding.h"
 #include "kernels/magnitude.h"
+#include "sparse/intersection.h"
 #include "sparse/sum.h"
 
 namespace sparsecomm {
@@ -60,7 +61,7 @@ class OkTopk final : public SparseAllreduce<V> {
   SparseView<V> split_and_reduce(Channel& channel, SparseView<V> selection,
                                  SparseProblem const& problem);
   void keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem);
-  static void keep(SparseView<V> region, Cut const& cut, Pairs<V>& out);
+  static void keep(SparseView<V> region, Cut const& cut, std::uint64_t count, Pairs<V>& out);
   void balance(Channel& channel, SparseProblem const& problem);
   void gather(Channel& channel, SparseProblem const& problem);
 
@@ -99,6 +100,7 @@ class OkTopk final : public SparseAllreduce<V> {
   GlobalCut<V> cut_;
   SparseSum<V> sum_;
   SparseStream<V> rejected_;
+  SparseIntersection<V> intersection_;
   Pairs<V> share_, balanced_, result_, errors_;
   ByteBuffer send_, receive_;
   FrameAllgather gather_;
@@ -184,11 +186,8 @@ SparseView<V> OkTopk<V>::round_parts(Channel& channel, SparseView<V> selection,
 // rounding took of the selection, and of the sum that this rank gave away.
 template <class V>
 SparseView<V> OkTopk<V>::reject(SparseView<V> selection, SparseProblem const& problem) {
+  if (!rounding_.lossy()) return intersection_.difference(selection, result_.indices);
   errors_.clear();
-  if (!rounding_.lossy()) {
-    append_missing(selection, result_.indices, errors_.indices, errors_.values);
-    return errors_.view();
-  }
   auto const extent = static_cast<std::uint32_t>(problem.extent);
   rejected_.reset(0, extent, extent);
   // The index of the result that the last call has come to.
@@ -241,10 +240,8 @@ void OkTopk<V>::reduce_everywhere(Channel& channel, SparseView<V> selection,
     });
   }
   SparseView<V> const sum = sum_.sum();
-  result_.clear();
   Cut const cut = cut_.run_everywhere(sum.values, problem.k, source(problem));
-  result_.reserve(cut_.kept().front());
-  keep(sum, cut, result_);
+  keep(sum, cut, cut_.kept().front(), result_);
 }
 
 template <class V>
@@ -304,23 +301,25 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
 
 template <class V>
 void OkTopk<V>::keep_top_k(Channel& channel, SparseView<V> region, SparseProblem const& problem) {
-  share_.clear();
   Cut const cut = cut_.run(channel, region.values, problem.k, source(problem), problem.extent);
-  share_.reserve(cut_.kept()[channel.rank()]);
-  keep(region, cut, share_);
+  keep(region, cut, cut_.kept()[channel.rank()], share_);
 }
 
+// Replaces `out` by the `count` entries that the cut keeps. Writes every entry and steps on behind
+// those: no branch on the data.
 template <class V>
-void OkTopk<V>::keep(SparseView<V> region, Cut const& cut, Pairs<V>& out) {
+void OkTopk<V>::keep(SparseView<V> region, Cut const& cut, std::uint64_t count, Pairs<V>& out) {
+  out.resize(count);
   std::uint64_t quota = cut.quota;
-  for (std::size_t i = 0; i < region.nnz(); ++i) {
+  std::size_t kept = 0;
+  for (std::size_t i = 0; kept < count && i < region.nnz(); ++i) {
     std::uint64_t const pattern = magnitude_bits(region.values[i]);
-    if (pattern < cut.low) continue;
-    if (pattern < cut.high) {
-      if (quota == 0) continue;
-      --quota;
-    }
-    out.push(region.indices[i], region.values[i]);
+    bool const above = pattern >= cut.high;
+    bool const in_quota = !above & (pattern >= cut.low) & (quota > 0);
+    quota -= in_quota;
+    out.indices[kept] = region.indices[i];
+    out.values[kept] = region.values[i];
+    kept += above | in_quota;
   }
 }
 

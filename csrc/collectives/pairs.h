@@ -23,6 +23,11 @@ struct Pairs {
     indices.reserve(nnz + nnz / 8);
     values.reserve(nnz + nnz / 8);
   }
+  void resize(std::size_t nnz) {
+    reserve(nnz);
+    indices.resize(nnz);
+    values.resize(nnz);
+  }
   void push(std::uint32_t index, V value) {
     indices.push_back(index);
     values.push_back(value);

@@ -19,19 +19,20 @@ constexpr std::size_t lookahead = 32;
 template <class T, class F>
 void for_each_residual(std::span<const Segment<T>> segments, std::span<const std::uint32_t> indices,
                        F&& f) {
-  auto segment = segments.begin();
   std::size_t first = 0;
-  for (std::size_t i = 0; i < indices.size(); ++i) {
-    while (indices[i] - first >= segment->residual.size()) {
-      first += segment->residual.size();
-      ++segment;
+  std::size_t i = 0;
+  for (Segment<T> const& segment : segments) {
+    auto const begin = indices.begin() + static_cast<std::ptrdiff_t>(i);
+    std::size_t const behind = first + segment.residual.size();
+    std::size_t const end =
+        i + static_cast<std::size_t>(std::lower_bound(begin, indices.end(), behind) - begin);
+    // Each is a cache miss, and the next ones are known.
+    for (; i + lookahead < end; ++i) {
+      __builtin_prefetch(&segment.residual[indices[i + lookahead] - first], 1);
+      f(segment.residual[indices[i] - first], i);
     }
-    if (i + lookahead < indices.size()) {
-      // Each is a cache miss, and the next ones are known.
-      std::size_t const next = indices[i + lookahead] - first;
-      if (next < segment->residual.size()) __builtin_prefetch(&segment->residual[next], 1);
-    }
-    f(segment->residual[indices[i] - first], i);
+    for (; i < end; ++i) f(segment.residual[indices[i] - first], i);
+    first = behind;
   }
 }
 

@@ -76,6 +76,30 @@ typename SparseIntersection<V>::Shared SparseIntersection<V>::run(SparseView<V> 
   return {shared.indices, shared.values, std::span<const V>(other_values_).first(found_)};
 }
 
+template <class V>
+template <class T>
+std::size_t SparseIntersection<V>::leave(std::span<const T> all, std::vector<T>& left) const {
+  left.resize(std::max(left.size(), all.size() - found_));
+  auto out = left.begin();
+  auto begin = all.begin();
+  for (std::uint32_t const position : std::span(positions_).first(found_)) {
+    auto const end = all.begin() + static_cast<std::ptrdiff_t>(position);
+    out = std::copy(begin, end, out);
+    begin = end + 1;
+  }
+  std::copy(begin, all.end(), out);
+  return all.size() - found_;
+}
+
+template <class V>
+SparseView<V> SparseIntersection<V>::difference(SparseView<V> vector,
+                                                std::span<const std::uint32_t> indices) {
+  find(vector.indices, indices);
+  std::size_t const left = leave(vector.indices, indices_);
+  leave(vector.values, values_);
+  return SparseView<V>{indices_, values_}.slice(0, left);
+}
+
 template class SparseIntersection<float>;
 template class SparseIntersection<double>;
 template class SparseIntersection<std::int32_t>;

@@ -1,4 +1,4 @@
-// What sparse vectors share.
+// What sparse vectors share, and what they do not.
 #pragma once
 
 #include <cstdint>
@@ -26,11 +26,16 @@ class SparseIntersection {
   // Valid until the next call.
   SparseView<V> run(SparseView<V> vector, std::span<const std::uint32_t> indices);
   Shared run(SparseView<V> one, SparseView<V> other);
+  // The vector's entries at indices that are not among these.
+  SparseView<V> difference(SparseView<V> vector, std::span<const std::uint32_t> indices);
 
  private:
   // positions_ = those in `one`.
   void find(std::span<const std::uint32_t> one, std::span<const std::uint32_t> other);
   void take(std::span<const V> values, std::vector<V>& taken) const;
+  // Copies all but those at positions_; returns how many.
+  template <class T>
+  std::size_t leave(std::span<const T> all, std::vector<T>& left) const;
 
   IntersectKernelTable const& kernel_;
   std::size_t found_ = 0;

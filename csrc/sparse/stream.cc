@@ -197,40 +197,11 @@ std::size_t merge(SparseView<V> a, SparseView<V> b, Reduction reduction, std::ui
                             [&](auto combine) { return merge_by(combine, a, b, indices, values); });
 }
 
-// Writes every entry and steps on behind those that are missing: no branch on the data.
-template <class V>
-void append_missing(SparseView<V> view, std::span<const std::uint32_t> present,
-                    std::vector<std::uint32_t>& indices, std::vector<V>& values) {
-  std::size_t const nnz = view.nnz();
-  std::size_t k = indices.size();
-  indices.resize(k + nnz + 1);
-  values.resize(k + nnz + 1);
-  std::size_t i = 0;
-  std::size_t j = 0;
-  while (i < nnz && j < present.size()) {
-    std::uint32_t const x = view.indices[i];
-    std::uint32_t const y = present[j];
-    indices[k] = x;
-    values[k] = view.values[i];
-    k += x < y;
-    i += x <= y;
-    j += y <= x;
-  }
-  std::copy(view.indices.begin() + std::ptrdiff_t(i), view.indices.end(),
-            indices.begin() + std::ptrdiff_t(k));
-  std::copy(view.values.begin() + std::ptrdiff_t(i), view.values.end(),
-            values.begin() + std::ptrdiff_t(k));
-  indices.resize(k + nnz - i);
-  values.resize(k + nnz - i);
-}
-
-#define SPARSECOMM_STREAM(V)                                                               \
-  template struct SparseView<V>;                                                           \
-  template std::uint64_t default_delta<V>(std::uint64_t);                                  \
-  template class SparseStream<V>;                                                          \
-  template std::size_t merge(SparseView<V>, SparseView<V>, Reduction, std::uint32_t*, V*); \
-  template void append_missing(SparseView<V>, std::span<const std::uint32_t>,              \
-                               std::vector<std::uint32_t>&, std::vector<V>&);
+#define SPARSECOMM_STREAM(V)                              \
+  template struct SparseView<V>;                          \
+  template std::uint64_t default_delta<V>(std::uint64_t); \
+  template class SparseStream<V>;                         \
+  template std::size_t merge(SparseView<V>, SparseView<V>, Reduction, std::uint32_t*, V*);
 SPARSECOMM_STREAM(float)
 SPARSECOMM_STREAM(double)
 SPARSECOMM_STREAM(std::int32_t)

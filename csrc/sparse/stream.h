@@ -100,9 +100,4 @@ template <class V>
 std::size_t merge(SparseView<V> a, SparseView<V> b, Reduction reduction, std::uint32_t* indices,
                   V* values);
 
-// Appends the entries of `view` whose index is not among the sorted `present`. O(nnz of both).
-template <class V>
-void append_missing(SparseView<V> view, std::span<const std::uint32_t> present,
-                    std::vector<std::uint32_t>& indices, std::vector<V>& values);
-
 }  // namespace sparsecomm

@@ -210,25 +210,6 @@ TEST(SparseView, RangeHoldsWhatLiesBetween) {
   EXPECT_EQ(SparseView<float>{}.range(0, 10).nnz(), 0u);
 }
 
-TEST(AppendMissing, EqualsASetDifference) {
-  std::mt19937_64 generator(3);
-  for (int round = 0; round < 200; ++round) {
-    auto const all = random_pairs<float>(generator, 0, 300, 1 + generator() % 8);
-    auto const present = random_pairs<float>(generator, 0, 300, 1 + generator() % 8).indices;
-    std::vector<std::uint32_t> indices{7};
-    std::vector<float> values{7};
-    append_missing(all.view(), present, indices, values);
-    std::vector<std::uint32_t> expected{7};
-    std::ranges::set_difference(all.indices, present, std::back_inserter(expected));
-    ASSERT_EQ(indices, expected);
-    ASSERT_EQ(values.size(), expected.size());
-    for (std::size_t i = 1; i < indices.size(); ++i) {
-      auto const at = std::ranges::lower_bound(all.indices, indices[i]) - all.indices.begin();
-      ASSERT_EQ(values[i], all.values[static_cast<std::size_t>(at)]);
-    }
-  }
-}
-
 // Bit for bit the sum of one stream after the other.
 template <class V>
 void check_sums() {
@@ -313,7 +294,7 @@ TEST(SparseSum, RefusesWhatLiesOutside) {
   EXPECT_THROW(sum.reset(1, std::uint64_t{1} << 32), InvalidArgument);
 }
 
-// Every table against a set intersection, for lists of about the same length and far from it.
+// Every table against set operations, for lists of about the same length and far from it.
 template <class V>
 void check_intersections() {
   std::mt19937_64 generator(19);
@@ -344,12 +325,20 @@ void check_intersections() {
           ASSERT_EQ(both.one[i], value_in(*a, i));
           ASSERT_EQ(both.other[i], value_in(*b, i));
         }
+        expected.clear();
+        std::ranges::set_difference(a->indices, b->indices, std::back_inserter(expected));
+        SparseView<V> const rest = intersection.difference(a->view(), b->indices);
+        ASSERT_TRUE(std::ranges::equal(rest.indices, expected));
+        ASSERT_EQ(rest.values.size(), expected.size());
+        for (std::size_t i = 0; i < expected.size(); ++i) {
+          ASSERT_EQ(rest.values[i], value_in(*a, i));
+        }
       }
     }
   }
 }
 
-TEST(SparseIntersection, HasWhatBothHave) {
+TEST(SparseIntersection, HasWhatBothHaveAndWhatOneLacks) {
   check_intersections<float>();
   check_intersections<double>();
   check_intersections<std::int32_t>();
