@@ -25,8 +25,9 @@ MAX_NUMEL = 2**32 - 2
 T = TypeVar("T")
 
 DESCRIPTION = """\
-Measures allreduces of a gradient, averaged over the ranks. Several algorithms run interleaved, one
-iteration of each in turn, so that what disturbs one disturbs all.
+Measures allreduces of a gradient, averaged over the ranks. Several algorithms run interleaved: in
+every iteration each has its turn, in an order drawn anew, so that what disturbs one disturbs all.
+Those that are much quicker than the slowest have several turns.
 
 A sparse algorithm's time is the whole: selecting from gradient and residual, exchanging, and
 writing the result. auto lets a plan choose; it is run until the plan has settled before the first

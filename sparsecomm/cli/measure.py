@@ -1,12 +1,18 @@
-"""What one rank does to measure allreduces, interleaved: one iteration of each in turn."""
+"""What one rank does to measure allreduces, interleaved: in an iteration each has its turn.
+
+The order is drawn anew for every iteration, alike on all ranks, since what runs before leaves its
+traces in caches and queues. A slow algorithm has few iterations in the time there is; so quick ones
+have several turns in each, together no longer than the slowest takes.
+"""
 
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Protocol
 
 import torch
@@ -26,6 +32,8 @@ SETTLING = 60
 STAYING = 5
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
 PARTS = ("select", "exchange", "apply")
+QUICK = 8  # times as fast as the slowest
+TURNS = 8  # of a quick one in an iteration, at most
 COUNTED = ("sent_bytes", "received_bytes", "messages", "selected", "result_nnz")
 LARGE_NUMEL = 1 << 25  # from here on a single gradient is prepared
 DTYPES = {
@@ -93,12 +101,13 @@ class Row:
     index_codec: str | None
     value_codec: str | None
     iters: int
+    turns: int  # in an iteration
     warmup: int
     seed: int
     batch: int  # rows of one batch were measured in turn
-    time_us: Spread  # over the iterations, each that of the slowest rank
-    iterations_us: list[float]
-    select_us: float | None  # these three: medians over the iterations of the means over the ranks
+    time_us: Spread  # over all turns, each that of the slowest rank
+    turns_us: list[float]  # in the order they had: iteration by iteration
+    select_us: float | None  # these three: medians over the turns of the means over the ranks
     exchange_us: float | None
     apply_us: float | None
     exchange_alone_us: Spread | None  # of a selection that is at hand, on the slowest rank
@@ -116,7 +125,7 @@ class Row:
 
 @dataclass
 class Sample:
-    """One iteration of one rank; what cannot be known is NaN."""
+    """One turn of one rank; what cannot be known is NaN."""
 
     seconds: float
     select_seconds: float = math.nan
@@ -270,17 +279,23 @@ def measure(settings: Settings) -> list[Row]:
     for case in cases.values():
         if isinstance(case, Sparsecomm):
             case.settle(gradient, gradients[0], settings.seconds)
+    turns = dict.fromkeys(cases, 1)
     start = time.perf_counter()
     for iteration in range(settings.warmup + settings.iters):
-        for algorithm, case in cases.items():
-            number = iteration % len(gradients)
+        warms_up = iteration < settings.warmup
+        latest: dict[str, float] = {}
+        for turn, algorithm in drawn_order({} if warms_up else turns, cases, iteration):
+            number = (iteration + turn) % len(gradients)
             gradient.copy_(gradients[number])
             dist.barrier()
-            sample = case.run(gradient, selections[number])
-            if iteration >= settings.warmup:
+            sample = cases[algorithm].run(gradient, selections[number])
+            latest[algorithm] = sample.seconds
+            if not warms_up:
                 samples[algorithm].append(sample)
-            if iteration in (0, settings.warmup + settings.iters - 1):
+            if iteration in (0, settings.warmup + settings.iters - 1) and turn == 0:
                 check_replicas(algorithm, gradient)
+        if warms_up:
+            turns = turns_of(of_rank_0({name: latest[name] for name in cases}))
         if is_late(settings.seconds, start):
             if iteration >= settings.warmup:
                 break
@@ -288,23 +303,47 @@ def measure(settings: Settings) -> list[Row]:
             settings = replace(settings, warmup=iteration + 1, iters=1)
 
     predicted = {} if communicator is None else predictions(communicator, settings)
-    own = torch.tensor(
-        [[list(vars(sample).values()) for sample in samples[name]] for name in cases],
-        dtype=torch.float64,
-    )
-    every = [torch.empty_like(own) for _ in range(ranks)]
-    dist.all_gather(every, own)
-    return [
-        make_row(
-            settings,
-            transport_of(algorithm, communicator),
-            algorithm,
-            case.algorithm if isinstance(case, Sparsecomm) else None,
-            predicted,
-            [part[index] for part in every],
-        )
-        for index, (algorithm, case) in enumerate(cases.items())
-    ]
+    rows = []
+    for algorithm, case in cases.items():
+        own = torch.tensor([astuple(sample) for sample in samples[algorithm]], dtype=torch.float64)
+        every = [torch.empty_like(own) for _ in range(ranks)]
+        dist.all_gather(every, own)
+        used = case.algorithm if isinstance(case, Sparsecomm) else None
+        transport = transport_of(algorithm, communicator)
+        row = make_row(settings, transport, algorithm, used, predicted, every, turns[algorithm])
+        rows.append(row)
+    return rows
+
+
+def drawn_order(
+    turns: Mapping[str, int], algorithms: Iterable[str], iteration: int
+) -> list[tuple[int, str]]:
+    """All turns of one iteration, (number, algorithm), the same on every rank.
+
+    In each of its passes those that have a turn left stand in an order of its own.
+    """
+    generator = random.Random(iteration)
+    names = list(algorithms)
+    order = []
+    for turn in range(max(turns.values(), default=1)):
+        left = [name for name in names if turns.get(name, 1) > turn]
+        order += [(turn, name) for name in generator.sample(left, len(left))]
+    return order
+
+
+def turns_of(seconds: Mapping[str, float]) -> dict[str, int]:
+    """How many turns each has in an iteration, by how long one of each takes."""
+    slowest = max(seconds.values())
+    quick = {name: each for name, each in seconds.items() if each * QUICK < slowest}
+    together = math.fsum(quick.values())
+    turns = max(1, min(TURNS, int(slowest / together))) if together > 0 else 1
+    return {name: turns if name in quick else 1 for name in seconds}
+
+
+def of_rank_0(figures: Mapping[str, float]) -> dict[str, float]:
+    agreed = torch.tensor(list(figures.values()), dtype=torch.float64)
+    dist.broadcast(agreed, 0)
+    return dict(zip(figures, agreed.tolist(), strict=True))
 
 
 def predictions(communicator: _C.Communicator, settings: Settings) -> dict[str, float]:
@@ -359,12 +398,13 @@ def make_row(
     used: str | None,
     predicted: dict[str, float],
     samples: list[torch.Tensor],
+    turns: int,
 ) -> Row:
     """The figures of one algorithm from every rank's samples: one row each, in Sample's order."""
     ranks = len(samples)
-    columns = dict(zip(Sample.__dataclass_fields__, torch.stack(samples).unbind(-1), strict=True))
-    microseconds = (columns["seconds"].amax(0) * 1e6).round(decimals=1)
-    iterations_us: list[float] = microseconds.tolist()
+    names = [field.name for field in fields(Sample)]
+    columns = dict(zip(names, torch.stack(samples).unbind(-1), strict=True))
+    turns_us: list[float] = (columns["seconds"].amax(0) * 1e6).round(decimals=1).tolist()
 
     def per_rank(name: str) -> list[float]:
         values: list[float] = columns[name].mean(1).tolist()
@@ -394,12 +434,13 @@ def make_row(
         pattern=settings.pattern.name,
         index_codec=settings.index_codec if ours else None,
         value_codec=None if not ours else settings.value_codec if may_round(algorithm) else "raw",
-        iters=len(iterations_us),
+        iters=len(turns_us) // turns,
+        turns=turns,
         warmup=settings.warmup,
         seed=settings.seed,
         batch=settings.batch,
-        time_us=Spread.of(iterations_us),
-        iterations_us=iterations_us,
+        time_us=Spread.of(turns_us),
+        turns_us=turns_us,
         select_us=part_us("select_seconds") if ours else None,
         exchange_us=part_us("exchange_seconds") if ours else part_us("seconds"),
         apply_us=part_us("apply_seconds") if ours else None,

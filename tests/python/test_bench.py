@@ -15,7 +15,7 @@ import torch
 import sparsecomm
 from sparsecomm.cli import main
 from sparsecomm.cli.gradients import Pattern, large_places, make_gradient
-from sparsecomm.cli.measure import is_inner
+from sparsecomm.cli.measure import drawn_order, is_inner, turns_of
 from sparsecomm.cli.ping_pong import find_mpiexec
 
 
@@ -193,7 +193,8 @@ def test_allreduce(tmp_path: Path) -> None:
     for row in rows:
         check_row(row, 2, 10_000, 4)
         assert row["k"] == 500
-        assert len(row["iterations_us"]) == row["iters"] == 3
+        assert row["iters"] == 3
+        assert len(row["turns_us"]) == 3 * row["turns"]
     nnz = {row["algorithm"]: row["result_nnz"] for row in rows}
     assert nnz["dense"] == nnz["gloo_dense"] == 10_000
     assert nnz["oktopk"] <= 500 < nnz["topk_a"] < 2000
@@ -232,8 +233,41 @@ def test_batches_of_several_sizes_within_a_time(tmp_path: Path) -> None:
         for each in batch
     ]
     for row in rows:
-        assert row["iters"] == len(row["iterations_us"]) == 1
+        assert row["iters"] == 1
+        assert len(row["turns_us"]) == row["turns"]
         assert (row["exchange_alone_us"] is None) == (row["algorithm"] == "gloo_dense")
+
+
+def test_the_order_of_an_iteration_is_drawn() -> None:
+    names = ["dense", "oktopk", "topk_a", "gtopk"]
+    turns = {"dense": 1, "oktopk": 3, "topk_a": 3, "gtopk": 3}
+    orders = [drawn_order(turns, names, iteration) for iteration in range(50)]
+    for order in orders:
+        assert sorted(order) == sorted(
+            (turn, name) for name in names for turn in range(turns[name])
+        )
+        assert [turn for turn, _ in order] == [0] * 4 + [1] * 3 + [2] * 3
+    assert orders == [drawn_order(turns, names, iteration) for iteration in range(50)]
+    assert {order[0][1] for order in orders} == {*names}
+    assert {order[-1][1] for order in orders} == {"oktopk", "topk_a", "gtopk"}
+    assert sorted(drawn_order({}, names, 0)) == sorted((0, name) for name in names)
+
+
+def test_the_quick_have_turns_for_as_long_as_the_slowest_takes() -> None:
+    assert turns_of({"dense": 1.0, "oktopk": 0.1, "topk_a": 0.12}) == {
+        "dense": 1,
+        "oktopk": 4,
+        "topk_a": 4,
+    }
+    assert turns_of({"dense": 1.0, "ring": 0.6, "oktopk": 0.001}) == {
+        "dense": 1,
+        "ring": 1,
+        "oktopk": 8,
+    }
+    assert turns_of({"dense": 1.0, "oktopk": 0.125}) == {"dense": 1, "oktopk": 1}
+    quick = {str(number): 0.1 for number in range(15)}
+    assert set(turns_of({"dense": 1.0, **quick}).values()) == {1}
+    assert turns_of({"dense": 0.0}) == {"dense": 1}
 
 
 def test_under_torchrun(tmp_path: Path) -> None:
