@@ -40,7 +40,7 @@ POWERSGD_START = 2  # steps that PowerSGD leaves dense
 WHOLE_MODEL_MB = 64  # the gradient has 59
 
 
-Install = Callable[[DistributedDataParallel, float], None]
+Install = Callable[[DistributedDataParallel, float], object]
 
 
 @dataclass(frozen=True)

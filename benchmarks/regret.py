@@ -13,9 +13,9 @@ over all steps from the first one on, those included in which it tried algorithm
 
 Measured: the rows that benchmarks/lab.py wrote, auto and every algorithm in the same run. Rows of
 different batches are compared by their ratio to the dense allreduce of the same batch. Before the
-first iteration auto tries algorithms, for 60 exchanges at most. "choice/best" is the algorithm that
-auto used in the end by the time of its own row: what auto/best has beyond it is the noise between
-two rows of the same algorithm, and switches in between.
+first iteration auto tries algorithms, for 300 exchanges at most. "choice/best" is the algorithm
+that auto used in the end by the time of its own row: what auto/best has beyond it is the noise
+between two rows of the same algorithm, and switches in between.
 """
 
 from __future__ import annotations

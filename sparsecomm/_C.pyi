@@ -1,6 +1,6 @@
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
@@ -59,9 +59,16 @@ class ConnectOptions:
     @property
     def ucx(self) -> UcxOptions: ...
 
+class FaultKind:
+    die: ClassVar[FaultKind]
+    delay: ClassVar[FaultKind]
+    truncate: ClassVar[FaultKind]
+    corrupt: ClassVar[FaultKind]
+
 class Transport:
     @property
     def name(self) -> str: ...
+    def with_fault(self, kind: FaultKind, message: int) -> Transport: ...
     def ping_pong(self, bytes: int, rounds: int, timeout: timedelta) -> list[float]: ...
 
 def connect(

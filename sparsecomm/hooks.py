@@ -547,12 +547,21 @@ _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Te
 }
 
 
-def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) -> None:
+def register_comm_hook(
+    ddp: DistributedDataParallel, state: CompressionState | None = None
+) -> CompressionState:
     """Registers the hook that belongs to ``state`` with DDP's reducer, in C++.
 
     The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, the model's
     process group is used, and ``state_dict()`` gets the model's parameter names. Collective: it
     connects the ranks.
+
+    Args:
+        ddp: the model, before its first backward pass.
+        state: what is exchanged, and how; ``None``: an :class:`AutoState` with its defaults.
+
+    Returns:
+        The state.
 
     Raises:
         TypeError: ``ddp`` is not a DistributedDataParallel model, or ``state`` not one of our
@@ -565,6 +574,8 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
         raise TypeError(
             f"register_comm_hook needs a DistributedDataParallel model, not {type(ddp).__name__}"
         )
+    if state is None:
+        state = AutoState()
     if type(state) not in _HOOKS:
         known = ", ".join(kind.__name__ for kind in _HOOKS)
         raise TypeError(f"state must be one of {known}, not {type(state).__name__}")
@@ -593,6 +604,7 @@ def register_comm_hook(ddp: DistributedDataParallel, state: CompressionState) ->
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
+    return state
 
 
 def _checked_state(

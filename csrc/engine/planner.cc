@@ -160,6 +160,7 @@ void Plan::load_state(PlanState state) {
           "the plan to load has chosen an algorithm without figures to choose by");
   check("a union ratio", state.union_ratio, 0);
   check("a realised share", state.realised, std::numeric_limits<double>::min());
+  check("a noise", state.noise, 0);
   check("a predicted time", state.former_predicted, 0);
   for (Experience const& experience : state.experience) {
     require(experience.algorithm != nullptr, "the plan to load has experience of no algorithm");
@@ -189,6 +190,14 @@ Experience const* Plan::experience_of(AlgorithmEntry const* algorithm, std::uint
   return current ? &*found : nullptr;
 }
 
+bool Plan::stays(std::uint64_t step) const {
+  if (state_.algorithm == nullptr) return false;
+  Experience const* const experience = experience_of(state_.algorithm, step);
+  if (experience == nullptr) return true;  // it is on trial
+  std::uint64_t const now = std::min(state_.steps_with, experience->observations);
+  return now < std::min(experience->observations - now, options_.window);
+}
+
 // What all algorithms have in common is blamed on the figures.
 double Plan::common_correction(std::uint64_t step) const {
   double sum = 0;
@@ -203,7 +212,11 @@ double Plan::common_correction(std::uint64_t step) const {
 
 double Plan::estimate(Prediction const& prediction, std::uint64_t step) const {
   Experience const* const experience = experience_of(prediction.algorithm, step);
-  if (experience != nullptr) return prediction.total() * experience->correction;
+  if (experience != nullptr) {
+    double const count = as_double(std::min(experience->observations, options_.window));
+    double const doubt = options_.confidence * std::sqrt(state_.noise / count);
+    return prediction.total() * experience->correction * std::exp(-doubt);
+  }
   return prediction.total() * std::min(1.0, common_correction(step)) / options_.uncertainty;
 }
 
@@ -237,7 +250,11 @@ void Plan::observe(double seconds, std::uint64_t most_selected, std::uint64_t k,
   } else {
     double const surprise = std::clamp(ratio / experience->correction,
                                        1 / options_.largest_surprise, options_.largest_surprise);
-    experience->correction *= std::pow(surprise, options_.smoothing);
+    double const share = 1.0 / as_double(std::min(experience->observations + 1, options_.window));
+    experience->correction *= std::pow(surprise, share);
+    // Of the mean that it is compared with, too.
+    double const square = std::pow(std::log(surprise), 2) / (1 + share);
+    state_.noise = smoothed(state_.noise, square, 1.0 / as_double(options_.window));
   }
   ++experience->observations;
   experience->last_step = step;
@@ -289,9 +306,7 @@ std::span<const Prediction> Plan::predictions(Workload const& known) {
 }
 
 void Plan::decide(Workload const& known, std::uint64_t step) {
-  bool const on_trial =
-      state_.algorithm != nullptr && experience_of(state_.algorithm, step) == nullptr;
-  if (on_trial) return;
+  if (stays(step)) return;
   AlgorithmEntry const* best = nullptr;
   double least = std::numeric_limits<double>::infinity();
   double present = least;

@@ -99,7 +99,7 @@ std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const&
 // What a plan has seen of an algorithm.
 struct Experience {
   AlgorithmEntry const* algorithm = nullptr;
-  double correction = 1;           // time observed over time predicted, smoothed
+  double correction = 1;           // time observed over time predicted, their mean
   std::uint64_t observations = 0;  // 0: none yet
   std::uint64_t last_step = 0;
 };
@@ -109,8 +109,10 @@ struct PlanState {
   std::optional<Figures> figures;
   AlgorithmEntry const* algorithm = nullptr;  // of the next step; null: undecided
   std::uint64_t steps_with = 0;               // it has been run since it was chosen
-  double union_ratio = 0;                  // entries of the union over k, smoothed; 0: not seen yet
-  double realised = 1;                     // largest selection over k, smoothed
+  double union_ratio = 0;  // entries of the union over k, smoothed; 0: not seen yet
+  double realised = 1;     // largest selection over k, smoothed
+  // Mean square of the logarithm of a step's time over what was expected of it, smoothed.
+  double noise = 0.01;
   AlgorithmEntry const* former = nullptr;  // of the last step, where its time is still to come
   double former_predicted = 0;
   std::vector<Experience> experience;
@@ -121,9 +123,12 @@ struct PlanOptions {
   // An algorithm without experience may be so many times quicker than predicted: those that are
   // predicted within that factor of the best are tried.
   double uncertainty = 1.35;
-  std::uint64_t trial = 3;        // observations before an algorithm is judged
+  std::uint64_t trial = 3;    // observations before an algorithm is judged
+  std::uint64_t window = 30;  // observations that count, about
+  // An algorithm with experience may be so many standard errors of its mean quicker than that.
+  double confidence = 2;
   std::uint64_t forget = 2000;    // steps after which an experience is out of date
-  double smoothing = 0.2;         // weight of a new observation
+  double smoothing = 0.2;         // weight of a new observation of anything but times
   double largest_surprise = 1.5;  // an observation counts as no further off than this factor
 };
 
@@ -164,6 +169,9 @@ class Plan {
  private:
   // Null where the algorithm is still, or again, to be tried.
   Experience const* experience_of(AlgorithmEntry const* algorithm, std::uint64_t step) const;
+  // Whether the algorithm in use is to be run on before there is another decision: twice as often
+  // as at the former one, so that noise does not make two that are alike take turns.
+  bool stays(std::uint64_t step) const;
   double common_correction(std::uint64_t step) const;
   void decide(Workload const& known, std::uint64_t step);
   // For the candidates, in the table's order. Computed anew where the workload has changed.

@@ -110,6 +110,7 @@ py::dict to_dict(PlanState const& state) {
   saved["steps_with"] = state.steps_with;
   saved["union_ratio"] = state.union_ratio;
   saved["realised"] = state.realised;
+  saved["noise"] = state.noise;
   py::list experience;
   for (Experience const& one : state.experience) {
     experience.append(
@@ -133,6 +134,7 @@ PlanState plan_from_dict(py::handle const& saved) {
   state.steps_with = saved["steps_with"].cast<std::uint64_t>();
   state.union_ratio = saved["union_ratio"].cast<double>();
   state.realised = saved["realised"].cast<double>();
+  state.noise = saved["noise"].cast<double>();
   for (py::handle const item : saved["experience"]) {
     state.experience.push_back({entry(item["algorithm"]), item["correction"].cast<double>(),
                                 item["observations"].cast<std::uint64_t>(),

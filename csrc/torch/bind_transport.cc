@@ -5,6 +5,7 @@
 #include "bindings.h"
 #include "connect.h"
 #include "store_rendezvous.h"
+#include "transport/fault.h"
 #include "transport_holder.h"
 
 namespace py = pybind11;
@@ -108,6 +109,11 @@ void bind_transport(py::module_& module) {
       .def_readonly("transport", &ConnectOptions::transport)
       .def_property_readonly("ucx", [](ConnectOptions const& self) { return self.libraries.ucx; });
 
+  py::enum_<FaultKind>(module, "FaultKind")
+      .value("die", FaultKind::die)
+      .value("delay", FaultKind::delay)
+      .value("truncate", FaultKind::truncate)
+      .value("corrupt", FaultKind::corrupt);
   py::class_<TransportHolder>(module, "Transport")
       .def_property_readonly("name", [](TransportHolder const& self) { return self.get().name(); })
       .def(
@@ -117,7 +123,13 @@ void bind_transport(py::module_& module) {
             return ping_pong(self, bytes, rounds, to_duration(timeout));
           },
           py::arg("bytes"), py::arg("rounds"), py::arg("timeout"),
-          py::call_guard<py::gil_scoped_release>());
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "with_fault",
+          [](TransportHolder& self, FaultKind kind, std::uint64_t message) {
+            return TransportHolder(make_faulty(self.take(), {kind, message}));
+          },
+          py::arg("kind"), py::arg("message"));
 
   module.def(
       "connect",

@@ -28,8 +28,8 @@ GLOO_DENSE = "gloo_dense"
 PLANNED = "auto"
 # Before the first iteration a plan tries algorithms, until it has stayed with one for STAYING
 # exchanges after that one's trial, but for no more than SETTLING exchanges.
-SETTLING = 60
-STAYING = 5
+SETTLING = 300
+STAYING = 30
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
 PARTS = ("select", "exchange", "apply")
 QUICK = 8  # times as fast as the slowest

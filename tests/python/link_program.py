@@ -17,47 +17,58 @@ import torch
 import torch.distributed as dist
 from test_exchange import EVERYWHERE, exchange_ones, make_options
 
-from sparsecomm import _C
+from sparsecomm import _C, Communicator
 from sparsecomm.transports import connect
 
+OVER_MPI = "mpi"  # under mpiexec, without torch.distributed
 DEADLINE = 1.0
 PATIENCE = timedelta(seconds=60)
 NUMEL = 100_000
 
 
-def main(transport: str, folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def communicator_of(transport: str, timeout: timedelta) -> Communicator:
+    if transport == OVER_MPI:
+        from mpi4py import MPI
 
-    communicator = _C.Communicator(connect(None, PATIENCE, transport), timedelta(seconds=DEADLINE))
+        return Communicator.from_mpi(MPI.COMM_WORLD, timeout=timeout)
+    return Communicator(_C.Communicator(connect(None, PATIENCE, transport), timeout))
+
+
+def main(transport: str, folder: Path) -> None:
+    if transport != OVER_MPI:
+        dist.init_process_group("gloo")
+    communicator = communicator_of(transport, timedelta(seconds=DEADLINE))
     assert communicator.transport.startswith(transport)
+    rank = communicator.rank
     completed = 0
     while True:
         if completed == len(EVERYWHERE):
             (folder / f"running-{rank}").touch()
         start = time.monotonic()
         try:
-            exchange_ones(communicator, EVERYWHERE[completed % len(EVERYWHERE)], NUMEL)
+            exchange_ones(communicator.engine, EVERYWHERE[completed % len(EVERYWHERE)], NUMEL)
         except RuntimeError as error:
             took, text = time.monotonic() - start, str(error)
             break
         completed += 1
     with pytest.raises(RuntimeError, match="make a new one"):
-        exchange_ones(communicator, EVERYWHERE[0], NUMEL)
+        exchange_ones(communicator.engine, EVERYWHERE[0], NUMEL)
     start = time.monotonic()
-    del communicator
+    communicator.close()
     closing = time.monotonic() - start
     (folder / f"raised-{rank}").touch()
 
-    again = _C.Communicator(connect(None, PATIENCE, transport), PATIENCE)
+    again = communicator_of(transport, PATIENCE)
     for algorithm in EVERYWHERE:
-        exchange_ones(again, algorithm, NUMEL)
+        exchange_ones(again.engine, algorithm, NUMEL)
     total = torch.full((10,), float(rank))
-    _C.Exchange(again, 10, torch.float32, make_options("dense", 1.0)).run(total)
+    _C.Exchange(again.engine, 10, torch.float32, make_options("dense", 1.0)).run(total)
     said = {"took": took, "text": text, "completed": completed, "closing": closing}
     said["sum"] = total[0].item()
     (folder / f"said-{rank}.json").write_text(json.dumps(said))
-    dist.destroy_process_group()
+    again.close()
+    if transport != OVER_MPI:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from link_program import DEADLINE
+from link_program import DEADLINE, OVER_MPI
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -19,16 +19,35 @@ sys.path.insert(0, str(ROOT / "benchmarks"))
 from hosts import Hosts, missing  # noqa: E402
 from lab import ENVIRONMENT, PORT  # noqa: E402
 from test_exchange import TRANSPORTS  # noqa: E402
+from test_mpi import MPIEXEC, needs_mpi  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("link_program.py")
 RANKS = 3
 # Beyond the deadline: for the others' reports, and what a loaded machine adds.
 GRACE = 4.0
+# What mpiexec prints instead of starting anything: a command for each host, in their order.
+JOIN = (
+    'until grep -qs HYDRA_LAUNCH_END "$0"; do sleep 0.05; done; '
+    'eval "exec $(sed -n "s/^HYDRA_LAUNCH: //p" "$0" | sed -n "$1p")"'
+)
+LAUNCH = f'launch="$0"; "$@" > "$launch" & sh -c \'{JOIN}\' "$launch" 1 && wait $!'
+
+
+def commands_of(transport: str, folder: Path, hosts: Hosts) -> list[list[str]]:
+    """One for each host."""
+    program = [sys.executable, str(PROGRAM), transport, str(folder)]
+    if transport != OVER_MPI:
+        return [program] * RANKS
+    assert MPIEXEC is not None
+    launch = str(folder / "launch")
+    names = ("-hosts", ",".join(hosts.names), "-ppn", "1", "-n", str(RANKS))
+    first = ["sh", "-c", LAUNCH, launch, MPIEXEC, "-launcher", "manual", *names, *program]
+    return [first, *(["sh", "-c", JOIN, launch, str(rank + 1)] for rank in range(1, RANKS))]
 
 
 @pytest.mark.lab
 @pytest.mark.parametrize("cut", [0, 2])  # the first holds the store as well
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, pytest.param(OVER_MPI, marks=needs_mpi)])
 def test_a_link_goes_down_and_comes_up_again(transport: str, cut: int, tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
@@ -43,10 +62,10 @@ def test_a_link_goes_down_and_comes_up_again(transport: str, cut: int, tmp_path:
         }
         for rank in range(RANKS)
     ]
-    command = [sys.executable, str(PROGRAM), transport, str(tmp_path)]
     # The hosts are left first, which ends what runs on them.
     with ThreadPoolExecutor() as pool, Hosts(RANKS, None) as hosts:
-        running = pool.submit(hosts.run, [command] * RANKS, environments)
+        commands = commands_of(transport, tmp_path, hosts)
+        running = pool.submit(hosts.run, commands, environments)
 
         def until_all(mark: str) -> None:
             deadline = time.monotonic() + 60

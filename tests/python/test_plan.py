@@ -254,6 +254,22 @@ def _python_hook() -> bool:
     return len(state.algorithms) == 2
 
 
+def _default_hook() -> tuple[str, int, bool]:
+    model = DistributedDataParallel(torch.nn.Linear(300, 40))
+    state = sparsecomm.register_comm_hook(model)
+    for _ in range(3):
+        _step(model)
+    named = sparsecomm.OkTopkState()
+    other = DistributedDataParallel(torch.nn.Linear(30, 4))
+    kept = sparsecomm.register_comm_hook(other, named) is named
+    assert isinstance(state, sparsecomm.AutoState)
+    return type(state).__name__, len(state.algorithms), kept
+
+
+def test_a_hook_without_a_state_plans() -> None:
+    assert run_ranks(2, _default_hook) == [("AutoState", 2, True)] * 2
+
+
 def test_simulated_regret_is_small_and_repeats() -> None:
     cases = regret.simulate(20, 300, 7, regret.Errors())
     assert cases == regret.simulate(20, 300, 7, regret.Errors())

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from logs import Collect
 from ranks import end_soon, run_ranks
-from test_exchange import EVERYWHERE, exchange_ones
+from test_exchange import ALGORITHMS, EVERYWHERE, exchange_ones, make_options
 
 import sparsecomm
 from sparsecomm import _C
@@ -290,6 +290,64 @@ def test_survivors_name_the_ranks_they_lose_and_go_on(
         assert took < 10, text
         left.remove(victim)
         assert remaining == len(left)
+
+
+# ---- messages that go wrong
+
+CULPRIT = 1
+FAULTS = {
+    "die": _C.FaultKind.die,
+    "delay": _C.FaultKind.delay,
+    "truncate": _C.FaultKind.truncate,
+    "corrupt": _C.FaultKind.corrupt,
+}
+
+
+def _messages_of_two_steps(algorithm: str) -> int:
+    """That the culprit sends."""
+    communicator = _C.Communicator(connect(None, PATIENCE, "c10d"), PATIENCE)
+    for _ in range(2):
+        exchange_ones(communicator, algorithm, 1000)
+    messages = torch.tensor(communicator.counters()["messages"])
+    dist.broadcast(messages, CULPRIT)
+    return int(messages)
+
+
+def _fail(name: str) -> list[tuple[str, str, bool]]:
+    """Of each algorithm: what an exchange said, and whether nothing was lost in it."""
+    said = []
+    for algorithm in ALGORITHMS:
+        message = random.Random(f"{name} {algorithm}").randrange(_messages_of_two_steps(algorithm))
+        transport = connect(None, PATIENCE, "c10d")
+        if dist.get_rank() == CULPRIT:
+            transport = transport.with_fault(FAULTS[name], message)
+        communicator = _C.Communicator(transport, timedelta(seconds=2))
+        exchange = _C.Exchange(communicator, 1000, torch.float32, make_options(algorithm, 0.1))
+        text, conserved = "", False
+        # A rank that needs nothing more from the culprit may complete the step at hand.
+        for step in range(3):
+            gradient = torch.arange(1000.0) + step
+            before = exchange.residual + gradient
+            try:
+                exchange.run(gradient)
+            except RuntimeError as error:
+                text, conserved = str(error), torch.equal(exchange.residual + gradient, before)
+                break
+        said.append((algorithm, text, conserved))
+        del exchange, communicator
+        dist.barrier()
+    return said
+
+
+# Over inproc, UCX and MPI the tests in C++ do so.
+@pytest.mark.parametrize("name", FAULTS)
+def test_survivors_of_a_fault_name_the_rank_and_lose_nothing(name: str) -> None:
+    outcomes = run_ranks(3, _fail, name, timeout=150)
+    for rank in {0, 1, 2} - {CULPRIT}:
+        assert [algorithm for algorithm, _, _ in outcomes[rank]] == ALGORITHMS
+        for algorithm, text, conserved in outcomes[rank]:
+            assert text.startswith(f"rank {CULPRIT} "), (algorithm, text)
+            assert conserved, (algorithm, text)
 
 
 # ---- what belongs to the process
