@@ -45,7 +45,7 @@ HOSTS = (2, 4, 8)
 RATES = ("10gbit", "1gbit", "100mbit")
 NUMELS = (1 << 20, VGG16_NUMEL, 1 << 26)
 DENSITIES = (0.001, 0.01, 0.02, 0.1)
-# Of a rank: its gradients, and for each algorithm a residual and dense scratch.
+# For the algorithms that are measured in turn.
 MEMORY_BYTES = 16 << 30
 
 
@@ -258,7 +258,7 @@ def measure_allreduces(options: argparse.Namespace) -> bool:
                 "hosts": set_up.hosts,
                 "rate": set_up.rate,
                 "transport": options.transport,
-                "rows": [without_turns(row) for row in rows],
+                "rows": rows if options.grid == "goals" else list(map(without_turns, rows)),
             }
         )
         print(ratios_text(rows), flush=True)
@@ -278,8 +278,14 @@ def without_turns(row: Row) -> Row:
     return {name: value for name, value in row.items() if name != "turns_us"}
 
 
+def memory_of_an_algorithm(set_up: SetUp) -> int:
+    """In bytes, of all ranks: residual and dense scratch, and the selections that a rank gathers."""
+    vectors = 3 + 3 * set_up.hosts * max(set_up.densities)
+    return int(set_up.hosts * set_up.numel * 4 * vectors)
+
+
 def measure(set_up: SetUp, options: argparse.Namespace) -> list[Row]:
-    together = max(1, MEMORY_BYTES // (set_up.hosts * set_up.numel * 4 * 3) - 1)
+    together = max(1, MEMORY_BYTES // memory_of_an_algorithm(set_up) - 1)
     with tempfile.TemporaryDirectory() as folder, Hosts(set_up.hosts, set_up.rate) as hosts:
         file = Path(folder) / "rows.json"
         command = [
@@ -317,7 +323,7 @@ def ratios_text(rows: Sequence[Row]) -> str:
     lines = []
     for row, dense in against_dense(rows):
         pairs = sorted(
-            dense["turns_us"][turn // row["turns"]] / time
+            dense["turns_us"][turn // row["turns"] * dense["turns"]] / time
             for turn, time in enumerate(row["turns_us"])
         )
         lines.append(

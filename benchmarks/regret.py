@@ -11,11 +11,12 @@ union of the selections is not that of random positions, and the time of each st
 an outlier now and then. What counts are the true times of the algorithms that the planner chose,
 over all steps from the first one on, those included in which it tried algorithms.
 
-Measured: the rows that benchmarks/lab.py wrote, auto and every algorithm in the same run. Rows of
-different batches are compared by their ratio to the dense allreduce of the same batch. Before the
-first iteration auto tries algorithms, for 300 exchanges at most. "choice/best" is the algorithm
-that auto used in the end by the time of its own row: what auto/best has beyond it is the noise
-between two rows of the same algorithm, and switches in between.
+Measured: the rows that benchmarks/lab.py wrote, auto and every algorithm in the same run, but for
+those that selected fewer entries than they were asked for. Rows of different batches are compared
+by their ratio to the dense allreduce of the same batch. Before the first iteration auto tries
+algorithms, for 300 exchanges at most. "choice/best" is the algorithm that auto used in the end by
+the time of its own row: what auto/best has beyond it is the noise between two rows of the same
+algorithm, and switches in between.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import math
 import os
 import random
 import shlex
+import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -44,6 +46,7 @@ DENSE = "dense"
 WITHIN = 1.05  # of the best single choice, in WITHIN_SHARE of the cases
 WITHIN_SHARE = 0.95
 WORST_AGAINST_DENSE = 1.1
+LEAST_SELECTED = 0.95  # of k; who exchanges fewer entries has done less
 
 LINK = ("round", "message", "byte")
 # Of one core of a server, in seconds per entry; each set-up's processor differs from it.
@@ -226,10 +229,11 @@ def measured(results: Sequence[dict[str, Any]]) -> list[Case]:
             }
             if PLANNED not in relative:
                 continue
+            short = {row["algorithm"] for row in rows if selects_too_few(row)}
             single = {
                 name: value
                 for name, value in relative.items()
-                if name == GLOO_DENSE or name in known
+                if (name == GLOO_DENSE or name in known) and name not in short
             }
             best = min(single, key=lambda name: single[name])
             chosen = next(row["chosen"] for row in rows if row["algorithm"] == PLANNED)
@@ -251,6 +255,12 @@ def measured(results: Sequence[dict[str, Any]]) -> list[Case]:
                 )
             )
     return cases
+
+
+def selects_too_few(row: dict[str, Any]) -> bool:
+    """Whether a sparse algorithm's selections fall short of k, as gaussian_k's do."""
+    selected = row["selected"]
+    return selected is not None and statistics.fmean(selected) < LEAST_SELECTED * row["k"]
 
 
 def in_grid(case: Case) -> bool:

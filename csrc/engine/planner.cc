@@ -161,6 +161,9 @@ void Plan::load_state(PlanState state) {
   check("a union ratio", state.union_ratio, 0);
   check("a realised share", state.realised, std::numeric_limits<double>::min());
   check("a noise", state.noise, 0);
+  double const most_noise = std::pow(std::log(options_.largest_surprise), 2);
+  require(state.noise <= most_noise, "the plan to load has a noise of ", state.noise,
+          ", more than the ", most_noise, " that a plan makes of any times");
   check("a predicted time", state.former_predicted, 0);
   for (Experience const& experience : state.experience) {
     require(experience.algorithm != nullptr, "the plan to load has experience of no algorithm");
@@ -194,8 +197,9 @@ bool Plan::stays(std::uint64_t step) const {
   if (state_.algorithm == nullptr) return false;
   Experience const* const experience = experience_of(state_.algorithm, step);
   if (experience == nullptr) return true;  // it is on trial
-  std::uint64_t const now = std::min(state_.steps_with, experience->observations);
-  return now < std::min(experience->observations - now, options_.window);
+  std::uint64_t const before = std::min(state_.observations_before, options_.window);
+  std::uint64_t const had = std::min(state_.observations_before, experience->observations);
+  return experience->observations - had < before;
 }
 
 // What all algorithms have in common is blamed on the figures.
@@ -250,7 +254,8 @@ void Plan::observe(double seconds, std::uint64_t most_selected, std::uint64_t k,
   } else {
     double const surprise = std::clamp(ratio / experience->correction,
                                        1 / options_.largest_surprise, options_.largest_surprise);
-    double const share = 1.0 / as_double(std::min(experience->observations + 1, options_.window));
+    double const share =
+        1.0 / as_double(std::min(experience->observations, options_.window - 1) + 1);
     experience->correction *= std::pow(surprise, share);
     // Of the mean that it is compared with, too.
     double const square = std::pow(std::log(surprise), 2) / (1 + share);
@@ -319,7 +324,9 @@ void Plan::decide(Workload const& known, std::uint64_t step) {
     }
   }
   if (state_.algorithm != nullptr && least >= (1 - options_.hysteresis) * present) return;
-  if (experience_of(best, step) == nullptr) {
+  Experience const* const experience = experience_of(best, step);
+  state_.observations_before = experience != nullptr ? experience->observations : 0;
+  if (experience == nullptr) {
     std::erase_if(state_.experience,
                   [&](Experience const& former) { return former.algorithm == best; });
   }

@@ -109,6 +109,7 @@ struct PlanState {
   std::optional<Figures> figures;
   AlgorithmEntry const* algorithm = nullptr;  // of the next step; null: undecided
   std::uint64_t steps_with = 0;               // it has been run since it was chosen
+  std::uint64_t observations_before = 0;      // there were of it then
   double union_ratio = 0;  // entries of the union over k, smoothed; 0: not seen yet
   double realised = 1;     // largest selection over k, smoothed
   // Mean square of the logarithm of a step's time over what was expected of it, smoothed.
@@ -169,8 +170,9 @@ class Plan {
  private:
   // Null where the algorithm is still, or again, to be tried.
   Experience const* experience_of(AlgorithmEntry const* algorithm, std::uint64_t step) const;
-  // Whether the algorithm in use is to be run on before there is another decision: twice as often
-  // as at the former one, so that noise does not make two that are alike take turns.
+  // Whether the algorithm in use is to be run on before there is another decision: until it has
+  // been observed twice as often as before, so that noise does not make two that are alike take
+  // turns.
   bool stays(std::uint64_t step) const;
   double common_correction(std::uint64_t step) const;
   void decide(Workload const& known, std::uint64_t step);

@@ -23,7 +23,7 @@ class SparseIntersection {
     std::span<const V> one, other;  // a value of each vector for each index
   };
 
-  // Valid until the next call.
+  // Views are valid until the next call of any of these.
   SparseView<V> run(SparseView<V> vector, std::span<const std::uint32_t> indices);
   Shared run(SparseView<V> one, SparseView<V> other);
   // The vector's entries at indices that are not among these.

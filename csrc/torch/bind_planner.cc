@@ -111,6 +111,7 @@ py::dict to_dict(PlanState const& state) {
   saved["union_ratio"] = state.union_ratio;
   saved["realised"] = state.realised;
   saved["noise"] = state.noise;
+  saved["observations_before"] = state.observations_before;
   py::list experience;
   for (Experience const& one : state.experience) {
     experience.append(
@@ -134,7 +135,10 @@ PlanState plan_from_dict(py::handle const& saved) {
   state.steps_with = saved["steps_with"].cast<std::uint64_t>();
   state.union_ratio = saved["union_ratio"].cast<double>();
   state.realised = saved["realised"].cast<double>();
-  state.noise = saved["noise"].cast<double>();
+  if (saved.contains("noise")) {  // not in a checkpoint of a version before
+    state.noise = saved["noise"].cast<double>();
+    state.observations_before = saved["observations_before"].cast<std::uint64_t>();
+  }
   for (py::handle const item : saved["experience"]) {
     state.experience.push_back({entry(item["algorithm"]), item["correction"].cast<double>(),
                                 item["observations"].cast<std::uint64_t>(),

@@ -33,19 +33,20 @@ A sparse algorithm's time is the whole: selecting from gradient and residual, ex
 writing the result. auto lets a plan choose; it is run until the plan has settled before the first
 iteration, and its row also names what was chosen in the end.
 
-Before each iteration, outside of its time, the gradient is filled anew and the ranks meet at a
-barrier. gloo_dense is torch.distributed's own allreduce.
+Before each turn, outside of its time, the gradient is filled anew and the ranks meet at a barrier.
+gloo_dense is torch.distributed's own allreduce.
 """
 
 EPILOG = """\
 columns:
   size, count, type  the gradient: bytes, elements, element type
-  time               of an iteration on the slowest rank: least, median, largest
+  turns              that each row had; times are over all of them
+  time               of a turn on the slowest rank: least, median, largest
   algbw              size / median time, as if every byte had travelled
   busbw              algbw * 2(P-1)/P, what a dense allreduce would need of each link at that time
-  sent, received     wire bytes per iteration of the rank with the most, headers and agreement
+  sent, received     wire bytes per turn of the rank with the most, headers and agreement
                      included: counted by the transport, for gloo_dense computed as 2(P-1)/P * size
-  msgs               messages sent per iteration, likewise; not known of gloo
+  msgs               messages sent per turn, likewise; not known of gloo
   model              bytes received by the cost formula, an upper bound with 32-bit indices
   nnz                entries of the result
   select, exchange, apply   of the time, means over the ranks
@@ -344,6 +345,7 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         ("count", "", [str(settings.numel) for _ in rows]),
         ("type", "", [settings.dtype for _ in rows]),
         ("algorithm", "", [named(row) for row in rows]),
+        ("turns", "", [str(len(row.turns_us)) for row in rows]),
         ("time min", "(us)", [f"{row.time_us.min:.1f}" for row in rows]),
         ("median", "(us)", [f"{row.time_us.median:.1f}" for row in rows]),
         ("max", "(us)", [f"{row.time_us.max:.1f}" for row in rows]),

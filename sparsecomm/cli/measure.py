@@ -29,7 +29,7 @@ PLANNED = "auto"
 # Before the first iteration a plan tries algorithms, until it has stayed with one for STAYING
 # exchanges after that one's trial, but for no more than SETTLING exchanges.
 SETTLING = 300
-STAYING = 30
+STAYING = 100
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
 PARTS = ("select", "exchange", "apply")
 QUICK = 8  # times as fast as the slowest
@@ -88,7 +88,7 @@ class Spread:
 
 @dataclass
 class Row:
-    """One algorithm's figures: times in microseconds, bytes and messages per iteration."""
+    """One algorithm's figures: times in microseconds, bytes and messages per turn."""
 
     algorithm: str
     transport: str
@@ -162,13 +162,13 @@ def is_inner(algorithm: str) -> bool:
 class Case(Protocol):
     """An algorithm that is ready to run."""
 
-    def run(self, gradient: torch.Tensor, selection: Selection) -> Sample: ...
+    def run(self, gradient: torch.Tensor) -> Sample: ...
 
 
 class GlooDense:
     """torch.distributed's own allreduce."""
 
-    def run(self, gradient: torch.Tensor, selection: Selection) -> Sample:
+    def run(self, gradient: torch.Tensor) -> Sample:
         start = time.perf_counter()
         dist.all_reduce(gradient)
         return Sample(time.perf_counter() - start)
@@ -222,25 +222,28 @@ class Sparsecomm:
             gradient.copy_(given)
             self._exchange.run(gradient)
 
-    def run(self, gradient: torch.Tensor, selection: Selection) -> Sample:
+    def run(self, gradient: torch.Tensor) -> Sample:
         before = {**self._exchange.stats(), **self._communicator.counters()}
         start = time.perf_counter()
         self._exchange.run(gradient)
         seconds = time.perf_counter() - start
         after = {**self._exchange.stats(), **self._communicator.counters()}
         change = {name: float(after[name] - before[name]) for name in after}
-        alone = math.nan
-        if self._alone is not None:
-            dist.barrier()
-            start = time.perf_counter()
-            self._alone.run(self._communicator, *selection)
-            alone = time.perf_counter() - start
         return Sample(
             seconds,
-            exchange_alone_seconds=alone,
             **{f"{part}_seconds": change[f"{part}_seconds"] for part in PARTS},
             **{name: change[name] for name in COUNTED},
         )
+
+    @property
+    def runs_alone(self) -> bool:
+        return self._alone is not None
+
+    def run_alone(self, selection: Selection) -> float:
+        assert self._alone is not None
+        start = time.perf_counter()
+        self._alone.run(self._communicator, *selection)
+        return time.perf_counter() - start
 
 
 def measure(settings: Settings) -> list[Row]:
@@ -280,20 +283,32 @@ def measure(settings: Settings) -> list[Row]:
         if isinstance(case, Sparsecomm):
             case.settle(gradient, gradients[0], settings.seconds)
     turns = dict.fromkeys(cases, 1)
+    draw = f"{settings.seed} {settings.numel} {settings.density} {settings.batch} {ranks}"
     start = time.perf_counter()
     for iteration in range(settings.warmup + settings.iters):
         warms_up = iteration < settings.warmup
         latest: dict[str, float] = {}
-        for turn, algorithm in drawn_order({} if warms_up else turns, cases, iteration):
+        for turn, algorithm in drawn_order({} if warms_up else turns, cases, draw, iteration):
             number = (iteration + turn) % len(gradients)
             gradient.copy_(gradients[number])
             dist.barrier()
-            sample = cases[algorithm].run(gradient, selections[number])
+            sample = cases[algorithm].run(gradient)
             latest[algorithm] = sample.seconds
             if not warms_up:
                 samples[algorithm].append(sample)
             if iteration in (0, settings.warmup + settings.iters - 1) and turn == 0:
                 check_replicas(algorithm, gradient)
+        # Apart from the turns: right after its own, it made an algorithm's next turn quicker.
+        alone = {
+            name: case
+            for name, case in cases.items()
+            if isinstance(case, Sparsecomm) and case.runs_alone
+        }
+        for _, algorithm in drawn_order({}, alone, draw, iteration):
+            dist.barrier()
+            seconds = alone[algorithm].run_alone(selections[iteration % len(gradients)])
+            if not warms_up:
+                samples[algorithm][-1].exchange_alone_seconds = seconds
         if warms_up:
             turns = turns_of(of_rank_0({name: latest[name] for name in cases}))
         if is_late(settings.seconds, start):
@@ -316,13 +331,13 @@ def measure(settings: Settings) -> list[Row]:
 
 
 def drawn_order(
-    turns: Mapping[str, int], algorithms: Iterable[str], iteration: int
+    turns: Mapping[str, int], algorithms: Iterable[str], seed: str, iteration: int
 ) -> list[tuple[int, str]]:
     """All turns of one iteration, (number, algorithm), the same on every rank.
 
     In each of its passes those that have a turn left stand in an order of its own.
     """
-    generator = random.Random(iteration)
+    generator = random.Random(f"{seed}/{iteration}")
     names = list(algorithms)
     order = []
     for turn in range(max(turns.values(), default=1)):
@@ -414,7 +429,11 @@ def make_row(
         values: list[float] = (columns[name].mean(0) * 1e6).tolist()
         return round(statistics.median(values), 1)
 
-    alone_us: list[float] = (columns["exchange_alone_seconds"].amax(0) * 1e6).tolist()
+    alone_us = [
+        each * 1e6
+        for each in columns["exchange_alone_seconds"].amax(0).tolist()
+        if not math.isnan(each)
+    ]
     ours = used is not None
     counted = used is not None and not is_inner(used)
     if used is not None:
@@ -444,7 +463,7 @@ def make_row(
         select_us=part_us("select_seconds") if ours else None,
         exchange_us=part_us("exchange_seconds") if ours else part_us("seconds"),
         apply_us=part_us("apply_seconds") if ours else None,
-        exchange_alone_us=None if math.isnan(alone_us[0]) else Spread.of(alone_us),
+        exchange_alone_us=Spread.of(alone_us) if alone_us else None,
         sent_bytes=per_rank("sent_bytes") if counted else [model_bytes] * ranks,
         received_bytes=per_rank("received_bytes") if counted else [model_bytes] * ranks,
         bytes_source="counted" if counted else "computed: 2 (P-1)/P * numel * itemsize",

@@ -335,6 +335,36 @@ TEST(PlanTest, DoesNotSwitchForLessThanAFewPercent) {
   }
 }
 
+// However slow it turns out to be, and whatever was observed of it before.
+TEST(PlanTest, AnAlgorithmThatIsChosenAgainIsObservedTwiceAsOftenBeforeItIsJudged) {
+  Workload const workload = workload_of(8, 1 << 24, 0.01);
+  auto const ranking = rank_algorithms(workload, figures_of(1), is_candidate);
+  AlgorithmEntry const* const present = ranking.front().algorithm;
+  AlgorithmEntry const* const other = ranking[1].algorithm;
+  for (std::uint64_t const before : {3, 5, 30, 1000}) {
+    SCOPED_TRACE(before);
+    PlanState state;
+    state.figures = figures_of(1);
+    state.algorithm = present;
+    state.steps_with = 100;
+    for (Prediction const& prediction : ranking) {
+      state.experience.push_back({prediction.algorithm, 1000 / prediction.total(), 1000, 0});
+    }
+    state.experience[0].correction = 1.1 / ranking[0].total();
+    state.experience[1] = {other, 1.0 / ranking[1].total(), before, 0};
+    Plan plan;
+    plan.load_state(state);
+    plan.conclude(workload, workload.k, true, 1);
+    ASSERT_EQ(plan.algorithm(), other);
+    auto const observations = [&] { return plan.state().experience[1].observations; };
+    for (std::uint64_t step = 2; plan.algorithm() == other && step < 3000; ++step) {
+      plan.observe(1e6, workload.k, workload.k, step);
+      plan.conclude(workload, workload.k, true, step);
+    }
+    EXPECT_EQ(observations(), before + std::min<std::uint64_t>(before, 30));
+  }
+}
+
 // Steps whose times scatter by a quarter, as where ranks share cores.
 TEST(PlanTest, NoiseNeitherHidesTheBestNorMakesThoseThatAreAlikeTakeTurns) {
   constexpr int rounds = 60;
@@ -401,6 +431,11 @@ TEST(PlanTest, RejectsStatesThatNoPlanSaves) {
   state.union_ratio = 0;
   state.experience = {{&algorithms().front(), 0, 1, 1}};
   EXPECT_THROW(plan.load_state(state), InvalidArgument);
+  state.experience.clear();
+  for (double const noise : {-0.1, 1.0, std::nan("")}) {
+    state.noise = noise;
+    EXPECT_THROW(plan.load_state(state), InvalidArgument) << noise;
+  }
 }
 
 TEST(PlanTest, LearnsTheUnionAndTheRealisedDensity) {

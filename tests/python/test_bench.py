@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from ranks import run_ranks
 
 import sparsecomm
-from sparsecomm.cli import main
+from sparsecomm.cli import main, measure
 from sparsecomm.cli.gradients import Pattern, large_places, make_gradient
-from sparsecomm.cli.measure import drawn_order, is_inner, turns_of
+from sparsecomm.cli.measure import Settings, drawn_order, is_inner, turns_of
 from sparsecomm.cli.ping_pong import find_mpiexec
 
 
@@ -241,16 +242,17 @@ def test_batches_of_several_sizes_within_a_time(tmp_path: Path) -> None:
 def test_the_order_of_an_iteration_is_drawn() -> None:
     names = ["dense", "oktopk", "topk_a", "gtopk"]
     turns = {"dense": 1, "oktopk": 3, "topk_a": 3, "gtopk": 3}
-    orders = [drawn_order(turns, names, iteration) for iteration in range(50)]
+    orders = [drawn_order(turns, names, "seed", iteration) for iteration in range(50)]
     for order in orders:
         assert sorted(order) == sorted(
             (turn, name) for name in names for turn in range(turns[name])
         )
         assert [turn for turn, _ in order] == [0] * 4 + [1] * 3 + [2] * 3
-    assert orders == [drawn_order(turns, names, iteration) for iteration in range(50)]
+    assert orders == [drawn_order(turns, names, "seed", iteration) for iteration in range(50)]
+    assert orders != [drawn_order(turns, names, "other", iteration) for iteration in range(50)]
     assert {order[0][1] for order in orders} == {*names}
     assert {order[-1][1] for order in orders} == {"oktopk", "topk_a", "gtopk"}
-    assert sorted(drawn_order({}, names, 0)) == sorted((0, name) for name in names)
+    assert sorted(drawn_order({}, names, "seed", 0)) == sorted((0, name) for name in names)
 
 
 def test_the_quick_have_turns_for_as_long_as_the_slowest_takes() -> None:
@@ -268,6 +270,38 @@ def test_the_quick_have_turns_for_as_long_as_the_slowest_takes() -> None:
     quick = {str(number): 0.1 for number in range(15)}
     assert set(turns_of({"dense": 1.0, **quick}).values()) == {1}
     assert turns_of({"dense": 0.0}) == {"dense": 1}
+
+
+def _measure_turns() -> list[tuple[str, int, int, int]]:
+    settings = Settings(
+        algorithms=("gloo_dense", "oktopk", "topk_a"),
+        numel=2000,
+        density=0.05,
+        dtype="f32",
+        pattern=Pattern.parse("uniform"),
+        index_codec="smallest",
+        value_codec="raw",
+        transport="auto",
+        iters=2,
+        warmup=1,
+        seconds=None,
+        seed=1,
+        exchange_alone=True,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            measure, "turns_of", lambda seconds: {**dict.fromkeys(seconds, 1), "oktopk": 3}
+        )
+        rows = measure.measure(settings)
+    for row in rows:
+        assert row.time_us.min == min(row.turns_us)
+        assert row.time_us.max == max(row.turns_us)
+    return [(row.algorithm, row.iters, row.turns, len(row.turns_us)) for row in rows]
+
+
+def test_rows_of_several_turns() -> None:
+    rows = [("gloo_dense", 2, 1, 2), ("oktopk", 2, 3, 6), ("topk_a", 2, 1, 2)]
+    assert run_ranks(2, _measure_turns) == [rows] * 2
 
 
 def test_under_torchrun(tmp_path: Path) -> None:

@@ -93,6 +93,13 @@ def test_goals_are_checked_where_they_apply() -> None:
     assert lab.check_goals({**fast, "rows": [dense, row_of("topk_a", 1)]}) == []
 
 
+def test_turns_are_compared_with_those_of_dense_in_the_same_iteration() -> None:
+    dense = row_of("gloo_dense", 20.0, turns=2, turns_us=[10.0, 11.0, 20.0, 21.0])
+    quick = row_of("topk_a", 5.0, turns=3, turns_us=[1.0, 2.0, 5.0, 4.0, 10.0, 2.0])
+    # 10, 5 and 2 in the first iteration, 5, 2 and 10 in the second.
+    assert "pair by pair 2.00 / 5.00 / 10.00" in lab.ratios_text([dense, quick])
+
+
 def test_the_grid_is_every_combination() -> None:
     assert len(lab.set_ups(lab.parse_options([]))) == 27
     goals = lab.set_ups(lab.parse_options(["--grid", "goals"]))

@@ -285,9 +285,11 @@ def test_a_planner_that_knows_all_has_no_regret_but_for_trials() -> None:
 
 
 def test_measured_regret_compares_within_a_batch() -> None:
-    def row(algorithm: str, batch: int, median: float) -> dict[str, Any]:
+    def row(algorithm: str, batch: int, median: float, selected: float = 1.0) -> dict[str, Any]:
         return {
             "algorithm": algorithm,
+            "k": 1,
+            "selected": None if algorithm == "gloo_dense" else [selected, 1.0],
             "batch": batch,
             "numel": 10,
             "density": 0.1,
@@ -298,6 +300,7 @@ def test_measured_regret_compares_within_a_batch() -> None:
     rows = [
         row("gloo_dense", 0, 100),
         row("oktopk", 0, 20),
+        row("gaussian_k", 0, 15, selected=0.8),  # which is less work
         row("gloo_dense", 1, 200),  # everything took twice as long in the second batch
         row("auto", 1, 44),
         row("dense", 1, 160),
