@@ -279,7 +279,7 @@ def without_turns(row: Row) -> Row:
 
 
 def memory_of_an_algorithm(set_up: SetUp) -> int:
-    """In bytes, of all ranks: residual and dense scratch, and the selections that a rank gathers."""
+    """In bytes, of all ranks: residual, dense scratch, and the selections that a rank gathers."""
     vectors = 3 + 3 * set_up.hosts * max(set_up.densities)
     return int(set_up.hosts * set_up.numel * 4 * vectors)
 
