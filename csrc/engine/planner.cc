@@ -169,6 +169,13 @@ void Plan::load_state(PlanState state) {
     require(experience.algorithm != nullptr, "the plan to load has experience of no algorithm");
     check("a correction", experience.correction, std::numeric_limits<double>::min());
   }
+  if (state.algorithm != nullptr) {
+    auto const own = std::ranges::find(state.experience, state.algorithm, &Experience::algorithm);
+    std::uint64_t const observations = own == state.experience.end() ? 0 : own->observations;
+    require(state.observations_before <= observations, "the plan to load has observed ",
+            state.algorithm->name, ' ', observations, " times, but ", state.observations_before,
+            " times before it was chosen");
+  }
   state_ = std::move(state);
   predictions_.clear();
 }

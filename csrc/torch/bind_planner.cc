@@ -135,8 +135,9 @@ PlanState plan_from_dict(py::handle const& saved) {
   state.steps_with = saved["steps_with"].cast<std::uint64_t>();
   state.union_ratio = saved["union_ratio"].cast<double>();
   state.realised = saved["realised"].cast<double>();
-  if (saved.contains("noise")) {  // not in a checkpoint of a version before
-    state.noise = saved["noise"].cast<double>();
+  // Checkpoints of earlier versions lack these.
+  if (saved.contains("noise")) state.noise = saved["noise"].cast<double>();
+  if (saved.contains("observations_before")) {
     state.observations_before = saved["observations_before"].cast<std::uint64_t>();
   }
   for (py::handle const item : saved["experience"]) {

@@ -7,6 +7,7 @@ have several turns in each, together no longer than the slowest takes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import statistics
@@ -32,7 +33,7 @@ SETTLING = 300
 STAYING = 100
 GRADIENTS = 3  # prepared per rank; iterations take them in turn
 PARTS = ("select", "exchange", "apply")
-QUICK = 8  # times as fast as the slowest
+GAP = 2.0  # between quick algorithms and slow ones, at least
 TURNS = 8  # of a quick one in an iteration, at most
 COUNTED = ("sent_bytes", "received_bytes", "messages", "selected", "result_nnz")
 LARGE_NUMEL = 1 << 25  # from here on a single gradient is prepared
@@ -283,20 +284,26 @@ def measure(settings: Settings) -> list[Row]:
         if isinstance(case, Sparsecomm):
             case.settle(gradient, gradients[0], settings.seconds)
     turns = dict.fromkeys(cases, 1)
+    seconds_of: dict[str, list[float]] = {algorithm: [] for algorithm in cases}
     draw = f"{settings.seed} {settings.numel} {settings.density} {settings.batch} {ranks}"
     start = time.perf_counter()
     for iteration in range(settings.warmup + settings.iters):
         warms_up = iteration < settings.warmup
-        latest: dict[str, float] = {}
         for turn, algorithm in drawn_order({} if warms_up else turns, cases, draw, iteration):
             number = (iteration + turn) % len(gradients)
             gradient.copy_(gradients[number])
             dist.barrier()
             sample = cases[algorithm].run(gradient)
-            latest[algorithm] = sample.seconds
-            if not warms_up:
+            if warms_up:
+                seconds_of[algorithm].append(sample.seconds)
+            else:
                 samples[algorithm].append(sample)
-            if iteration in (0, settings.warmup + settings.iters - 1) and turn == 0:
+            # The last may not be reached.
+            if turn == 0 and iteration in (
+                0,
+                settings.warmup,
+                settings.warmup + settings.iters - 1,
+            ):
                 check_replicas(algorithm, gradient)
         # Apart from the turns: right after its own, it made an algorithm's next turn quicker.
         alone = {
@@ -310,7 +317,8 @@ def measure(settings: Settings) -> list[Row]:
             if not warms_up:
                 samples[algorithm][-1].exchange_alone_seconds = seconds
         if warms_up:
-            turns = turns_of(of_rank_0({name: latest[name] for name in cases}))
+            medians = {name: statistics.median(each) for name, each in seconds_of.items()}
+            turns = turns_of(of_rank_0(medians))
         if is_late(settings.seconds, start):
             if iteration >= settings.warmup:
                 break
@@ -347,11 +355,19 @@ def drawn_order(
 
 
 def turns_of(seconds: Mapping[str, float]) -> dict[str, int]:
-    """How many turns each has in an iteration, by how long one of each takes."""
-    slowest = max(seconds.values())
-    quick = {name: each for name, each in seconds.items() if each * QUICK < slowest}
-    together = math.fsum(quick.values())
-    turns = max(1, min(TURNS, int(slowest / together))) if together > 0 else 1
+    """How many turns each has in an iteration, by how long one of each takes.
+
+    The quick ones are those below the widest gap, so that two that are alike have as many.
+    """
+    names = sorted(seconds, key=lambda name: seconds[name])
+    gaps = [
+        seconds[above] / seconds[below] if seconds[below] > 0 else 1.0
+        for below, above in itertools.pairwise(names)
+    ]
+    widest = max(gaps, default=1.0)
+    quick = names[: gaps.index(widest) + 1] if widest >= GAP else []
+    together = math.fsum(seconds[name] for name in quick)
+    turns = max(1, min(TURNS, int(seconds[names[-1]] / together))) if quick else 1
     return {name: turns if name in quick else 1 for name in seconds}
 
 

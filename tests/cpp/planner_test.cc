@@ -431,7 +431,11 @@ TEST(PlanTest, RejectsStatesThatNoPlanSaves) {
   state.union_ratio = 0;
   state.experience = {{&algorithms().front(), 0, 1, 1}};
   EXPECT_THROW(plan.load_state(state), InvalidArgument);
-  state.experience.clear();
+  state.experience = {{&algorithms().front(), 1, 5, 1}};
+  state.observations_before = 6;
+  EXPECT_THROW(plan.load_state(state), InvalidArgument);
+  state.observations_before = 5;
+  plan.load_state(state);
   for (double const noise : {-0.1, 1.0, std::nan("")}) {
     state.noise = noise;
     EXPECT_THROW(plan.load_state(state), InvalidArgument) << noise;

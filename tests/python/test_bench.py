@@ -266,9 +266,16 @@ def test_the_quick_have_turns_for_as_long_as_the_slowest_takes() -> None:
         "ring": 1,
         "oktopk": 8,
     }
-    assert turns_of({"dense": 1.0, "oktopk": 0.125}) == {"dense": 1, "oktopk": 1}
+    # Those that are alike have as many, wherever they lie.
+    assert turns_of({"dense": 1.0, "oktopk": 0.124, "topk_a": 0.126}) == {
+        "dense": 1,
+        "oktopk": 4,
+        "topk_a": 4,
+    }
+    assert turns_of({"dense": 1.0, "oktopk": 0.51}) == {"dense": 1, "oktopk": 1}
     quick = {str(number): 0.1 for number in range(15)}
     assert set(turns_of({"dense": 1.0, **quick}).values()) == {1}
+    assert turns_of({"dense": 0.0, "oktopk": 0.0}) == {"dense": 1, "oktopk": 1}
     assert turns_of({"dense": 0.0}) == {"dense": 1}
 
 

@@ -219,12 +219,25 @@ def _train() -> tuple[list[str], bytes, list[float]]:
     return state.algorithms, file.getvalue(), gradient.flatten().tolist()
 
 
+def _plan_of(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    [plan] = [group["plan"] for group in checkpoint["groups"] if "plan" in group]
+    return plan  # type: ignore[no-any-return]
+
+
 def _resume(saved: list[bytes]) -> dict[str, float]:
     model, state = _make()
-    state.load_state_dict(torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True))
+    checkpoint = torch.load(io.BytesIO(saved[dist.get_rank()]), weights_only=True)
+    state.load_state_dict(checkpoint)
+    [mine] = checkpoint.values()
+    assert _plan_of(checkpoint_of(state)) == _plan_of(mine)
     _step(model)
-    [group] = [group for group in checkpoint_of(state)["groups"] if "plan" in group]
-    figures: dict[str, float] = group["plan"]["figures"]
+    figures: dict[str, float] = _plan_of(checkpoint_of(state))["figures"]
+    # One of a version that did not know these.
+    _, other = _make()
+    for name in ("noise", "observations_before"):
+        del _plan_of(mine)[name]
+    other.load_state_dict(checkpoint)
+    assert _plan_of(checkpoint_of(other))["noise"] > 0
     return figures
 
 
