@@ -91,7 +91,7 @@ void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
       arguments.factor = static_cast<V>(rule_.momentum);
       arguments.mask_momentum = false;
     } else if (rule_.first_moment > 0) {
-      V* const moment = &moment_[first];
+      auto const moment = moment_.subspan(first, size);
       for (std::size_t i = 0; i < size; ++i) {
         moment[i] = decay * moment[i] + static_cast<V>(segment.gradient[i]);
       }
