@@ -111,6 +111,7 @@ TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
 #endif
   int const ranks = 8;
   constexpr Setting settings[] = {
+      {{20e-6, 8e-10}, 1},  // finds a machine that was idle
       {{20e-6, 8e-10}, 1},  // 10 Gbit/s, a core for each rank
       {{20e-6, 8e-9}, 4},   // 8 ranks on two cores
       {{200e-6, 8e-8}, 1},  // 100 Mbit/s
@@ -150,7 +151,7 @@ TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
     for (double const figure : figures[0].values()) EXPECT_GT(figure, 0);
     // What was simulated was found, where slowness does not multiply what disturbs this machine.
     // The checksum's time comes on top.
-    if (setting.slowdown > 1) continue;
+    if (setting.slowdown > 1 || &setting == settings) continue;
     EXPECT_GT(figures[0].link.byte, 0.9 * setting.link.byte);
     EXPECT_LT(figures[0].link.byte, 1.2 * setting.link.byte + setting.slowdown * 1e-9);
   }
