@@ -64,6 +64,7 @@ class FaultKind:
     delay: ClassVar[FaultKind]
     truncate: ClassVar[FaultKind]
     corrupt: ClassVar[FaultKind]
+    __members__: ClassVar[dict[str, FaultKind]]
 
 class Transport:
     @property

@@ -204,9 +204,8 @@ bool Plan::stays(std::uint64_t step) const {
   if (state_.algorithm == nullptr) return false;
   Experience const* const experience = experience_of(state_.algorithm, step);
   if (experience == nullptr) return true;  // it is on trial
-  std::uint64_t const before = std::min(state_.observations_before, options_.window);
-  std::uint64_t const had = std::min(state_.observations_before, experience->observations);
-  return experience->observations - had < before;
+  std::uint64_t const before = state_.observations_before;
+  return experience->observations - before < std::min(before, options_.window);
 }
 
 // What all algorithms have in common is blamed on the figures.

@@ -40,7 +40,7 @@ gloo_dense is torch.distributed's own allreduce.
 EPILOG = """\
 columns:
   size, count, type  the gradient: bytes, elements, element type
-  turns              that each row had; times are over all of them
+  turns              in an iteration; times are over all of them
   time               of a turn on the slowest rank: least, median, largest
   algbw              size / median time, as if every byte had travelled
   busbw              algbw * 2(P-1)/P, what a dense allreduce would need of each link at that time
@@ -345,7 +345,7 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         ("count", "", [str(settings.numel) for _ in rows]),
         ("type", "", [settings.dtype for _ in rows]),
         ("algorithm", "", [named(row) for row in rows]),
-        ("turns", "", [str(len(row.turns_us)) for row in rows]),
+        ("turns", "", [str(row.turns) for row in rows]),
         ("time min", "(us)", [f"{row.time_us.min:.1f}" for row in rows]),
         ("median", "(us)", [f"{row.time_us.median:.1f}" for row in rows]),
         ("max", "(us)", [f"{row.time_us.max:.1f}" for row in rows]),

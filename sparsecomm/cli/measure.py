@@ -285,11 +285,19 @@ def measure(settings: Settings) -> list[Row]:
             case.settle(gradient, gradients[0], settings.seconds)
     turns = dict.fromkeys(cases, 1)
     seconds_of: dict[str, list[float]] = {algorithm: [] for algorithm in cases}
+    alone = {
+        name: case
+        for name, case in cases.items()
+        if isinstance(case, Sparsecomm) and case.runs_alone
+    }
     draw = f"{settings.seed} {settings.numel} {settings.density} {settings.batch} {ranks}"
     start = time.perf_counter()
     for iteration in range(settings.warmup + settings.iters):
         warms_up = iteration < settings.warmup
-        for turn, algorithm in drawn_order({} if warms_up else turns, cases, draw, iteration):
+        if iteration == settings.warmup and iteration > 0:
+            medians = {name: statistics.median(each) for name, each in seconds_of.items()}
+            turns = turns_of(of_rank_0(medians))
+        for turn, algorithm in drawn_order(turns, cases, draw, iteration):
             number = (iteration + turn) % len(gradients)
             gradient.copy_(gradients[number])
             dist.barrier()
@@ -306,19 +314,11 @@ def measure(settings: Settings) -> list[Row]:
             ):
                 check_replicas(algorithm, gradient)
         # Apart from the turns: right after its own, it made an algorithm's next turn quicker.
-        alone = {
-            name: case
-            for name, case in cases.items()
-            if isinstance(case, Sparsecomm) and case.runs_alone
-        }
         for _, algorithm in drawn_order({}, alone, draw, iteration):
             dist.barrier()
             seconds = alone[algorithm].run_alone(selections[iteration % len(gradients)])
             if not warms_up:
                 samples[algorithm][-1].exchange_alone_seconds = seconds
-        if warms_up:
-            medians = {name: statistics.median(each) for name, each in seconds_of.items()}
-            turns = turns_of(of_rank_0(medians))
         if is_late(settings.seconds, start):
             if iteration >= settings.warmup:
                 break

@@ -295,12 +295,7 @@ def test_survivors_name_the_ranks_they_lose_and_go_on(
 # ---- messages that go wrong
 
 CULPRIT = 1
-FAULTS = {
-    "die": _C.FaultKind.die,
-    "delay": _C.FaultKind.delay,
-    "truncate": _C.FaultKind.truncate,
-    "corrupt": _C.FaultKind.corrupt,
-}
+FAULTS = _C.FaultKind.__members__
 
 
 def _messages_of_two_steps(algorithm: str) -> int:
