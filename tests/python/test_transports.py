@@ -435,3 +435,44 @@ def test_signal_handlers_are_left_alone(tmp_path: Path) -> None:
     assert done.stdout == "connected\n", done.stderr
     assert done.returncode == -signal.SIGSEGV
     assert done.stderr.startswith("Fatal Python error: Segmentation fault")
+
+
+@needs_ucx
+@pytest.mark.parametrize("asked_for", [False, True])
+def test_the_c_library_and_the_environment_are_left_alone(tmp_path: Path, asked_for: bool) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        textwrap.dedent(
+            """
+            import ctypes
+            from datetime import timedelta
+            import torch.distributed as dist
+            from sparsecomm import _C
+            from sparsecomm.transports import connect_options
+
+            library = ctypes.CDLL(None)
+            library.getenv.restype = ctypes.c_char_p
+
+            def code(name):
+                function = getattr(library, name)
+                return ctypes.string_at(ctypes.cast(function, ctypes.c_void_p).value, 8)
+
+            def state():
+                names = ("mmap", "munmap", "brk", "madvise")
+                return [code(name) for name in names], library.getenv(b"UCX_MEM_EVENTS")
+
+            before = state()
+            options = connect_options("ucx", timedelta(seconds=10))
+            transport = _C.connect(0, 1, dist.HashStore(), None, None, options)
+            assert transport.name == "ucx"
+            assert state()[1] == before[1]
+            print("untouched" if state()[0] == before[0] else "rewritten")
+            """
+        )
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "UCX_MEM_EVENTS"}
+    if asked_for:
+        environment["UCX_MEM_EVENTS"] = "y"
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.stdout == ("rewritten\n" if asked_for else "untouched\n"), done.stderr
