@@ -263,12 +263,15 @@ class ExactSearch {
         kernel_.magnitude_histogram(segment.gradient, segment.residual, shift, low >> shift, bins);
       }
       std::size_t bin = bins.size() - 1;
-      while (above + bins[bin] < k_) above += bins[bin--];
+      while (bin > 0 && above + bins[bin] < k_) above += bins[bin--];
       low += std::uint64_t{bin} << shift;
       unsettled = shift;
       if (unsettled > 0 && bins[bin] <= size_ / 16) {
         collect(low, low + (std::uint64_t{1} << shift));
-        return threshold_at_rank<V>(scratch_, k_ - above);
+        // Sums of NaNs may differ from pass to pass.
+        if (scratch_.empty()) break;
+        return threshold_at_rank<V>(scratch_,
+                                    std::clamp<std::uint64_t>(k_ - above, 1, scratch_.size()));
       }
     }
     return make_threshold<V>(static_cast<Bits>(low), k_ - above);

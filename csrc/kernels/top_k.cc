@@ -5,6 +5,7 @@
 
 #include "kernels/bracket.h"
 #include "kernels/buckets.h"
+#include "kernels/magnitude.h"
 #include "kernels/selection.h"
 
 namespace sparsecomm {
@@ -20,7 +21,7 @@ std::size_t fill_with_zeros(std::span<const T> x, std::size_t count, std::size_t
   std::size_t place = 0;
   for (std::size_t i = 0; place < k; ++i) {
     V const value = widen(x[i]);
-    if (value == 0) {
+    if (magnitude_bits(value) == 0) {  // not ==, for which subnormals may be zeros
       if (zeros == 0) continue;
       --zeros;
     }

@@ -13,11 +13,13 @@
 #include "kernels/kernels.h"
 #include "kernels/parallel.h"
 #include "kernels/top_k.h"
+#include "ops.h"
 #include "sparse/intersection.h"
 #include "sparse/sum.h"
 #include "tensor_span.h"
 #include "torch_executor.h"
 #include "wire/qsgd.h"
+#include "wire/sorted.h"
 
 namespace py = pybind11;
 
@@ -122,18 +124,18 @@ class Kernels {
         *executor_, blocks_);
   }
 
-  std::size_t qsgd_quantize(at::Tensor const& x, int bits, std::size_t bucket, std::uint64_t seed,
+  std::size_t qsgd_quantize(at::Tensor const& x, int bits, std::int64_t bucket, std::uint64_t seed,
                             at::Tensor const& codes) const {
-    QsgdFormat const format{bits, bucket};
+    QsgdFormat const format = ops::qsgd_format(bits, bucket);
     auto const values = span_of<V>(x, scalar_type<V>(), "x");
     sparsecomm::qsgd_quantize<V>(qsgd_, format, values, {.seed = seed},
                                  codes_of(codes, format, values.size()), *executor_);
     return format.bytes(values.size(), sizeof(V));
   }
 
-  void qsgd_add(at::Tensor const& codes, int bits, std::size_t bucket,
+  void qsgd_add(at::Tensor const& codes, int bits, std::int64_t bucket,
                 at::Tensor const& dense) const {
-    QsgdFormat const format{bits, bucket};
+    QsgdFormat const format = ops::qsgd_format(bits, bucket);
     auto const values = span_of<V>(dense, scalar_type<V>(), "dense");
     sparsecomm::qsgd_add<V>(qsgd_, format, codes_of(codes, format, values.size()), values,
                             *executor_);
@@ -219,8 +221,12 @@ std::size_t intersect_streams(SparseIntersection<float>& intersection,
                               std::pair<at::Tensor, at::Tensor> const& one,
                               std::pair<at::Tensor, at::Tensor> const& other) {
   auto const view = [](std::pair<at::Tensor, at::Tensor> const& stream) {
-    return SparseView<float>{span_of<std::uint32_t>(stream.first, at::kUInt32, "indices"),
-                             span_of<float>(stream.second, at::kFloat, "values")};
+    SparseView<float> const view{span_of<std::uint32_t>(stream.first, at::kUInt32, "indices"),
+                                 span_of<float>(stream.second, at::kFloat, "values")};
+    require(strictly_increasing(view.indices) && view.indices.size() == view.values.size(),
+            view.indices.size(), " indices of ", view.values.size(),
+            " values are not as many, or not sorted and distinct");
+    return view;
   };
   return intersection.run(view(one), view(other)).indices.size();
 }

@@ -91,6 +91,7 @@ void HookState::settle_loaded() {
 
 HookCheckpoint HookState::checkpoint() const {
   require_idle("save the state");
+  break_off_step();
   if (side_) side_->let_current_wait();
   HookCheckpoint checkpoint;
   if (by_bucket_) return checkpoint;
@@ -152,6 +153,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   require(std::isfinite(loss_scale) && loss_scale > 0,
           "the state_dict to load has a loss scale of ", loss_scale,
           ", which no gradient can be divided by");
+  break_off_step();
   if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
     loaded_.reset();  // of a run without a step, whose parameters had no names
     loss_scale_ = loss_scale;

@@ -313,11 +313,17 @@ void HookState::begin_step() {
   held_sparse_.clear();
   gradients_.clear();
   if (step_) {
-    step_->break_off();
+    break_off_step();
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
   follow_scale();
+}
+
+// What a step delivered whose last bucket never came is nobody's: before anything else touches the
+// residuals it goes back there.
+void HookState::break_off_step() const {
+  if (step_) step_->break_off();
 }
 
 // Gradients carry the loss scale, and so does all that is kept of them.

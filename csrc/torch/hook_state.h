@@ -138,6 +138,7 @@ class HookState {
   std::optional<double> density_of(at::Tensor const& parameter) const;
   ExchangeOptions options_at(std::optional<double> density) const;
   void begin_step();
+  void break_off_step() const;
   void follow_scale();
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
   void submit_sparse();

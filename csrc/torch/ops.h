@@ -19,6 +19,7 @@
 #include "base/error.h"
 #include "kernels/kernels.h"
 #include "torch_executor.h"
+#include "wire/qsgd.h"
 
 namespace sparsecomm::ops {
 
@@ -37,6 +38,9 @@ struct Operator<Function, Result (*)(Arguments...)> {
     }
   }
 };
+
+// Throws InvalidArgument where there is no such format.
+QsgdFormat qsgd_format(std::int64_t bits, std::int64_t bucket);
 
 // The threads of torch.set_num_threads(), or the caller's alone where it is one of several already.
 inline std::shared_ptr<Executor const> executor() {

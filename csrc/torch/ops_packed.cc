@@ -12,15 +12,16 @@
 #include "wire/sorted.h"
 
 namespace sparsecomm::ops {
-namespace {
-
-// ---- QSGD, in the wire format
 
 QsgdFormat qsgd_format(std::int64_t bits, std::int64_t bucket) {
   require(bits == 2 || bits == 4 || bits == 8, "bits = ", bits, " is none of 2, 4, 8");
   require(bucket == 512 || bucket == 1024, "bucket = ", bucket, " is none of 512, 1024");
   return {static_cast<int>(bits), static_cast<std::size_t>(bucket)};
 }
+
+namespace {
+
+// ---- QSGD, in the wire format
 
 template <class F>
 decltype(auto) visit_values(at::ScalarType dtype, char const* name, F&& f) {

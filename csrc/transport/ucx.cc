@@ -263,7 +263,7 @@ class UcxTransport final : public Transport {
       if (request != nullptr && !UCS_PTR_IS_ERR(request)) link_.ucx().ucp_request_free(request);
     }
     link_.flush(limit);
-    link_.close(brief_farewell);
+    link_.close(farewell);
   }
 
   std::shared_ptr<Rendezvous> rendezvous_;

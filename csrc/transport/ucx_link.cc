@@ -70,7 +70,7 @@ void failed(void* user, ucp_ep_h /*endpoint*/, ucs_status_t status) {
 }  // namespace
 
 UcxLink::State::~State() {
-  if (library.ucp_cleanup == nullptr) return;
+  if (library.ucp_cleanup == nullptr || !settled) return;
   UcxQuiet const quiet(library);  // it warns of each request that a broken operation has left
   if (worker != nullptr) library.ucp_worker_destroy(worker);
   if (context != nullptr) library.ucp_cleanup(context);
@@ -213,19 +213,20 @@ void UcxLink::sleep(Peer& peer, int wake, Duration limit) {
   if (ended && !std::exchange(peer.failed, true)) peer.reason = "its process has ended";
 }
 
-void UcxLink::await(void* request, Duration limit) noexcept {
-  if (request == nullptr || UCS_PTR_IS_ERR(request)) return;
+bool UcxLink::await(void* request, Duration limit) noexcept {
+  if (request == nullptr || UCS_PTR_IS_ERR(request)) return true;
   Deadline const deadline(steady_clock(), limit);
-  while (ucx().ucp_request_check_status(request) == UCS_INPROGRESS && !deadline.passed()) {
-    progress();
-  }
+  auto const done = [&] { return ucx().ucp_request_check_status(request) != UCS_INPROGRESS; };
+  while (!done() && !deadline.passed()) progress();
+  bool const completed = done();
   ucx().ucp_request_free(request);
+  return completed;
 }
 
-void UcxLink::flush(Duration limit) noexcept {
+bool UcxLink::flush(Duration limit) noexcept {
   ucp_request_param_t param;
   param.op_attr_mask = 0;
-  await(ucx().ucp_worker_flush_nbx(state_->worker, &param), limit);
+  return await(ucx().ucp_worker_flush_nbx(state_->worker, &param), limit);
 }
 
 void UcxLink::close(Duration limit) noexcept {
@@ -239,11 +240,14 @@ void UcxLink::close(Duration limit) noexcept {
     requests.push_back(ucx().ucp_ep_close_nbx(std::exchange(peer.endpoint, nullptr), &param));
     if (!std::exchange(peer.failed, true)) peer.reason = "this rank's transport was aborted";
   }
-  for (void* const request : requests) await(request, deadline.remaining());
-  // Closing leaves work to the worker, such as giving up the memory of a large message. Destroyed
-  // with it, the worker corrupts the heap.
+  bool settled = true;
+  for (void* const request : requests) settled &= await(request, deadline.remaining());
+  // Closing leaves work to the worker, such as giving up connections and the memory of a large
+  // message. Destroyed with it, the worker corrupts the heap; a flush waits for it.
+  settled &= flush(deadline.remaining());
   while (progress() && !deadline.passed()) {
   }
+  state_->settled = settled && !deadline.passed();
 }
 
 }  // namespace sparsecomm

@@ -52,9 +52,10 @@ class UcxLink {
   void sleep(Peer& peer, int wake, Duration limit);
 
   void cancel(void* request) { ucx().ucp_request_cancel(state_->worker, request); }
-  // Pushes out what was sent, for as long as `limit`.
-  void flush(Duration limit) noexcept;
-  // Closes the endpoints, which peers on other hosts notice; sends fail from now on.
+  // Pushes out what was sent, for as long as `limit`. False: something is left.
+  bool flush(Duration limit) noexcept;
+  // Closes the endpoints, which peers on other hosts notice; sends fail from now on. A worker that
+  // has not come to an end of it within `limit` is never destroyed: its memory stays taken.
   void close(Duration limit) noexcept;
 
  private:
@@ -65,6 +66,7 @@ class UcxLink {
     ucp_worker_h worker = nullptr;
     int event = -1;  // the worker's, which closes it
     std::vector<Peer> peers;
+    bool settled = true;  // nothing is left to the worker
     ~State();
   };
   struct Closer {
@@ -75,7 +77,8 @@ class UcxLink {
   static void make_worker(State& state, UcxOptions const& options, int size);
   static std::string address_of(State const& state);
   static void connect(State& state, int rank, std::span<const std::string> texts);
-  void await(void* request, Duration limit) noexcept;
+  // False: it has not completed.
+  bool await(void* request, Duration limit) noexcept;
 
   std::unique_ptr<State, Closer> state_;
 };

@@ -298,6 +298,24 @@ TYPED_TEST(Kernels, ExactThresholdSelectsTheKLargest) {
   EXPECT_EQ(exact_threshold<TypeParam>({}, 1, scratch).magnitude, 0);
 }
 
+// The sum of two NaNs is either, and passes differ in which.
+TYPED_TEST(Kernels, ExactThresholdOfNaNsReadsNothingElse) {
+  using V = accumulate_t<TypeParam>;
+  V const nan = std::numeric_limits<V>::quiet_NaN();
+  auto const high_bit = magnitude_bits_t<V>{1} << (std::numeric_limits<V>::digits - 4);
+  V const other = from_magnitude_bits<V>(magnitude_bits(nan) | high_bit);
+  for (std::size_t const size : {4096, 50001}) {
+    std::vector<TypeParam> gradient(size, TypeParam(nan));
+    std::vector<V> residual(size, other);
+    Segment<TypeParam> const segment{gradient, residual};
+    ThresholdScratch<V> scratch;
+    for (std::size_t const k : {std::size_t{1}, size / 100, size / 2, size - 1}) {
+      auto const threshold = exact_threshold<TypeParam>(std::span(&segment, 1), k, scratch);
+      EXPECT_EQ(threshold.magnitude, std::numeric_limits<V>::max()) << "k " << k;
+    }
+  }
+}
+
 TYPED_TEST(Kernels, SampledThresholdComesCloseToK) {
   using V = accumulate_t<TypeParam>;
   std::uint64_t const seed = std::random_device()();

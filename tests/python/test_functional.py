@@ -187,6 +187,17 @@ def test_top_k_on_hard_input() -> None:
     assert sf.top_k(x, 4).indices.tolist() == [1, 3, 4, 5]
 
 
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this processor has no such mode")
+def test_top_k_where_subnormals_count_as_zeros() -> None:
+    x = torch.zeros(5_000)
+    x[10] = 1e-40
+    torch.set_flush_denormal(True)
+    try:
+        assert sf.top_k(x, 10).indices.tolist() == [*range(9), 10]
+    finally:
+        torch.set_flush_denormal(False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_thresholds(dtype: torch.dtype) -> None:
     size, k = 2**20 + 3, 20_000

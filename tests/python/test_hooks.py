@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import math
 import os
@@ -21,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 from sparsecomm import (
+    AutoState,
     CompressionState,
     GaussianKState,
     GTopkState,
@@ -176,6 +178,67 @@ def check_partly_non_finite() -> None:
                 assert torch.equal(after["residuals"][key], expected), (kind, key)
 
 
+def check_broken_off() -> None:
+    """What a failing backward pass delivered goes back before a state is saved or loaded."""
+    for kind in [*HOOKS, AutoState]:
+        model, reference, other = make_model(), make_model(), make_model()
+        state, fresh = kind(density=0.05), kind(density=0.05)
+        ddp = make_ddp(model, several_groups=True)
+        sparsecomm.register_comm_hook(ddp, state)
+        train(ddp, torch.optim.SGD(model.parameters(), lr=0.0), range(3))
+        saved, before = state.state_dict(), checkpoint_of(state)["residuals"]
+
+        fail_in_backward(ddp, state)
+        reference(batch(3)).square().mean().backward()
+        after = checkpoint_of(state)["residuals"]
+        taken_back = []
+        for name, parameter in reference.named_parameters():
+            assert parameter.grad is not None
+            taken_back.append(torch.equal(after[name], before[name] + parameter.grad.reshape(-1)))
+            assert taken_back[-1] or torch.equal(after[name], before[name]), (kind, name)
+        assert any(taken_back), "the model must have several groups for this test"
+
+        # Loaded after such a step, a state is as one that knows nothing else.
+        ddp = wrap_again(ddp, state)
+        fail_in_backward(ddp, state)
+        state.load_state_dict(saved)
+        ddp = wrap_again(ddp, state)
+        ddp_of_other = make_ddp(other, several_groups=True)
+        sparsecomm.register_comm_hook(ddp_of_other, fresh)
+        fresh.load_state_dict(saved)
+        for wrapped in (ddp, ddp_of_other):
+            train(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.0), [4])
+        expected, result = (checkpoint_of(one)["residuals"] for one in (fresh, state))
+        assert all(torch.equal(result[name], expected[name]) for name in expected), kind
+
+
+def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> None:
+    """Ends a backward pass by an exception before its last bucket, and waits for the others."""
+    handle = next(ddp.parameters()).register_hook(_fail)
+    ddp.zero_grad()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        ddp(batch(3)).square().mean().backward()
+    handle.remove()
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        try:
+            state.stats()
+            return
+        except ValueError:  # a group is being exchanged
+            time.sleep(0.001)
+    raise AssertionError("the buckets before the exception are still being exchanged")
+
+
+def wrap_again(ddp: DistributedDataParallel, state: CompressionState) -> DistributedDataParallel:
+    """DDP does not go on after an exception in a backward pass."""
+    model = ddp.module
+    del ddp
+    gc.collect()
+    again = make_ddp(model, several_groups=True)
+    again.register_comm_hook(state, sparsecomm.compression_hook)
+    return again
+
+
 def check_accumulation_and_density() -> None:
     ddp = make_ddp(make_model())
     state = OkTopkState(density=0.5, dense_below=0)
@@ -201,6 +264,7 @@ def _check_exchange() -> None:
     check_python_and_native_hook_agree()
     check_non_finite()
     check_partly_non_finite()
+    check_broken_off()
     check_accumulation_and_density()
 
 
