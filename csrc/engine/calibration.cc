@@ -69,8 +69,8 @@ class Noise {
 // for more is decided by agreed numbers, so that all ranks exchange as many.
 class Exchanges {
  public:
-  Exchanges(Channel& channel, Clock const& clock)
-      : channel_(channel), clock_(clock), total_(clock) {
+  Exchanges(Channel& channel, Clock const& clock, CalibrationBuffers& buffers)
+      : channel_(channel), clock_(clock), total_(clock), buffers_(buffers) {
     for (int distance = 1; distance < channel.size(); distance *= 2) {
       distances_.push_back(distance);
     }
@@ -88,9 +88,10 @@ class Exchanges {
   template <std::size_t N>
   std::vector<std::array<double, N>> gather(std::array<double, N> const& own) {
     auto const payload = std::as_bytes(std::span(own));
-    own_.resize(header_bytes + payload.size());
-    encode_bytes(channel_.operation(), payload, own_);
-    auto const frames = gather_.run(channel_, Phase::gather, own_, own_.size());
+    std::vector<std::byte>& frame = buffers_.own;
+    frame.resize(header_bytes + payload.size());
+    encode_bytes(channel_.operation(), payload, frame);
+    auto const frames = buffers_.gather.run(channel_, Phase::gather, frame, frame.size());
     std::vector<std::array<double, N>> every(channel_.size());
     for (int rank = 0; rank < channel_.size(); ++rank) {
       channel_.decode_from(rank, [&] {
@@ -167,8 +168,8 @@ class Exchanges {
   // Before a stopwatch starts: what encoding takes is a kernel's rate. Touches the pages.
   Probe prepare(std::size_t count, std::size_t bytes) {
     std::size_t const frame_bytes = header_bytes + bytes;
-    auto const incoming = receive_.take(frame_bytes * count);
-    auto const outgoing = send_.take(frame_bytes);
+    auto const incoming = buffers_.incoming.take(frame_bytes * count);
+    auto const outgoing = buffers_.outgoing.take(frame_bytes);
     std::ranges::fill(incoming, std::byte{});
     encode_bytes(channel_.operation(), incoming.first(bytes), outgoing);
     return {outgoing, incoming, bytes};
@@ -219,9 +220,7 @@ class Exchanges {
   Clock const& clock_;
   Stopwatch total_;
   std::vector<int> distances_;
-  ByteBuffer send_, receive_;
-  std::vector<std::byte> own_;
-  FrameAllgather gather_;
+  CalibrationBuffers& buffers_;
 };
 
 double thread_seconds() {
@@ -386,9 +385,9 @@ Rates measure_rates() {
   return Kernels(steady_clock(), std::numeric_limits<double>::infinity()).measure();
 }
 
-Figures calibrate(Channel& channel, Clock const& clock) {
+Figures calibrate(Channel& channel, Clock const& clock, CalibrationBuffers& buffers) {
   if (channel.size() == 1) return {.link = {}, .rates = rates_in_company(clock, kernels_until)};
-  Exchanges exchanges(channel, clock);
+  Exchanges exchanges(channel, clock, buffers);
   Figures own;
   own.link = exchanges.measure();
   own.rates = rates_in_company(clock, kernels_until - exchanges.elapsed());

@@ -8,7 +8,6 @@
 #include <map>
 #include <tuple>
 
-#include "engine/calibration.h"
 #include "engine/verdict.h"
 
 namespace sparsecomm {
@@ -191,6 +190,11 @@ Communicator::~Communicator() {
   transport_.reset();  // before the buffers that its requests may still point to
 }
 
+bool Communicator::on_own_thread() const {
+  auto const here = std::this_thread::get_id();
+  return here == thread_.get_id() || (watch_ && here == watch_->thread());
+}
+
 void Communicator::require_own_process() const {
   require<Error>(owner_ == ::getpid(), "this communicator was made by process ", owner_,
                  ", and process ", ::getpid(),
@@ -248,7 +252,8 @@ Figures const& Communicator::figures(Channel& channel) {
     TimePoint const start = clock_.now();
     Channel measuring(*transport_, channel.operation(),
                       Deadline(clock_, options_.timeout + calibration_allowance));
-    options_.figures = calibrate(measuring, clock_);
+    options_.figures = calibrate(measuring, clock_, probes_);
+    probes_ = {};
     channel.postpone(clock_.now() - start);
   }
   return *options_.figures;

@@ -26,6 +26,7 @@
 #include "base/executor.h"
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
+#include "engine/calibration.h"
 #include "engine/observer.h"
 #include "engine/planner.h"
 #include "engine/stall.h"
@@ -114,6 +115,9 @@ class Communicator {
   // The same as submit(operation).wait(), but in this thread where nothing else is going on.
   void run(std::shared_ptr<Operation> const& operation);
 
+  // Whether this is a thread that the communicator would wait for as it ends.
+  bool on_own_thread() const;
+
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
   std::string_view transport_name() const { return transport_->name(); }
@@ -145,6 +149,7 @@ class Communicator {
   // Of the thread that runs an operation.
   FrameAllgather gather_;
   std::vector<std::byte> frame_;
+  CalibrationBuffers probes_;
   std::vector<std::uint32_t> intents_;  // [rank], as they came in the fingerprints
   std::atomic<std::uint64_t> next_operation_ = 0;
   std::string broken_;  // why, once the transport has failed

@@ -76,6 +76,7 @@ class StallWatch {
 
   // What the operation is; see Proposal.
   void propose(std::string_view proposal);
+  std::thread::id thread() const { return thread_.get_id(); }
   // For good; does not wait for a message that is being logged.
   void stop();
 

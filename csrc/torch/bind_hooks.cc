@@ -190,9 +190,8 @@ void bind_hooks(py::module_& module) {
              communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
              communicator.stall = make_stall_options(stall_limit, std::move(log_stall));
              communicator.executor = make_executor(threads);
-             return std::make_shared<HookState>(
-                 HookOptions{std::move(options), dense_below, clip_norm}, communicator,
-                 std::move(cuda_library));
+             return HookState::make(HookOptions{std::move(options), dense_below, clip_norm},
+                                    communicator, std::move(cuda_library));
            }),
            py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"),
            py::arg("dense_below"), py::arg("clip_norm"), py::arg("stall_limit") = py::none(),

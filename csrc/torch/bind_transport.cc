@@ -40,7 +40,7 @@ ConnectOptions make_options(std::string transport, UcxOptions const& ucx, std::s
 
 // Of connections that are made at once: nobody interrupts them.
 TransportHolder connect_now(ConnectPlace const& place, ConnectOptions const& options) {
-  std::atomic<bool> const interrupted = false;
+  static std::atomic<bool> const interrupted = false;  // for as long as what is connected
   return TransportHolder(connect(place, options, interrupted));
 }
 
@@ -77,16 +77,21 @@ std::vector<double> ping_pong(TransportHolder const& holder, std::size_t bytes, 
     Request request = transport.irecv(peer, 1, incoming);
     transport.wait(request, deadline);
   };
-  for (int round = 0; round < rounds; ++round) {
-    TimePoint const start = steady_clock().now();
-    if (transport.rank() == 0) {
-      send();
-      receive();
-    } else {
-      receive();
-      send();
+  try {
+    for (int round = 0; round < rounds; ++round) {
+      TimePoint const start = steady_clock().now();
+      if (transport.rank() == 0) {
+        send();
+        receive();
+      } else {
+        receive();
+        send();
+      }
+      seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
     }
-    seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
+  } catch (...) {
+    transport.abort();  // before the buffers go that it may still write into
+    throw;
   }
   return seconds;
 }

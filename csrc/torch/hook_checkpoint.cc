@@ -91,7 +91,7 @@ void HookState::settle_loaded() {
 
 HookCheckpoint HookState::checkpoint() const {
   require_idle("save the state");
-  break_off_step();
+  take_back_broken_step("save the state");
   if (side_) side_->let_current_wait();
   HookCheckpoint checkpoint;
   if (by_bucket_) return checkpoint;
@@ -143,6 +143,7 @@ void HookState::add_unseen(HookCheckpoint& checkpoint) const {
 
 void HookState::load(HookCheckpoint checkpoint) {
   require_idle("load a state");
+  require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
   if (by_bucket_) {
     require(checkpoint.residuals.empty() && checkpoint.groups.empty(),
             "the state_dict to load has ", checkpoint.residuals.size(),
@@ -153,7 +154,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   require(std::isfinite(loss_scale) && loss_scale > 0,
           "the state_dict to load has a loss scale of ", loss_scale,
           ", which no gradient can be divided by");
-  break_off_step();
+  take_back_broken_step("load a state");
   if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
     loaded_.reset();  // of a run without a step, whose parameters had no names
     loss_scale_ = loss_scale;

@@ -1,12 +1,14 @@
 #include "hook_state.h"
 
 #include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <mutex>
 #include <set>
+#include <thread>
 #include <utility>
 
 #include "clip_gradients.h"
@@ -94,6 +96,10 @@ struct HookState::Step {
     if (group) group->set_exposed(exposed);
     if (--open_groups == 0) finish();
   }
+  bool open() {
+    std::lock_guard const lock(mutex);
+    return !last_bucket_seen;
+  }
   void break_off() {
     std::lock_guard const lock(mutex);
     if (!last_bucket_seen) take_back();
@@ -152,9 +158,20 @@ HookState::HookState(HookOptions options, CommunicatorOptions communicator_optio
       communicator_options_(communicator_options),
       cuda_library_(std::move(cuda_library)) {}
 
+std::shared_ptr<HookState> HookState::make(HookOptions options,
+                                           CommunicatorOptions communicator_options,
+                                           std::string cuda_library) {
+  return {new HookState(std::move(options), communicator_options, std::move(cuda_library)),
+          [](HookState* state) { destroy_elsewhere(state, state->communicator_.get()); }};
+}
+
 HookState::~HookState() { close(); }
 
 void HookState::close() {
+  if (communicator_ && communicator_->on_own_thread()) {
+    std::thread([self = shared_from_this()] { self->close(); }).detach();
+    return;
+  }
   InterpreterRelease const release;
   communicator_.reset();  // first, since its thread uses the groups
   closed_ = true;
@@ -260,14 +277,16 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
 
 void HookState::submit_sparse() {
   for (auto const& [gradient, pending] : std::exchange(held_sparse_, {})) {
+    ++sparse_in_flight_;
     communicator_->submit(
         std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_),
-        [gradient, pending, step = step_](std::exception_ptr error) {
+        [this, gradient, pending, step = step_](std::exception_ptr error) {
           try {
             step->end(nullptr, !error && gradient._values().isfinite().all().item<bool>());
           } catch (...) {
             if (!error) error = std::current_exception();
           }
+          --sparse_in_flight_;  // before whoever waits for the bucket may begin the next step
           pending->group_done(error);
         });
   }
@@ -303,17 +322,14 @@ void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_buc
 
 void HookState::begin_step() {
   // The former step may have been broken off, by an exception in the backward pass say.
-  for (auto const& group : groups_) {
-    require(!group->busy(),
-            "a new step began while the gradients of the last one are being exchanged");
-    group->discard_arrivals();
-  }
+  require(!busy(), "a new step began while the gradients of the last one are being exchanged");
+  for (auto const& group : groups_) group->discard_arrivals();
   waiting_.clear();
   held_.clear();
   held_sparse_.clear();
   gradients_.clear();
   if (step_) {
-    break_off_step();
+    step_->break_off();
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
@@ -322,8 +338,11 @@ void HookState::begin_step() {
 
 // What a step delivered whose last bucket never came is nobody's: before anything else touches the
 // residuals it goes back there.
-void HookState::break_off_step() const {
-  if (step_) step_->break_off();
+void HookState::take_back_broken_step(char const* before_what) const {
+  if (!step_) return;
+  require(!step_->open() || torch::autograd::get_current_graph_task_id() == -1, "cannot ",
+          before_what, " in the middle of a backward pass; do it after backward() has returned");
+  step_->break_off();
 }
 
 // Gradients carry the loss scale, and so does all that is kept of them.
@@ -398,9 +417,13 @@ std::vector<std::string> HookState::algorithms() const {
   return names;
 }
 
+bool HookState::busy() const {
+  return sparse_in_flight_ > 0 ||
+         std::ranges::any_of(groups_, [](auto const& group) { return group->busy(); });
+}
+
 void HookState::require_idle(char const* what) const {
-  bool const idle = std::ranges::none_of(groups_, [](auto const& group) { return group->busy(); });
-  require(idle, "cannot ", what,
+  require(!busy(), "cannot ", what,
           " while gradients are being exchanged; do it after backward() has returned");
 }
 

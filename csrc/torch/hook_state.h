@@ -71,11 +71,12 @@ struct HookStats {
 
 // Not thread-safe but for what run() and the progress thread share: called by whoever runs the
 // backward pass.
-class HookState {
+class HookState : public std::enable_shared_from_this<HookState> {
  public:
   // `cuda_library`: the file that a gradient on a CUDA device needs.
-  HookState(HookOptions options, CommunicatorOptions communicator_options,
-            std::string cuda_library);
+  static std::shared_ptr<HookState> make(HookOptions options,
+                                         CommunicatorOptions communicator_options,
+                                         std::string cuda_library);
   ~HookState();
 
   // Before the first run(). The names become the keys of the checkpoint; without them keys count up
@@ -92,7 +93,8 @@ class HookState {
   std::optional<int> rank() const {
     return communicator_ ? std::optional(communicator_->rank()) : std::nullopt;
   }
-  // Ends the progress thread, which may hold Python objects, and with it all exchanges.
+  // Ends the progress thread, which may hold Python objects, and with it all exchanges. Python's
+  // garbage collector may call it on that thread: then another one does it, and later.
   void close();
 
   // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
@@ -130,6 +132,8 @@ class HookState {
   struct PendingBucket;
   struct Step;
 
+  HookState(HookOptions options, CommunicatorOptions communicator_options,
+            std::string cuda_library);
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
   void drop_empty_groups();
   void add_group(at::ScalarType dtype, std::optional<double> density,
@@ -138,7 +142,7 @@ class HookState {
   std::optional<double> density_of(at::Tensor const& parameter) const;
   ExchangeOptions options_at(std::optional<double> density) const;
   void begin_step();
-  void break_off_step() const;
+  void take_back_broken_step(char const* before_what) const;
   void follow_scale();
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
   void submit_sparse();
@@ -153,6 +157,7 @@ class HookState {
   void settle_loaded();
   void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
+  bool busy() const;
   void require_idle(char const* what) const;
 
   HookOptions options_;
@@ -185,6 +190,7 @@ class HookState {
   std::vector<ParameterGroup*> held_;
   // Gradients that are sparse themselves are averaged as they are, and nothing of them is kept.
   std::vector<std::pair<at::Tensor, std::shared_ptr<PendingBucket>>> held_sparse_;
+  std::atomic<std::size_t> sparse_in_flight_ = 0;
   std::unordered_map<void const*, std::size_t> sparse_orders_;  // like Place::order
   BytesAllgather coo_gather_;                                   // of the progress thread
   std::unique_ptr<Communicator> communicator_;

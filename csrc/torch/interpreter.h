@@ -4,6 +4,9 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <thread>
+
+#include "engine/communicator.h"
 
 namespace sparsecomm {
 
@@ -18,5 +21,17 @@ class InterpreterRelease {
  private:
   std::optional<pybind11::gil_scoped_release> release_;
 };
+
+// Deletes `owner`, whose `communicator` (or null) ends with it. Python's garbage collector may ask
+// for that on one of the communicator's own threads, which cannot wait for itself.
+template <class Owner>
+void destroy_elsewhere(Owner* owner, Communicator const* communicator) {
+  if (communicator != nullptr && communicator->on_own_thread()) {
+    std::thread([owner] { delete owner; }).detach();
+    return;
+  }
+  InterpreterRelease const release;
+  delete owner;
+}
 
 }  // namespace sparsecomm

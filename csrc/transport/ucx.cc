@@ -252,7 +252,7 @@ class UcxTransport final : public Transport {
 
   // Tells the peers, once what was sent before has gone out, and closes the connections.
   void leave(Duration limit) noexcept {
-    if (std::exchange(has_left_, true)) return;
+    if (has_left_.exchange(true)) return;
     for (Slot& slot : slots_) {
       if (slot.request != nullptr && slot.receive && !slot.done) link_.cancel(slot.request);
     }
@@ -271,7 +271,7 @@ class UcxTransport final : public Transport {
   pid_t owner_;
   std::atomic<std::thread::id> user_;  // the thread that sent or received last
   std::atomic<bool> aborted_ = false;
-  bool has_left_ = false;
+  std::atomic<bool> has_left_ = false;
   bool greetings_pending_ = false;
   std::deque<Slot> slots_;  // the engine points to them
   std::vector<std::uint32_t> free_;

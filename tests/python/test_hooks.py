@@ -212,6 +212,20 @@ def check_broken_off() -> None:
         assert all(torch.equal(result[name], expected[name]) for name in expected), kind
 
 
+def check_saving_in_a_backward_pass() -> None:
+    ddp = make_ddp(make_model(), several_groups=True)
+    state = OkTopkState(density=0.05)
+    sparsecomm.register_comm_hook(ddp, state)
+    train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), range(2))
+
+    def save(_: torch.Tensor) -> None:
+        state.state_dict()
+
+    next(ddp.parameters()).register_hook(save)  # whose gradient comes last
+    with pytest.raises(ValueError, match=r"do it after backward\(\) has returned"):
+        ddp(batch(2)).square().mean().backward()
+
+
 def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> None:
     """Ends a backward pass by an exception before its last bucket, and waits for the others."""
     handle = next(ddp.parameters()).register_hook(_fail)
@@ -265,6 +279,7 @@ def _check_exchange() -> None:
     check_non_finite()
     check_partly_non_finite()
     check_broken_off()
+    check_saving_in_a_backward_pass()
     check_accumulation_and_density()
 
 

@@ -9,6 +9,7 @@ import logging
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -318,6 +319,8 @@ def test_reports_are_of_states() -> None:
 
 # ---- stalls
 
+PARAMETER = torch.nn.Parameter(torch.zeros(100))
+
 
 def _let_rank_2_be_late(transports: list[str]) -> dict[str, list[str]]:
     log = Collect()
@@ -387,6 +390,57 @@ def test_who_waits_says_for_whom_and_where_they_are() -> None:
             assert found[rank][what], f"nothing was logged of the {what}"
             assert all(operation in text for text in found[rank][what])
             assert all(") for rank 2: " in text for text in found[rank][what])
+
+
+class _Drop(logging.Handler):
+    """Drops what it holds as a message comes, on the thread that logs it."""
+
+    def __init__(self, *held: Any) -> None:
+        super().__init__()
+        self.held = held
+        self.threads: list[int] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.threads.append(threading.get_ident())
+        self.held = ()
+        gc.collect()
+
+
+def _drop_while_it_stalls(what: str) -> None:
+    limit = timedelta(seconds=0.1)
+    options: dict[str, Any] = {"stall_limit": limit, "timeout": timedelta(seconds=60)}
+    waiting: Any
+    if what == "state":
+        state = OkTopkState(named_parameters=[("weight", PARAMETER)], **options)
+        state._connect()
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.barrier()
+            return
+        gradient = torch.ones(100)
+        waiting = state._native.exchange(0, True, gradient, [PARAMETER], [gradient]).get_future()
+        drop = _Drop(state)
+        del state
+    else:
+        communicator = Communicator.from_process_group(**options)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            dist.barrier()
+            return
+        waiting = sparsecomm.allreduce(torch.ones(10), communicator=communicator, async_op=True)
+        drop = _Drop(communicator)
+        del communicator
+    logging.getLogger("sparsecomm").addHandler(drop)
+    with pytest.raises(RuntimeError, match="it closed its communicator"):
+        waiting.wait()
+    assert drop.threads
+    assert threading.get_ident() not in drop.threads
+    dist.barrier()
+
+
+@pytest.mark.parametrize("what", ["state", "communicator"])
+def test_what_stalls_may_be_dropped_on_the_thread_that_says_so(what: str) -> None:
+    run_ranks(2, _drop_while_it_stalls, what)
 
 
 @pytest.mark.parametrize("limit", [timedelta(0), timedelta(seconds=-1)])
