@@ -218,8 +218,11 @@ class CompressionState:
         torch.distributed.checkpoint, save the state itself, beside the model; so that it can be
         loaded before the first step, it must know the parameters' names.
 
+        What a backward pass that ended with an exception had exchanged goes back into the residuals
+        first.
+
         Raises:
-            ValueError: an exchange is in progress.
+            ValueError: an exchange, or a backward pass, is in progress.
         """
         saved = self._native.checkpoint()
         entry = {
@@ -246,7 +249,8 @@ class CompressionState:
 
         Raises:
             ValueError: not a state_dict of this kind of state, of another rank, or of
-                another model.
+                another model; or an exchange, or a backward pass, is in progress; or the state is
+                closed.
         """
         rank, size = self._place()
         entry = entry_of(state_dict, rank, size, self._part)

@@ -27,8 +27,9 @@ double seconds(Duration duration) { return std::chrono::duration<double>(duratio
 std::shared_ptr<Communicator> make_communicator(std::unique_ptr<Transport> transport,
                                                 CommunicatorOptions const& options) {
   // What still runs is broken off, and its completion may want the interpreter.
-  return {new Communicator(std::move(transport), options),
-          [](Communicator* communicator) { destroy_elsewhere(communicator, communicator); }};
+  return {new Communicator(std::move(transport), options), [](Communicator const* communicator) {
+            run_off_own_threads(communicator, [communicator] { delete communicator; });
+          }};
 }
 
 // A communicator of its own and an exchange of one tensor at a time: what benchmarks and tests

@@ -143,7 +143,7 @@ void HookState::add_unseen(HookCheckpoint& checkpoint) const {
 
 void HookState::load(HookCheckpoint checkpoint) {
   require_idle("load a state");
-  require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
+  require_open();
   if (by_bucket_) {
     require(checkpoint.residuals.empty() && checkpoint.groups.empty(),
             "the state_dict to load has ", checkpoint.residuals.size(),

@@ -8,7 +8,6 @@
 #include <cmath>
 #include <mutex>
 #include <set>
-#include <thread>
 #include <utility>
 
 #include "clip_gradients.h"
@@ -162,19 +161,22 @@ std::shared_ptr<HookState> HookState::make(HookOptions options,
                                            CommunicatorOptions communicator_options,
                                            std::string cuda_library) {
   return {new HookState(std::move(options), communicator_options, std::move(cuda_library)),
-          [](HookState* state) { destroy_elsewhere(state, state->communicator_.get()); }};
+          [](HookState const* state) {
+            run_off_own_threads(state->communicator_.get(), [state] { delete state; });
+          }};
 }
 
 HookState::~HookState() { close(); }
 
 void HookState::close() {
-  if (communicator_ && communicator_->on_own_thread()) {
-    std::thread([self = shared_from_this()] { self->close(); }).detach();
-    return;
-  }
-  InterpreterRelease const release;
-  communicator_.reset();  // first, since its thread uses the groups
   closed_ = true;
+  // First, since its thread uses the groups.
+  run_off_own_threads(communicator_.get(),
+                      [this, self = weak_from_this().lock()] { communicator_.reset(); });
+}
+
+void HookState::require_open() const {
+  require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
 }
 
 void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters) {
@@ -201,7 +203,7 @@ void HookState::follow_loss_scale(std::function<double()> loss_scale) {
 }
 
 void HookState::connect(std::unique_ptr<Transport> transport) {
-  require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
+  require_open();
   require(!communicator_, "this state is connected already");
   communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
 }
@@ -277,18 +279,23 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
 
 void HookState::submit_sparse() {
   for (auto const& [gradient, pending] : std::exchange(held_sparse_, {})) {
+    auto operation = std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_);
+    auto const finish = [this, gradient, pending, step = step_](std::exception_ptr error) {
+      try {
+        step->end(nullptr, !error && gradient._values().isfinite().all().item<bool>());
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+      --sparse_in_flight_;  // before whoever waits for the bucket may begin the next step
+      pending->group_done(error);
+    };
     ++sparse_in_flight_;
-    communicator_->submit(
-        std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_),
-        [this, gradient, pending, step = step_](std::exception_ptr error) {
-          try {
-            step->end(nullptr, !error && gradient._values().isfinite().all().item<bool>());
-          } catch (...) {
-            if (!error) error = std::current_exception();
-          }
-          --sparse_in_flight_;  // before whoever waits for the bucket may begin the next step
-          pending->group_done(error);
-        });
+    try {
+      communicator_->submit(std::move(operation), finish);
+    } catch (...) {
+      --sparse_in_flight_;
+      throw;
+    }
   }
 }
 

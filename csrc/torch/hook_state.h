@@ -158,6 +158,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
   bool busy() const;
+  void require_open() const;
   void require_idle(char const* what) const;
 
   HookOptions options_;

@@ -3,8 +3,8 @@
 
 #include <torch/csrc/utils/pybind.h>
 
+#include <functional>
 #include <optional>
-#include <thread>
 
 #include "engine/communicator.h"
 
@@ -22,16 +22,27 @@ class InterpreterRelease {
   std::optional<pybind11::gil_scoped_release> release_;
 };
 
-// Deletes `owner`, whose `communicator` (or null) ends with it. Python's garbage collector may ask
-// for that on one of the communicator's own threads, which cannot wait for itself.
-template <class Owner>
-void destroy_elsewhere(Owner* owner, Communicator const* communicator) {
-  if (communicator != nullptr && communicator->on_own_thread()) {
-    std::thread([owner] { delete owner; }).detach();
+// Runs what ends `communicator` (or null): here, without the interpreter. Python's garbage
+// collector may ask for that on one of the communicator's own threads, which cannot wait for
+// itself: then another thread does it, for which Python waits as it ends.
+inline void run_off_own_threads(Communicator const* communicator,
+                                std::function<void()> const& end) {
+  if (communicator == nullptr || !communicator->on_own_thread()) {
+    InterpreterRelease const release;
+    end();
     return;
   }
-  InterpreterRelease const release;
-  delete owner;
+  pybind11::gil_scoped_acquire const acquire;
+  try {
+    pybind11::cpp_function const target([end] {
+      InterpreterRelease const release;
+      end();
+    });
+    auto const threading = pybind11::module_::import("threading");
+    threading.attr("Thread")(pybind11::arg("target") = target).attr("start")();
+  } catch (pybind11::error_already_set const&) {
+    // Python ends and starts no more threads: the rest goes with the process.
+  }
 }
 
 }  // namespace sparsecomm

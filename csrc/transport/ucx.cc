@@ -20,6 +20,7 @@ constexpr unsigned polls_per_look = 32;  // at clock and flags, which cost more 
 constexpr Duration longest_sleep = std::chrono::milliseconds(100);  // in case no event comes
 // For what is still to be said to peers that may not be listening.
 constexpr Duration brief_farewell = std::chrono::milliseconds(100);
+// For what is still to be said otherwise, and for closing in any case.
 constexpr Duration farewell = std::chrono::seconds(1);
 // Before each further poll gives the core away for a moment: ranks that share one answer no sooner.
 constexpr Duration solitary_spin = std::chrono::microseconds(2);
@@ -330,18 +331,23 @@ std::vector<double> ucx_ping_pong(int rank, Rendezvous& rendezvous, UcxOptions c
     finish(link.receive(tag_of(peer, 0), incoming, received, &done));
   };
   std::vector<double> seconds;
-  for (int round = 0; round < rounds; ++round) {
-    TimePoint const start = steady_clock().now();
-    if (rank == 0) {
-      send();
-      receive();
-    } else {
-      receive();
-      send();
+  try {
+    for (int round = 0; round < rounds; ++round) {
+      TimePoint const start = steady_clock().now();
+      if (rank == 0) {
+        send();
+        receive();
+      } else {
+        receive();
+        send();
+      }
+      seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
     }
-    seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
+    rendezvous.allgather("");
+  } catch (...) {
+    link.close(farewell);
+    throw;
   }
-  rendezvous.allgather("");
   link.flush(farewell);
   link.close(farewell);
   return seconds;

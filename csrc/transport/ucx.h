@@ -1,7 +1,7 @@
 // The transport over UCX (libucp): shared memory within a host, TCP or RDMA between hosts.
 //
 // The library is opened when the first transport is made, so that nothing needs it to be installed;
-// the process's environment, its signal handlers and its C library stay as they are.
+// the process's environment, its signal handlers and its C library are then as they were before.
 #pragma once
 
 #include <memory>

@@ -214,7 +214,7 @@ void UcxLink::sleep(Peer& peer, int wake, Duration limit) {
 }
 
 bool UcxLink::await(void* request, Duration limit) noexcept {
-  if (request == nullptr || UCS_PTR_IS_ERR(request)) return true;
+  if (request == nullptr || UCS_PTR_IS_ERR(request)) return request == nullptr;
   Deadline const deadline(steady_clock(), limit);
   auto const done = [&] { return ucx().ucp_request_check_status(request) != UCS_INPROGRESS; };
   while (!done() && !deadline.passed()) progress();

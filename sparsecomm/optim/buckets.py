@@ -210,6 +210,7 @@ class GradientBuckets:
             for slot in bucket.slots:
                 slot.arrived = False
         self._launched = 0
+        self._state.unfinished = False
         if error is not None:
             raise error
 

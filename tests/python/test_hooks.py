@@ -199,10 +199,12 @@ def check_broken_off() -> None:
         assert any(taken_back), "the model must have several groups for this test"
 
         # Loaded after such a step, a state is as one that knows nothing else.
-        ddp = wrap_again(ddp, state)
+        del ddp
+        ddp = wrap_again(model, state)
         fail_in_backward(ddp, state)
         state.load_state_dict(saved)
-        ddp = wrap_again(ddp, state)
+        del ddp
+        ddp = wrap_again(model, state)
         ddp_of_other = make_ddp(other, several_groups=True)
         sparsecomm.register_comm_hook(ddp_of_other, fresh)
         fresh.load_state_dict(saved)
@@ -219,11 +221,32 @@ def check_saving_in_a_backward_pass() -> None:
     train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.0), range(2))
 
     def save(_: torch.Tensor) -> None:
+        wait_until_idle(state)
         state.state_dict()
 
     next(ddp.parameters()).register_hook(save)  # whose gradient comes last
-    with pytest.raises(ValueError, match=r"do it after backward\(\) has returned"):
+    with pytest.raises(ValueError, match="cannot save the state in the middle of a backward pass"):
         ddp(batch(2)).square().mean().backward()
+
+
+def check_sparse_in_flight() -> None:
+    """A sparse gradient on its way counts as an exchange in progress."""
+    parameter = nn.Parameter(torch.zeros(10, 2))
+    state = OkTopkState(named_parameters=[("words", parameter)])
+    state._connect()
+    gradient = torch.eye(10)[:, :2].to_sparse(1)
+    dist.barrier()
+    first = dist.get_rank() == 0
+    if not first:
+        dist.barrier()
+    future = state._native.exchange(0, True, gradient, [parameter], [gradient]).get_future()
+    if first:
+        if dist.get_world_size() > 1:
+            with pytest.raises(ValueError, match="while gradients are being exchanged"):
+                state.stats()
+        dist.barrier()
+    future.wait()
+    state.stats()
 
 
 def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> None:
@@ -233,6 +256,10 @@ def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> N
     with pytest.raises(RuntimeError, match="on purpose"):
         ddp(batch(3)).square().mean().backward()
     handle.remove()
+    wait_until_idle(state)
+
+
+def wait_until_idle(state: CompressionState) -> None:
     deadline = time.monotonic() + 30
     while time.monotonic() < deadline:
         try:
@@ -240,17 +267,15 @@ def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> N
             return
         except ValueError:  # a group is being exchanged
             time.sleep(0.001)
-    raise AssertionError("the buckets before the exception are still being exchanged")
+    raise AssertionError("gradients are still being exchanged")
 
 
-def wrap_again(ddp: DistributedDataParallel, state: CompressionState) -> DistributedDataParallel:
+def wrap_again(model: nn.Module, state: CompressionState) -> DistributedDataParallel:
     """DDP does not go on after an exception in a backward pass."""
-    model = ddp.module
-    del ddp
     gc.collect()
-    again = make_ddp(model, several_groups=True)
-    again.register_comm_hook(state, sparsecomm.compression_hook)
-    return again
+    ddp = make_ddp(model, several_groups=True)
+    ddp.register_comm_hook(state, sparsecomm.compression_hook)
+    return ddp
 
 
 def check_accumulation_and_density() -> None:
@@ -280,6 +305,7 @@ def _check_exchange() -> None:
     check_partly_non_finite()
     check_broken_off()
     check_saving_in_a_backward_pass()
+    check_sparse_in_flight()
     check_accumulation_and_density()
 
 

@@ -618,7 +618,49 @@ def check_all(folder: Path) -> None:
     check_resume_and_copies()
     check_distributed_checkpoints(folder)
     check_a_failed_load_changes_nothing()
+    check_saving_in_the_middle_of_a_step()
     check_added_groups()
+
+
+def check_saving_in_the_middle_of_a_step() -> None:
+    """A step that waits for parameters without a gradient is neither saved nor taken back."""
+    model, unused = make_model(), nn.Linear(40, 40)
+    named = [*unused.named_parameters("unused"), *model.named_parameters()]
+    optimizer = OkTopkSGD(named, lr=0.0, density=0.05, bucket_cap_mb=SMALL)
+    backward(model, 0)
+    with pytest.raises(ValueError, match=r"between backward\(\) and step\(\)"):
+        optimizer.state_dict()
+    with pytest.raises(ValueError, match=r"between backward\(\) and step\(\)"):
+        copy.deepcopy(optimizer)
+    local = {name: parameter.grad for name, parameter in make_gradients(0).items()}
+    optimizer.synchronize()
+    first = checkpoint_of(optimizer.exchange)["residuals"]
+    size = dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        gradient = local[name]
+        assert gradient is not None
+        kept = sum(gathered(first[name])) / size
+        whole = sum(gathered(gradient.reshape(-1))) / size
+        torch.testing.assert_close(parameter.grad.reshape(-1) + kept, whole)
+    optimizer.step()
+
+    optimizer.zero_grad()
+    backward(model, 1)
+    optimizer.zero_grad()
+    again = checkpoint_of(optimizer.exchange)["residuals"]
+    taken_back = []
+    for name, parameter in make_gradients(1).items():
+        assert parameter.grad is not None
+        taken_back.append(torch.equal(again[name], first[name] + parameter.grad.reshape(-1)))
+        assert taken_back[-1] or torch.equal(again[name], first[name]), name
+    assert any(taken_back), "the model must have several groups for this test"
+
+
+def make_gradients(step: int) -> dict[str, nn.Parameter]:
+    model = make_model()
+    backward(model, step)
+    return dict(model.named_parameters())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

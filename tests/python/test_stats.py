@@ -410,26 +410,23 @@ def _drop_while_it_stalls(what: str) -> None:
     limit = timedelta(seconds=0.1)
     options: dict[str, Any] = {"stall_limit": limit, "timeout": timedelta(seconds=60)}
     waiting: Any
-    if what == "state":
-        state = OkTopkState(named_parameters=[("weight", PARAMETER)], **options)
-        state._connect()
-        dist.barrier()
-        if dist.get_rank() == 1:
-            dist.barrier()
-            return
-        gradient = torch.ones(100)
-        waiting = state._native.exchange(0, True, gradient, [PARAMETER], [gradient]).get_future()
-        drop = _Drop(state)
-        del state
+    held: Any
+    if what == "communicator":
+        held = Communicator.from_process_group(**options)
     else:
-        communicator = Communicator.from_process_group(**options)
+        held = OkTopkState(named_parameters=[("weight", PARAMETER)], **options)
+        held._connect()
+    dist.barrier()
+    if dist.get_rank() == 1:
         dist.barrier()
-        if dist.get_rank() == 1:
-            dist.barrier()
-            return
-        waiting = sparsecomm.allreduce(torch.ones(10), communicator=communicator, async_op=True)
-        drop = _Drop(communicator)
-        del communicator
+        return
+    if what == "communicator":
+        waiting = sparsecomm.allreduce(torch.ones(10), communicator=held, async_op=True)
+    else:
+        gradient = torch.ones(100)
+        waiting = held._native.exchange(0, True, gradient, [PARAMETER], [gradient]).get_future()
+    drop = _Drop(held)
+    del held
     logging.getLogger("sparsecomm").addHandler(drop)
     with pytest.raises(RuntimeError, match="it closed its communicator"):
         waiting.wait()
@@ -441,6 +438,35 @@ def _drop_while_it_stalls(what: str) -> None:
 @pytest.mark.parametrize("what", ["state", "communicator"])
 def test_what_stalls_may_be_dropped_on_the_thread_that_says_so(what: str) -> None:
     run_ranks(2, _drop_while_it_stalls, what)
+
+
+def _drop_as_it_completes() -> None:
+    held = [OkTopkState(named_parameters=[("weight", PARAMETER)])]
+    held[0]._connect()
+    gradient = torch.ones(100)
+    threads = []
+
+    def drop(_: Any) -> None:
+        threads.append(threading.get_ident())
+        held.clear()
+        gc.collect()
+
+    dist.barrier()
+    if dist.get_rank() == 1:
+        dist.barrier()
+    waiting = held[0]._native.exchange(0, True, gradient, [PARAMETER], [gradient]).get_future()
+    if dist.get_rank() == 0:
+        dropped = waiting.then(drop)
+        dist.barrier()
+        dropped.wait()
+        assert threads
+        assert threads != [threading.get_ident()]
+    waiting.wait()
+    dist.barrier()
+
+
+def test_a_state_may_be_dropped_on_its_progress_thread() -> None:
+    run_ranks(2, _drop_as_it_completes)
 
 
 @pytest.mark.parametrize("limit", [timedelta(0), timedelta(seconds=-1)])
