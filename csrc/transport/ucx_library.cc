@@ -3,10 +3,12 @@
 #include <dlfcn.h>
 #include <strings.h>
 
+#include <algorithm>
 #include <array>
 #include <csignal>
 #include <cstdlib>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 namespace sparsecomm {
@@ -21,36 +23,32 @@ constexpr char const* remedy =
 // As it is loaded, UCX would rewrite mmap(), brk() and others of the C library to learn of memory
 // that is given back, and try that out by moving the end of the heap: what another thread allocates
 // just then is lost. Only a registration cache for RDMA needs to know. It listens to nothing but
-// the environment, in which the variable stands for as long as that takes, where it did not before.
+// the environment, in which the variable stands for as long as that takes.
 class MemoryEventsOff {
  public:
-  MemoryEventsOff() {
-    if (!given_) ::setenv(variable, "n", 1);
-  }
-  ~MemoryEventsOff() {
-    if (!given_) ::unsetenv(variable);
-  }
+  MemoryEventsOff() { ::setenv(variable, "n", 1); }
+  ~MemoryEventsOff() { ::unsetenv(variable); }
   MemoryEventsOff(MemoryEventsOff const&) = delete;
   MemoryEventsOff& operator=(MemoryEventsOff const&) = delete;
 
  private:
   static constexpr char const* variable = "UCX_MEM_EVENTS";
-  bool given_ = ::getenv(variable) != nullptr;
 };
 
-void* load(std::string const& file) {
+void* load(std::string const& file, UcxOptions const& options) {
   static std::mutex one_at_a_time;  // or one would take the variable from under another
   std::lock_guard const lock(one_at_a_time);
   // Local: UCX defines functions of the C library, such as signal().
   constexpr int mode = RTLD_NOW | RTLD_LOCAL;
   if (void* const loaded = ::dlopen(file.c_str(), mode | RTLD_NOLOAD)) return loaded;
-  MemoryEventsOff const off;
+  std::optional<MemoryEventsOff> off;
+  if (std::ranges::find(options.reserved, "MEM_EVENTS") == options.reserved.end()) off.emplace();
   return ::dlopen(file.c_str(), mode);
 }
 
 // Fills `library`, or its `problem`.
-void open_file(std::string const& file, UcxLibrary& library) {
-  void* const handle = load(file);
+void open_file(std::string const& file, UcxOptions const& options, UcxLibrary& library) {
+  void* const handle = load(file, options);
   if (handle == nullptr) {
     library.problem = ::dlerror();
     return;
@@ -128,7 +126,7 @@ UcxLibrary open_ucx(UcxOptions const& options) {
   std::string problems;
   for (std::string const& file : files) {
     UcxLibrary library;
-    open_file(file, library);
+    open_file(file, options, library);
     if (library.problem.empty()) return library;
     problems += concat(problems.empty() ? "" : "; ", library.problem);
   }
