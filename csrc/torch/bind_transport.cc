@@ -6,6 +6,7 @@
 #include "connect.h"
 #include "store_rendezvous.h"
 #include "transport/fault.h"
+#include "transport/ping_pong.h"
 #include "transport_holder.h"
 
 namespace py = pybind11;
@@ -67,8 +68,6 @@ std::vector<double> ping_pong(TransportHolder const& holder, std::size_t bytes, 
   int const peer = 1 - transport.rank();
   std::vector<std::byte> outgoing(bytes), incoming(bytes);
   Deadline const deadline(steady_clock(), timeout);
-  std::vector<double> seconds;
-  seconds.reserve(rounds);
   auto const send = [&] {
     Request request = transport.isend(peer, 1, outgoing);
     transport.wait(request, deadline);
@@ -78,22 +77,11 @@ std::vector<double> ping_pong(TransportHolder const& holder, std::size_t bytes, 
     transport.wait(request, deadline);
   };
   try {
-    for (int round = 0; round < rounds; ++round) {
-      TimePoint const start = steady_clock().now();
-      if (transport.rank() == 0) {
-        send();
-        receive();
-      } else {
-        receive();
-        send();
-      }
-      seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
-    }
+    return time_ping_pong(transport.rank() == 0, rounds, send, receive);
   } catch (...) {
     transport.abort();  // before the buffers go that it may still write into
     throw;
   }
-  return seconds;
 }
 
 }  // namespace

@@ -9,6 +9,7 @@
 #include <deque>
 #include <thread>
 
+#include "transport/ping_pong.h"
 #include "transport/ucx_link.h"
 
 namespace sparsecomm {
@@ -332,17 +333,7 @@ std::vector<double> ucx_ping_pong(int rank, Rendezvous& rendezvous, UcxOptions c
   };
   std::vector<double> seconds;
   try {
-    for (int round = 0; round < rounds; ++round) {
-      TimePoint const start = steady_clock().now();
-      if (rank == 0) {
-        send();
-        receive();
-      } else {
-        receive();
-        send();
-      }
-      seconds.push_back(std::chrono::duration<double>(steady_clock().now() - start).count() / 2);
-    }
+    seconds = time_ping_pong(rank == 0, rounds, send, receive);
     rendezvous.allgather("");
   } catch (...) {
     link.close(farewell);
