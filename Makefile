@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup build cuda train reproduce test test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
-  scale sanitize sanitize-quick fuzz clean
+  scale sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -93,7 +93,7 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 
 # ---- checks
 
-test: cuda test-cpp sanitize-quick test-python lint types ## run every test and check
+test: cuda test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run every test and check
 
 test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
 	cmake -S csrc -B build -G Ninja
@@ -152,8 +152,7 @@ SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test
 SANITIZED_THREAD := failure_test ucx_test parallel_test
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
-	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined \
-	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse"
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
 	cmake --build build/asan --parallel $(JOBS) --target $(SANITIZED_ADDRESS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
@@ -161,13 +160,47 @@ sanitize-quick: setup ## run those C++ tests under the sanitizers where they mat
 	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS) \
 	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)'
 
-sanitize: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
+sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs under the sanitizers
+
+sanitize-core: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
 	cmake --build build/asan --parallel $(JOBS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
 	cmake --build build/tsan --parallel $(JOBS)
 	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
+
+# torch and Python themselves are not instrumented. Left alone: leaks as the interpreter ends, the signals that tests send,
+# symbols that torch defines twice, memory that one library's allocator hands to another's, and UCX's cma, which has the
+# kernel write over the list of addresses that it is given.
+# With libstdc++, in which the sanitizers look for the function that throws before Python has loaded it.
+PRELOAD = LD_PRELOAD="$(foreach library,$(1) stdc++,$$($(or $(CXX),c++) -print-file-name=lib$(library).so))"
+SANITIZED_RUN := OMP_NUM_THREADS=1 SPARSECOMM_TEST_PATIENCE=5
+PRELOAD_address = $(call PRELOAD,asan) UCX_TLS=^cma \
+  ASAN_OPTIONS=detect_leaks=0:handle_segv=0:detect_odr_violation=0:alloc_dealloc_mismatch=0
+PRELOAD_thread = $(call PRELOAD,tsan) UCX_MEM_MMAP_HOOK_MODE=none \
+  TSAN_OPTIONS=suppressions=$(CURDIR)/scripts/tsan.supp:ignore_noninstrumented_modules=1:halt_on_error=1
+PRELOADED := test_ddp.py test_transports.py test_collectives.py
+INSTRUMENTED_address := test_ddp.py test_transports.py test_collectives.py test_hooks.py test_state.py
+INSTRUMENTED_thread := test_stats.py test_collectives.py
+
+sanitize-python: build ## run Python tests with the address sanitizer's allocator under the extension as it is
+	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest --timeout 600 -k "not compiled" \
+	  $(addprefix tests/python/,$(PRELOADED)) $(ARGS)
+
+sanitize-python-quick: build ## those of them where crashes were seen, and of each way into the extension
+	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest --timeout 600 \
+	  $(addprefix tests/python/,$(PRELOADED)) -k "sparse_gradients or special_values or each_group"
+
+sanitize-torch: sanitize-torch-address sanitize-torch-thread ## run Python tests of an extension compiled for the sanitizers
+
+# Lets Python find the copy of the package that was compiled for the sanitizer, not this checkout's.
+sanitize-torch-%: build
+	SPARSECOMM_SANITIZE=$* python setup.py --quiet build --build-lib build/sanitized-$*
+	$(SANITIZED_RUN) $(PRELOAD_$*) PYTHONSAFEPATH=1 PYTHONPATH=build/sanitized-$* \
+	  python -c 'from sparsecomm import _C; assert "sanitized-$*" in _C.__file__, _C.__file__'
+	$(SANITIZED_RUN) $(PRELOAD_$*) PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitized-$* \
+	  python -m pytest --timeout 600 -k "not compiled" $(addprefix tests/python/,$(INSTRUMENTED_$*)) $(ARGS)
 
 CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
 
@@ -177,7 +210,7 @@ fuzz: setup ## fuzz each parser for FUZZ_SECONDS; needs clang++
 	for name in $(patsubst tests/fuzz/%_fuzz.cc,%,$(wildcard tests/fuzz/*_fuzz.cc)); do \
 	  cmake --build build/fuzz --parallel $(JOBS) --target $${name}_fuzz; \
 	  mkdir -p build/fuzz/corpus/$$name; \
-	  build/fuzz/tests/fuzz/$${name}_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=600 \
+	  build/fuzz/tests/fuzz/$${name}_fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=9000 \
 	    -artifact_prefix=build/fuzz/ build/fuzz/corpus/$$name tests/fuzz/corpus/$$name; \
 	done
 

@@ -1,7 +1,8 @@
 """Builds sparsecomm._C: the C++ core by CMake, then csrc/torch against the torch that is installed.
 
 Everything compiled stays under build/ between runs, of editable and of ordinary installs alike, so
-that a rebuild compiles only what changed.
+that a rebuild compiles only what changed. With SPARSECOMM_SANITIZE=address or =thread everything is
+compiled for that sanitizer, in a folder of its own; `make sanitize-torch` runs tests of it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from typing import Any
 from setuptools import setup
 
 ROOT = Path(__file__).resolve().parent
-BUILD = ROOT / "build" / f"python-{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+SANITIZE = os.environ.get("SPARSECOMM_SANITIZE", "")
+PARTS = ["python", sysconfig.get_platform(), sys.implementation.cache_tag, SANITIZE]
+BUILD = ROOT / "build" / "-".join(filter(None, PARTS))
 COMPILER_CACHES = ("ccache", "sccache")
 # Commands that handle source files only, and so run on a machine that cannot compile. None stands
 # for options without a command, such as --version.
@@ -105,6 +108,7 @@ def build_core() -> tuple[list[str], list[str]]:
         configure += generator
     configure += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPARSECOMM_BUILD_TESTS=OFF"]
     configure += [f"-DPython3_EXECUTABLE={sys.executable}"]  # whose packages may hold UCX's headers
+    configure += [f"-DSPARSECOMM_SANITIZE={SANITIZE}"]
     # mpi4py prefers the MPI of the interpreter's environment, and so do we.
     mpicxx = Path(sysconfig.get_path("scripts")) / "mpicxx"
     if mpicxx.exists():
@@ -156,6 +160,12 @@ def extension_arguments() -> dict[str, Any]:
     # Warnings are errors in our files, not in torch's.
     extension.include_dirs = [d for d in extension.include_dirs if d not in include_paths()]
     extension.extra_compile_args += [f"-isystem{directory}" for directory in include_paths()]
+    if SANITIZE:
+        # Optimised less, as in csrc/CMakeLists.txt; GCC sees some of pybind11 as uninitialised.
+        flags = ["-O1", f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
+        flags.append("-Wno-maybe-uninitialized")
+        extension.extra_compile_args += flags
+        extension.extra_link_args = [f"-fsanitize={SANITIZE}"]
     release = torch.__version__.split("+")[0].split(".")
     return {
         "ext_modules": [extension],

@@ -169,17 +169,21 @@ class Hosts:
 
     def run_ranks(self, command: Sequence[str]) -> None:
         """Runs one command on every host, as the ranks of one process group: see run()."""
-        environments = [
+        self.run([command] * len(self.names), self.rank_environments())
+
+    def rank_environments(self, **more: str) -> list[dict[str, str]]:
+        """Returns each host's variables, and ``more``, as of a rank of one process group."""
+        return [
             {
                 "RANK": str(rank),
                 "WORLD_SIZE": str(len(self.names)),
                 "MASTER_ADDR": self.addresses[0],
                 "MASTER_PORT": str(PORT),
                 **ENVIRONMENT,
+                **more,
             }
             for rank in range(len(self.names))
         ]
-        self.run([command] * len(self.names), environments)
 
     def _start(
         self,

@@ -6,6 +6,12 @@ Importing this package also registers the ``torch.distributed`` backend ``"spars
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from sparsecomm import torch_release
+
+torch_release.require(torch.__version__)  # before anything compiled is loaded
+
 from sparsecomm import functional, optim
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info

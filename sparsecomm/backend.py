@@ -7,7 +7,9 @@ those of the dense operation.
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -18,6 +20,10 @@ from torch.distributed.distributed_c10d import PrefixStore
 from sparsecomm import _C, transports
 
 NAME = "sparsecomm"
+# The communicators of all groups. torch.distributed may keep groups until the interpreter has
+# ended, when a thread that drops a Python object would abort the process.
+_open = _C.OpenCommunicators()
+atexit.register(_open.close)
 
 
 def register() -> None:
@@ -32,7 +38,10 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
         raise RuntimeError(f'the backend "{NAME}" needs gloo; install a torch that has it')
     rank, size = options.group_rank, options.group_size
     gloo_class: Any = dist.ProcessGroupGloo
-    gloo = gloo_class(PrefixStore("gloo", options.store), rank, size, options.timeout)
+    host, timeout = transports.store_host(options.store), _timeout_of(options)
+    store = PrefixStore("gloo", options.store)
+    gloo: Any = transports.make_gloo(store, rank, size, timeout, host)
+    transports.log_connected(rank, size, "c10d/gloo", f"process group {options.group_id}", host)
     gloo_options = gloo.options
     gloo_options.global_ranks_in_group = list(options.global_ranks_in_group) or list(range(size))
     gloo_options.group_name = options.group_id
@@ -52,10 +61,24 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
         make_nccl,
         make_gloo_options,
         options.store,
-        options.timeout,
-        transports.connect_options(transports.AUTO, options.timeout),
+        timeout,
+        transports.connect_options(
+            transports.AUTO,
+            timeout,
+            call="the first all_reduce of a sparse tensor",
+            stall_limit=transports.STALL_LIMIT,
+            loopback=transports.is_loopback(host),
+        ),
         transports.warn,
+        _open,
     )
+
+
+def _timeout_of(options: Any) -> timedelta:
+    """Returns the group's timeout within the limits of gloo."""
+    # Torch rounds it to a float of seconds, and timedelta.max comes back below zero.
+    overflown = options.timeout < timedelta(days=-1_000_000)
+    return transports.gloo_timeout(timedelta.max if overflown else options.timeout)
 
 
 def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], Backend]:
@@ -64,7 +87,7 @@ def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], Backend]:
         nccl_options = nccl.Options()
         if isinstance(backend_options, nccl.Options):
             nccl_options = backend_options
-        nccl_options._timeout = options.timeout
+        nccl_options._timeout = _timeout_of(options)
         nccl_options.global_ranks_in_group = list(options.global_ranks_in_group)
         nccl_options.group_name = options.group_id
         store = PrefixStore("nccl", options.store)

@@ -15,6 +15,8 @@ uncoalesced tensor is coalesced first, which adds up what it holds for one index
 All ranks get the same bits. Where ranks disagree every rank raises the same ``RuntimeError``, and
 the communicator stays usable. When a rank is lost or a deadline passes, every rank that is left
 raises ``torch.distributed.DistBackendError``, which names the culprit; the communicator is done.
+Ctrl-C does the same, and raises ``KeyboardInterrupt`` on its own rank. From a callback of the same
+communicator only calls with ``async_op=True`` work; others raise ``RuntimeError``.
 """
 
 from __future__ import annotations
@@ -54,9 +56,12 @@ class Work(Generic[T]):
     def wait(self) -> T:
         """Blocks until the collective has ended, and returns its result.
 
+        Ctrl-C ends the wait, and the collective goes on.
+
         Raises:
             CancelledError: a rank cancelled it.
-            RuntimeError: it failed, as the blocking form would have.
+            RuntimeError: it failed, as the blocking form would have; or this is a callback, or a
+                handler of a signal or log message, that would wait for itself.
         """
         result: T = self._native.result()
         return result
@@ -135,6 +140,7 @@ def allreduce(
         ``async_op``.
 
     Raises:
+        TypeError: ``tensor`` is not a tensor, or ``op`` not a string.
         ValueError: an unknown or lossy algorithm, an unknown op, a tensor that cannot be exchanged,
             both a group and a communicator, or a closed communicator.
         RuntimeError: torch.distributed is not initialised, or the ranks disagree.
@@ -143,6 +149,7 @@ def allreduce(
     Complexity: docs/algorithms.md says how many messages and words each algorithm takes for k
     entries a rank; a dense tensor is read once or twice besides.
     """
+    _check(tensor, op)
     collectives = _collectives(group, communicator)
     if async_op:
         return Work(collectives.start_allreduce(tensor, algorithm, op))
@@ -188,6 +195,7 @@ def allgather_sparse(
 
     Complexity: ceil(log2 P) messages; 2k(P-1) words received, with k entries a rank.
     """
+    _check(tensor)
     collectives = _collectives(group, communicator)
     if async_op:
         return Work(collectives.start_allgather(tensor))
@@ -242,10 +250,20 @@ def reduce_scatter_sparse(
     Complexity: P-1 messages; 2k(P-1)/P words received where every rank holds as many entries in
     each part, 2k(P-1) at most.
     """
+    _check(tensor, op)
     collectives = _collectives(group, communicator)
     if async_op:
         return Work(collectives.start_reduce_scatter(tensor, op))
     return collectives.reduce_scatter(tensor, op)
+
+
+def _check(tensor: torch.Tensor, op: str = "sum") -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"a tensor is needed, not {type(tensor).__name__}; call once for each")
+    if not isinstance(op, str):
+        raise TypeError(
+            f"op={op} is a {type(op).__name__}; give its name: sum, avg, product, min or max"
+        )
 
 
 def _collectives(
@@ -254,12 +272,14 @@ def _collectives(
     if communicator is not None:
         if group is not None:
             raise ValueError("give either a group or a communicator, not both")
+        # Raises if it is closed, also while another thread is still breaking off what runs.
+        _ = communicator.engine
         return communicator._collectives
     if group is None:
         require_initialised()
         group = distributed_c10d._get_default_group()
     found = _of_group.get(group) if isinstance(group, dist.ProcessGroup) else None
     if found is None:
-        found = Communicator.from_process_group(group)
+        found = Communicator._connected_in("the group's first sparse collective", group)
         _of_group[group] = found
     return found._collectives

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import default_pg_timeout
@@ -36,6 +37,8 @@ class Communicator:
     def __init__(self, engine: _C.Communicator) -> None:
         self._engine: _C.Communicator | None = engine
         self._collectives = _C.Collectives(engine)
+        # A thread that drops a Python object while the interpreter ends would abort the process.
+        self._finalizer = weakref.finalize(self, engine.close)
 
     @classmethod
     def from_process_group(
@@ -53,7 +56,8 @@ class Communicator:
         Args:
             process_group: of torch.distributed, over any backend.
             transport: ``"auto"`` takes the first that works on all ranks; ``"ucx"``, ``"c10d"``.
-            timeout: of connecting, and of one operation; torch.distributed's default if ``None``.
+            timeout: of connecting, and of one operation; torch.distributed's default if ``None``,
+                and ``timedelta.max`` for never.
             stall_limit: a rank that waits longer for others, without any progress, logs a warning
                 that says for whom, and where they are; again when it has waited twice as long, and
                 so on until the timeout. ``None``: never.
@@ -61,11 +65,24 @@ class Communicator:
         Raises:
             RuntimeError: torch.distributed is not initialised, this rank is not in the group, or
                 the ranks did not all connect in time, or the transport cannot be used.
-            ValueError: there is no such transport.
+            ValueError: there is no such transport, or a duration is not positive.
         """
+        call = "Communicator.from_process_group"
+        return cls._connected_in(call, process_group, transport, timeout, stall_limit)
+
+    @classmethod
+    def _connected_in(
+        cls,
+        call: str,
+        process_group: dist.ProcessGroup | None = None,
+        transport: str = AUTO,
+        timeout: timedelta | None = None,
+        stall_limit: timedelta | None = STALL_LIMIT,
+    ) -> Communicator:
+        """As :meth:`from_process_group`, for ``call``, which messages name."""
         limit, stall_limit = _checked_timeout(timeout), checked_stall_limit(stall_limit)
-        transport_made = connect(process_group, limit, transport)
-        return cls(_C.Communicator(transport_made, limit, 1, stall_limit, log_stall))
+        made = connect(process_group, limit, transport, call=call, stall_limit=stall_limit)
+        return cls(_C.Communicator(made, limit, 1, stall_limit, log_stall))
 
     @classmethod
     def from_mpi(
@@ -141,8 +158,13 @@ class Communicator:
         return self.engine.counters()
 
     def close(self) -> None:
-        """Breaks off what runs and gives the connections back. Closing twice does nothing."""
+        """Breaks off what runs and gives the connections back. Closing twice does nothing.
+
+        A communicator that is not closed is closed when the program ends. From one of its callbacks
+        this returns at once, and another thread does it.
+        """
         self._engine = None
+        self._finalizer()
 
     def __enter__(self) -> Communicator:
         return self
@@ -154,6 +176,12 @@ class Communicator:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Communicator has connections to other ranks, and cannot be pickled or copied: make "
+            "one in each process, by Communicator.from_process_group"
+        )
 
     def __repr__(self) -> str:
         if self._engine is None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
+import inspect
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -69,12 +71,14 @@ class Compression:
         dense_below: parameters with fewer dimensions are always sent whole: by default those with
             fewer than two, which are biases and those of norms. 0 for none.
         momentum: of momentum correction, in [0, 1); 0 for none. Use an optimizer without momentum
-            then: what is selected is accumulated velocity instead of accumulated gradients (Lin et
-            al. 2018, section 3.1). Where everything is sent that is SGD with this momentum.
+            then, such as Adam with a first beta of 0: what is selected is accumulated velocity
+            instead of accumulated gradients (Lin et al. 2018, section 3.1). Where everything is
+            sent, with SGD, that is SGD with this momentum.
         mask_momentum: an entry that has been delivered loses its velocity, so that no stale one
             carries it on (momentum factor masking, section 3.2).
         first_moment: for Adam, its first beta, in [0, 1); 0 for none. What is sent is chosen by the
-            magnitude of the local first moment, not of the accumulated gradient.
+            magnitude of the local first moment, not of the accumulated gradient. ``momentum`` does
+            better.
         clip_norm: before it is accumulated, each rank's gradient is scaled down to a norm of at
             most ``clip_norm / sqrt(P)`` for P ranks (section 3.2), that of all parameters, so no
             exchange begins before the backward pass ends. ``None``: not.
@@ -164,6 +168,11 @@ class Compression:
         for name in ("algorithm", "index_codec", "value_codec"):
             if not isinstance(getattr(self, name), str):
                 raise TypeError(f"{name} must be a name, not {type(getattr(self, name)).__name__}")
+        if self.algorithm not in (AUTO, *_algorithms()):
+            raise ValueError(
+                f"algorithm {self.algorithm!r} is unknown; choose one of "
+                + ", ".join((AUTO, *_algorithms()))
+            )
         if self.algorithm == "gaussian_k" and self.select != "threshold":
             raise ValueError(
                 f"gaussian_k finds its own thresholds: select={self.select!r} has no place there; "
@@ -179,7 +188,7 @@ class Compression:
     @property
     def selects(self) -> bool:
         """False where the algorithm sends every entry and nothing is kept."""
-        return self.algorithm == AUTO or self.algorithm in _sparse_algorithms()
+        return self.algorithm == AUTO or _algorithms()[self.algorithm]
 
     def native(self, *, average: bool = True) -> _C.ExchangeOptions:
         """The same for the C++ engine; raises ValueError where that refuses them."""
@@ -233,9 +242,24 @@ class Compression:
         return result
 
 
+def check_options(owner: type, options: Mapping[str, Any], known: type) -> None:
+    """Raises TypeError, in the name of ``owner``, unless ``known``, a typed dict, has them all."""
+    own = inspect.signature(owner).parameters.values()
+    named = [p.name for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    names = [*known.__annotations__, *named]
+    for name in options:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1)
+            raise TypeError(
+                f"{owner.__name__}() got an unexpected keyword argument {name!r}"
+                + (f"; did you mean {near[0]!r}?" if near else "")
+            )
+
+
 @functools.cache
-def _sparse_algorithms() -> frozenset[str]:
-    return frozenset(row["name"] for row in _C.algorithms() if row["sparse"])
+def _algorithms() -> dict[str, bool]:
+    """By name, whether it selects."""
+    return {row["name"]: row["sparse"] for row in _C.algorithms()}
 
 
 def _check_number(name: str, value: Any) -> None:

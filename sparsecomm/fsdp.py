@@ -23,8 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from sparsecomm.compression import Compression
-from sparsecomm.fsdp_modules import groups_of, part_of
+from sparsecomm.fsdp_modules import groups_of, part_of, reduced_dtype
 from sparsecomm.hooks import CompressionState
+from sparsecomm.momentum import watch_for_adam
 from sparsecomm.reduce_scatter import ReduceScatterState, apply_reduce_scatter
 from sparsecomm.transports import AUTO, STALL_LIMIT
 
@@ -114,10 +115,11 @@ def apply(
     steps = _Steps(state)
     hooks = [(module, _Hook(group, names, steps)) for module, group in groups]
     state._name(pair for _, hook in hooks for pair in zip(hook.names, hook.parameters, strict=True))
-    state._connect()
+    state._connect("sparsecomm.fsdp.apply")
     for module, hook in hooks:
         module.set_all_reduce_hook(hook)
     state._registered = True
+    watch_for_adam(state, model.parameters())
     return state
 
 
@@ -136,7 +138,7 @@ class _Steps:
         self._seen.append(hook)
         index = len(self._seen) - 1
         work = self._state._native.exchange(index, False, reduced, hook.parameters, gradients)
-        work.get_future().wait()
+        work.wait()
 
     def _end(self) -> None:
         if not self._seen:
@@ -144,7 +146,7 @@ class _Steps:
         index = len(self._seen)
         nothing = torch.empty(0, device=self._seen[-1].parameters[0].device)
         self._seen.clear()
-        self._state._native.exchange(index, True, nothing, [], []).get_future().wait()
+        self._state._native.exchange(index, True, nothing, [], []).wait()
 
 
 class _Hook:
@@ -157,7 +159,7 @@ class _Hook:
         self._sizes = [p.padded_sharded_param_size.numel() for p in trainable]
         # They stand for the parameters, which FSDP may exchange: of their sizes, without memory.
         self.parameters = [
-            torch.empty(1, dtype=_reduced_dtype(p.sharded_param.dtype, group), device=group.device)
+            torch.empty(1, dtype=reduced_dtype(p), device=group.device)
             .expand(p.padded_sharded_param_size)
             .requires_grad_()
             for p in trainable
@@ -171,8 +173,3 @@ class _Hook:
                 "model.set_reduce_scatter_unused_params(True)"
             )
         self._steps.exchange(self, reduced, list(torch.split(reduced, self._sizes)))
-
-
-def _reduced_dtype(dtype: torch.dtype, group: FSDPParamGroup) -> torch.dtype:
-    policy = group.mp_policy
-    return policy.reduce_dtype or policy.param_dtype or dtype

@@ -1,12 +1,14 @@
-"""What FSDP2 knows of the modules it shards, much of it in names that torch keeps for itself."""
+"""FSDP2's record of the modules it shards, much of it under private names of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
@@ -26,6 +28,12 @@ def groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
                     "the replicas itself; give fully_shard the dimension of the shards alone, as "
                     'in mesh["shard"]'
                 )
+            if not isinstance(group.mesh_info, FSDPMeshInfo):
+                raise ValueError(
+                    "this model was replicated by torch.distributed._composable's replicate(), "
+                    "which sums over the replicas itself; use DistributedDataParallel with "
+                    "sparsecomm.register_comm_hook, or fully_shard on a mesh dimension of size 1"
+                )
             if any(p.sharded_param.requires_grad for p in group.fsdp_params):
                 yield module, group
 
@@ -34,3 +42,9 @@ def part_of(group: FSDPParamGroup) -> str:
     info = group.mesh_info
     assert isinstance(info, FSDPMeshInfo)
     return f"_shard_{info.shard_mesh_rank}_of_{info.shard_mesh_size}"
+
+
+def reduced_dtype(parameter: FSDPParam) -> torch.dtype:
+    """Returns the dtype of the parameter's gradient once FSDP has reduced it."""
+    policy = parameter.mp_policy  # torch 2.15 has none in the group
+    return policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype

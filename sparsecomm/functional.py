@@ -209,7 +209,7 @@ def threshold_exact(gradient: Tensor, k: int, *, residual: Tensor | None = None)
 def threshold_sampled(
     gradient: Tensor, k: int, *, residual: Tensor | None = None, stride: int = 64, phase: int = 0
 ) -> Threshold:
-    """An estimate of :func:`threshold_exact` from one run of 16 entries in ``stride``.
+    """An estimate of :func:`threshold_exact` from one of every ``stride`` runs of 16 entries.
 
     Another ``phase`` takes other runs. The stride is reduced so that the count it leads to is
     within 10% of k in 99 of 100 cases; where that takes a stride under 4, the exact threshold is

@@ -1,10 +1,11 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -15,8 +16,14 @@ from typing_extensions import Unpack
 
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
-from sparsecomm.compression import Compression, CompressionOptions
-from sparsecomm.rank_entries import entry_of, rank_key
+from sparsecomm.compression import Compression, CompressionOptions, check_options
+from sparsecomm.momentum import watch_for_adam
+from sparsecomm.rank_entries import (
+    entry_of,
+    rank_key,
+    refuse_saver_of_one_rank,
+    refuse_to_copy,
+)
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import (
     AUTO,
@@ -29,6 +36,7 @@ from sparsecomm.transports import (
 )
 
 _FORMAT = 3  # of state_dict()
+_SETTLING = timedelta(seconds=10)  # until the other groups of a failed step have failed as well
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
 _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" makes DDP bring gradients one by one; '
@@ -37,7 +45,7 @@ _PYTHON_REDUCER = (
 
 
 class LossScaler(Protocol):
-    """What :meth:`CompressionState.follow` needs of a ``torch.amp.GradScaler``."""
+    """The part of ``torch.amp.GradScaler`` that :meth:`CompressionState.follow` needs."""
 
     def get_scale(self) -> float: ...
 
@@ -59,7 +67,8 @@ class CompressionState:
             one.
         threads: how many of torch's threads find the threshold and select; ``None`` takes
             ``torch.get_num_threads()``. The result does not depend on it.
-        timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
+        timeout: of one exchange, and of connecting; torch.distributed's default if ``None``, and
+            ``timedelta.max`` for never.
         transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
             of them that works on all ranks and logs a warning where that is not UCX.
         named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
@@ -104,8 +113,12 @@ class CompressionState:
         if transport not in names():
             raise ValueError(f"transport={transport!r} is none of {', '.join(names())}")
         self._transport = transport
+        self._stall_limit = checked_stall_limit(stall_limit)
         self._process_group = process_group
         self._registered = False
+        self._reconnected = False
+        self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
+        self._error: Exception | None = None  # of this step's hook in Python
         self._part = ""  # of the model, where ranks hold different ones
         self._compression = compression
         self._native = _C.HookState(
@@ -115,7 +128,7 @@ class CompressionState:
             str(CUDA_LIBRARY),
             compression.dense_below,
             compression.clip_norm or 0.0,
-            checked_stall_limit(stall_limit),
+            self._stall_limit,
             log_stall,
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
@@ -126,7 +139,7 @@ class CompressionState:
 
     @property
     def compression(self) -> Compression:
-        """What is sent, and how; of the density that is set now."""
+        """The options of the exchange, with the density that is set now."""
         return self._compression
 
     @property
@@ -173,8 +186,78 @@ class CompressionState:
             )
         self._native.follow_loss_scale(scaler.get_scale)
 
+    def reconnect(self, process_group: dist.ProcessGroup | None = None) -> None:
+        """Continues after a failure with the ranks of another process group.
+
+        Collective: every rank of ``process_group`` calls it. The residuals stay as they are, with
+        the gradient of the step that failed, so go on with the next batch; thresholds are found
+        anew. Parameters that are exchanged whole have no residual, and lose the gradient of that
+        step. All survivors of a failure have applied the same steps, so their parameters agree.
+        Then make a DDP model of the same module on that group, and register the state with it
+        again. An optimizer of ``sparsecomm.optim`` goes on by itself after
+        ``optimizer.exchange.reconnect(group)``.
+
+        Args:
+            process_group: the ranks that are left, or that take part from now on; the default group
+                if ``None``. A rank that is new must load the parameters and this state first, from
+                what another rank saved.
+
+        Raises:
+            RuntimeError: torch.distributed is not initialised, or the ranks did not all connect.
+            ValueError: the state has not been connected yet, is closed, or serves a sharded model,
+                or an exchange or a backward pass is in progress. Raised before anything is
+                connected.
+        """
+        self._require_reconnectable()
+        self._native.reconnect(self._transport_to(process_group, "state.reconnect"))
+        self._process_group = process_group
+        self._registered = False
+        self._reconnected = True
+
+    def _require_reconnectable(self) -> None:
+        if self._part:
+            raise ValueError(
+                "the state of a sharded model cannot be reconnected, since the shards of a lost "
+                "rank are gone: start all ranks anew from a checkpoint"
+            )
+        if not self._native.connected:
+            raise ValueError(
+                "this state is not connected, so there is nothing to reconnect: it has made no "
+                "step yet, which connects it to its process group, or it is closed"
+            )
+        deadline = time.monotonic() + _SETTLING.total_seconds()
+        while True:
+            try:
+                self._native.stats()  # raises while gradients are being exchanged
+                break
+            except ValueError as error:
+                if time.monotonic() > deadline:
+                    raise ValueError(f"cannot reconnect: {error}") from error
+            time.sleep(0.01)
+        try:
+            self._native.checkpoint()  # raises in the middle of a backward pass
+        except ValueError as error:
+            raise ValueError(f"cannot reconnect: {error}") from error
+
+    def _transport_to(self, process_group: dist.ProcessGroup | None, call: str) -> _C.Transport:
+        """Connects the ranks of ``process_group`` and notes which group that is."""
+        require_initialised()
+        group = process_group if process_group is not None else dist.group.WORLD
+        assert group is not None
+        transport = connect(
+            process_group,
+            self._timeout,
+            self._transport,
+            call=call,
+            stall_limit=self._stall_limit,
+        )
+        self._connected_group = weakref.ref(group)
+        return transport
+
     def stats(self) -> dict[str, Any]:
-        """What this rank has sent and how long that took, in all and in the last step.
+        """Returns what this rank has sent and how long that took, in all and in the last step.
+
+        Any thread may ask, at any time; in the middle of a step that may raise, as below.
 
         Totals since the state was made, numbers: ``steps``; ``realised_density`` (entries selected
         over entries seen) and ``result_density`` (entries of the results over entries seen);
@@ -222,8 +305,11 @@ class CompressionState:
         first.
 
         Raises:
-            ValueError: an exchange, or a backward pass, is in progress.
+            ValueError: an exchange, or a backward pass, is in progress; or accelerate's
+                ``register_for_checkpointing``, which keeps rank 0's alone, asks for it.
         """
+        place = self._place()
+        refuse_saver_of_one_rank(place[1])
         saved = self._native.checkpoint()
         entry = {
             "format": _FORMAT,
@@ -233,7 +319,7 @@ class CompressionState:
             # torch.distributed.checkpoint takes a tuple for one thing, a list for several.
             "groups": tuple(saved["groups"]),
         }
-        return {rank_key(*self._place(), self._part): entry}
+        return {rank_key(*place, self._part): entry}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
@@ -244,20 +330,41 @@ class CompressionState:
         without thresholds, which are found anew. For torch.distributed.checkpoint there is
         :class:`sparsecomm.checkpoint.ReshardingLoadPlanner`.
 
-        Before the first step, residuals are matched with the parameters as these appear; what does
-        not fit raises in that step.
+        A state that knows the parameters' names, by :func:`register_comm_hook` or
+        ``named_parameters``, compares names, sizes and types at once. One that does not matches
+        residuals with the parameters as these appear, and what does not fit raises in that step.
 
         Raises:
             ValueError: not a state_dict of this kind of state, of another rank, or of
                 another model; or an exchange, or a backward pass, is in progress; or the state is
                 closed.
         """
-        rank, size = self._place()
+        place = self._place()
+        try:
+            density, loaded = self._read(state_dict, *place)
+        except (AttributeError, LookupError, OverflowError, RuntimeError, TypeError) as error:
+            raise ValueError(
+                f"this is not a state_dict of {type(self).__name__}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        before = self.density
+        # First, since a change of density makes thresholds out of date.
+        self.density = density
+        try:
+            self._native.load(loaded)
+        except BaseException:
+            self.density = before
+            raise
+
+    def _read(
+        self, state_dict: Mapping[str, Any], rank: int, size: int
+    ) -> tuple[float, dict[str, Any]]:
+        """The density, and what the core is to load."""
         entry = entry_of(state_dict, rank, size, self._part)
         missing = _KEYS - entry.keys()
         if missing:
             raise ValueError(
-                f"this is no state_dict of {type(self).__name__}: it lacks "
+                f"this is not a state_dict of {type(self).__name__}: it lacks "
                 + ", ".join(sorted(missing))
             )
         for key, value in {"format": _FORMAT, "algorithm": self.algorithm}.items():
@@ -279,24 +386,18 @@ class CompressionState:
         if not self._average and former != size:
             for tensors in kept.values():
                 tensors.update({name: t * (former / size) for name, t in tensors.items()})
-        density = check_density(entry["density"])
-        before = self.density
-        # First, since a change of density makes thresholds out of date.
-        self.density = density
-        try:
-            self._native.load(
-                {
-                    **kept,
-                    "groups": list(entry["groups"]),
-                    "loss_scale": float(entry["loss_scale"]),
-                }
-            )
-        except BaseException:
-            self.density = before
-            raise
+        loaded = {
+            **kept,
+            "groups": list(entry["groups"]),
+            "loss_scale": float(entry["loss_scale"]),
+        }
+        return check_density(entry["density"]), loaded
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(density={self.density:g})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_to_copy(self)
 
     def _place(self) -> tuple[int, int]:
         require_initialised()
@@ -309,7 +410,7 @@ class CompressionState:
         self._native.set_densities(densities)
         self._knows_names = True
 
-    def _connect(self) -> None:
+    def _connect(self, call: str = "the first step") -> None:
         if not self._native.connected:
             if self._compression.densities and not self._knows_names:
                 raise ValueError(
@@ -317,14 +418,22 @@ class CompressionState:
                     "named_parameters=model.named_parameters(), or use "
                     "sparsecomm.register_comm_hook"
                 )
-            self._native.connect(connect(self._process_group, self._timeout, self._transport))
+            self._native.connect(self._transport_to(self._process_group, call))
 
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        if not isinstance(bucket, GradBucket):
-            raise RuntimeError(_PYTHON_REDUCER)
-        self._connect()
-        future: torch.futures.Future[torch.Tensor] = self._native.run(bucket).get_future()
-        return future
+        # As the hook in C++ does: see DdpHook.
+        if bucket.index() == 0:
+            self._error = None
+        if self._error is None:
+            try:
+                if not self._native.connected:
+                    watch_for_adam(self, bucket.parameters())
+                self._connect()
+                future: torch.futures.Future[torch.Tensor] = self._native.run(bucket).get_future()
+                return future
+            except Exception as error:
+                self._error = error
+        return _failed(self._error)
 
 
 class _Method(CompressionState):
@@ -343,6 +452,7 @@ class _Method(CompressionState):
         stall_limit: timedelta | None = STALL_LIMIT,
         **options: Unpack[CompressionOptions],
     ) -> None:
+        check_options(type(self), options, CompressionOptions)
         chosen: CompressionOptions = {**self._defaults, **options}
         super().__init__(
             Compression(algorithm=self._algorithm, density=density, **chosen),
@@ -441,7 +551,7 @@ class AutoState(_Method):
 
     @property
     def algorithms(self) -> list[str]:
-        """What each group's next step will use, ``"auto"`` before the first.
+        """The algorithm of each group's next step, ``"auto"`` before the first.
 
         Raises:
             ValueError: an exchange is in progress.
@@ -489,53 +599,53 @@ def compression_hook(
     state: CompressionState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook of any :class:`CompressionState`."""
-    return _checked_state(state, CompressionState, "compression_hook")._run(bucket)
+    return _run_hook(state, CompressionState, "compression_hook", bucket)
 
 
 def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(AutoState(), auto_hook)``."""
-    return _checked_state(state, AutoState, "auto_hook")._run(bucket)
+    return _run_hook(state, AutoState, "auto_hook", bucket)
 
 
 def dense_overlap_hook(
     state: DenseOverlapState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook, for a :class:`DenseOverlapState`."""
-    return _checked_state(state, DenseOverlapState, "dense_overlap_hook")._run(bucket)
+    return _run_hook(state, DenseOverlapState, "dense_overlap_hook", bucket)
 
 
 def gaussian_k_hook(
     state: GaussianKState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(GaussianKState(), gaussian_k_hook)``."""
-    return _checked_state(state, GaussianKState, "gaussian_k_hook")._run(bucket)
+    return _run_hook(state, GaussianKState, "gaussian_k_hook", bucket)
 
 
 def gtopk_hook(state: GTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(GTopkState(), gtopk_hook)``."""
-    return _checked_state(state, GTopkState, "gtopk_hook")._run(bucket)
+    return _run_hook(state, GTopkState, "gtopk_hook", bucket)
 
 
 def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(OkTopkState(), oktopk_hook)``."""
-    return _checked_state(state, OkTopkState, "oktopk_hook")._run(bucket)
+    return _run_hook(state, OkTopkState, "oktopk_hook", bucket)
 
 
 def quantized_topk_hook(
     state: QuantizedTopkState, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook, for a :class:`QuantizedTopkState`."""
-    return _checked_state(state, QuantizedTopkState, "quantized_topk_hook")._run(bucket)
+    return _run_hook(state, QuantizedTopkState, "quantized_topk_hook", bucket)
 
 
 def topk_dsa_hook(state: TopkDsaState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(TopkDsaState(), topk_dsa_hook)``."""
-    return _checked_state(state, TopkDsaState, "topk_dsa_hook")._run(bucket)
+    return _run_hook(state, TopkDsaState, "topk_dsa_hook", bucket)
 
 
 def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """DDP communication hook: ``ddp.register_comm_hook(TopkState(), topk_hook)``."""
-    return _checked_state(state, TopkState, "topk_hook")._run(bucket)
+    return _run_hook(state, TopkState, "topk_hook", bucket)
 
 
 _HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Tensor]]] = {
@@ -572,17 +682,22 @@ def register_comm_hook(
             states.
         RuntimeError: the model has a hook already or has run a backward pass, the state serves
             another model, or ``torch._dynamo.config.optimize_ddp`` is ``"python_reducer"``.
-        ValueError: the state was given another process group than the model.
+        ValueError: the state was given another process group than the model, or is connected to
+            another one.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
-            f"register_comm_hook needs a DistributedDataParallel model, not {type(ddp).__name__}"
+            "register_comm_hook needs a DistributedDataParallel model, not "
+            f"{type(ddp).__name__}: {_remedy(ddp)}"
         )
     if state is None:
         state = AutoState()
     if type(state) not in _HOOKS:
         known = ", ".join(kind.__name__ for kind in _HOOKS)
-        raise TypeError(f"state must be one of {known}, not {type(state).__name__}")
+        raise TypeError(
+            f"state must be one of {known}, not {type(state).__name__}; a subclass of them "
+            "goes with ddp.register_comm_hook(state, hook)"
+        )
     if state._registered:
         raise RuntimeError("this state serves another model already; make one state per model")
     if ddp._comm_hooks:
@@ -593,27 +708,58 @@ def register_comm_hook(
         )
     if ddp._use_python_reducer:
         raise RuntimeError(_PYTHON_REDUCER)
-    if state._process_group not in (None, ddp.process_group):
-        raise ValueError("the state's process group is not the model's; give both the same one")
+    connected = state._connected_group
+    if state._process_group not in (None, ddp.process_group) or (
+        connected is not None and connected() is not ddp.process_group
+    ):
+        raise ValueError(
+            "the state's process group is not the model's: give both the same one, or call "
+            "state.reconnect(ddp.process_group) on each of its ranks if the state is connected"
+        )
     state._process_group = ddp.process_group
-    state._name(
-        (name, parameter)
-        for name, parameter in ddp.module.named_parameters()
-        if name not in ddp.parameters_to_ignore
-    )
-    state._connect()
+    if not state._reconnected:  # else it has the names already
+        state._name(
+            (name, parameter)
+            for name, parameter in ddp.module.named_parameters()
+            if name not in ddp.parameters_to_ignore
+        )
+    state._connect("sparsecomm.register_comm_hook")
     _C.register_hook(ddp.reducer, state._native)
-    # What DDP.register_comm_hook does besides, for its log and for compiled DDP.
+    # As DDP.register_comm_hook does, for its log and for compiled DDP.
     ddp._comm_hooks.append((_HOOKS[type(state)], state))
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
+    watch_for_adam(state, ddp.module.parameters())
     return state
 
 
-def _checked_state(
-    state: CompressionState, kind: type[CompressionState], hook: str
-) -> CompressionState:
+def _remedy(model: Any) -> str:
+    """Returns what to do instead, for a ``model`` that is not a DistributedDataParallel."""
+    if not isinstance(model, torch.nn.Module):
+        return "give it the model that DistributedDataParallel(...) returned"
+    # By names, since the import of FSDP takes long.
+    if hasattr(model, "set_all_reduce_hook") or type(model).__name__ == "FullyShardedDataParallel":
+        return "shard it by fully_shard, and use sparsecomm.fsdp.apply"
+    if callable(getattr(model, "register_comm_hook", None)):
+        return "with replicate() call model.register_comm_hook(state, sparsecomm.oktopk_hook)"
+    return (
+        "wrap it in DistributedDataParallel first. A trainer wraps it in a method such as "
+        "prepare(), and may keep the wrapped model in another attribute. With one process trainers "
+        "do not wrap it: there is nothing to exchange then"
+    )
+
+
+def _run_hook(
+    state: CompressionState, kind: type[CompressionState], hook: str, bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    if not isinstance(bucket, GradBucket):
+        raise RuntimeError(_PYTHON_REDUCER)
     if not isinstance(state, kind):
-        raise TypeError(f"{hook} needs a {kind.__name__}, not {type(state).__name__}")
-    return state
+        return _failed(TypeError(f"{hook} needs a {kind.__name__}, not {type(state).__name__}"))
+    return state._run(bucket)
+
+
+def _failed(error: Exception) -> torch.futures.Future[torch.Tensor]:
+    future: torch.futures.Future[torch.Tensor] = _C.failed_work(error).get_future()
+    return future

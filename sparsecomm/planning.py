@@ -183,7 +183,7 @@ def explain(
         ValueError: an argument outside its range, or ``link`` without ``ranks`` or the reverse.
     """
     if (link is None) != (ranks is None):
-        raise ValueError("link and ranks go together; leave both away to measure a process group")
+        raise ValueError("link and ranks go together; omit both to measure a process group")
     if dtype not in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype={dtype} is none of float32, float64, float16, bfloat16")
     if math.isnan(density) or not 0 < density <= 1:

@@ -7,11 +7,15 @@ torch.distributed.checkpoint, which takes equal keys for copies of one thing, ke
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from types import FrameType
+from typing import Any, NoReturn
 
 import torch
 
+# Functions of objects that hold a state, such as a subclass or accelerate's optimizer.
+_HOLDERS = {"state_dict", "<dictcomp>", "<genexpr>", "<listcomp>"}
 KEY = re.compile(r"rank_(\d+)_of_(\d+)(.*)")
 
 
@@ -20,10 +24,50 @@ def rank_key(rank: int, size: int, part: str = "") -> str:
     return f"rank_{rank}_of_{size}{part}"
 
 
+def refuse_to_copy(state: object) -> NoReturn:
+    """Raises TypeError: pickle, torch.save and copy were given a state itself."""
+    raise TypeError(
+        f"{type(state).__name__} has connections to other ranks, and cannot be pickled or copied: "
+        "save its state_dict() on every rank, and load that into a new one; give a trainer that "
+        "copies its arguments the state after it has prepared the model, by "
+        "sparsecomm.register_comm_hook(model, state)"
+    )
+
+
+def refuse_saver_of_one_rank(size: int) -> None:
+    """Raises ValueError if accelerate asks for a state_dict, of which it writes rank 0's alone.
+
+    Only the name of the calling module tells ``Accelerator.save_state`` from a caller that writes
+    the state_dict of every rank.
+    """
+    if size > 1 and _caller() == "accelerate.checkpointing":
+        raise ValueError(
+            "accelerate would save the residuals of rank 0 alone, which no other rank can load: "
+            "save state.state_dict() on every rank, in a hook of "
+            "accelerator.register_save_state_pre_hook for example, and give accelerate neither the "
+            "state (register_for_checkpointing) nor an optimizer of sparsecomm.optim (prepare)"
+        )
+
+
+def _caller() -> str:
+    """Returns the module that asks for a state_dict, by whatever objects that hold the state."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        module: str = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] != "sparsecomm" and frame.f_code.co_name not in _HOLDERS:
+            return module
+        frame = frame.f_back
+    return ""
+
+
 def entry_of(
     state_dict: Mapping[str, Any], rank: int, size: int, part: str = ""
 ) -> Mapping[str, Any]:
     """The entry of this rank, or what those of all ranks of another number make together."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(
+            f"a state_dict is a dict, as state_dict() returns it, not {type(state_dict).__name__}"
+        )
     own = rank_key(rank, size, part)
     if own in state_dict:
         entry: Mapping[str, Any] = state_dict[own]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,12 @@ from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
 from sparsecomm.fsdp_modules import groups_of, part_of
-from sparsecomm.rank_entries import entry_of, rank_key
+from sparsecomm.rank_entries import (
+    entry_of,
+    rank_key,
+    refuse_saver_of_one_rank,
+    refuse_to_copy,
+)
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import AUTO, STALL_LIMIT
 
@@ -46,11 +51,12 @@ class ReduceScatterState:
         assert isinstance(info, FSDPMeshInfo)
         self._density = density
         self._place = info.shard_mesh_rank, info.shard_mesh_size
-        communicator = Communicator.from_process_group(
+        communicator = Communicator._connected_in(
+            "sparsecomm.fsdp.apply_reduce_scatter",
             info.shard_process_group,
-            transport=transport,
-            timeout=timeout,
-            stall_limit=stall_limit,
+            transport,
+            timeout,
+            stall_limit,
         )
         step = _Step()
         self._comms = [
@@ -67,9 +73,13 @@ class ReduceScatterState:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's residuals, one of each whole parameter, under a key that names it."""
+        refuse_saver_of_one_rank(self._place[1])
         residuals = {name: r for comm in self._comms for name, r in comm.residuals().items()}
         entry = {"format": _FORMAT, "density": self._density, "residuals": residuals}
         return {rank_key(*self._place): entry}
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        refuse_to_copy(self)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, or on all of another number.

@@ -147,7 +147,10 @@ def _together(groups: list[dict[str, Any]]) -> dict[str, float]:
 
 def _check(state: object) -> None:
     if not isinstance(state, CompressionState):
-        raise TypeError(f"a state of sparsecomm's hooks is needed, not {type(state).__name__}")
+        remedy = "; give states one by one" if isinstance(state, (list, tuple)) else ""
+        raise TypeError(
+            f"a state of sparsecomm's hooks is needed, not {type(state).__name__}{remedy}"
+        )
 
 
 def _print(title: str, native: _C.HookState, file: TextIO | None) -> None:

@@ -6,7 +6,8 @@ import math
 import re
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
-_BANDWIDTHS = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9, "tbit": 1e12}
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_BANDWIDTHS = {f"{p}{bit}": scale for p, scale in _PREFIXES.items() for bit in ("bit", "bps")}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -16,7 +17,9 @@ def parse_count(text: str) -> int:
 
 
 def parse_bandwidth(text: str) -> float:
-    """Reads bits per second, such as ``25gbit``."""
+    """Reads bits per second, such as ``25gbit`` or ``25Gbps``."""
+    if re.search("B[pP]", text):
+        raise ValueError(f"{text!r} may mean bytes per second; write bits, such as 25gbit")
     value = _parse(text, _BANDWIDTHS, "a bandwidth such as 25gbit or 100mbit")
     if value == 0:
         raise ValueError(f"{text!r}: nothing crosses a link without bandwidth")

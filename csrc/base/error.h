@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <exception>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -46,7 +47,7 @@ class Cancelled : public Error {
   using Error::Error;
 };
 
-// An error that accuses ranks. `ranks()` is sorted and never empty.
+// An error that accuses ranks. `ranks()` is sorted, and not empty but for Interrupted.
 class PeerError : public Error {
  public:
   PeerError(std::string const& message, std::vector<int> ranks)
@@ -63,7 +64,7 @@ class PeerLost : public PeerError {
   using PeerError::PeerError;
 };
 
-// Another rank's failure report ended the wait for these ranks.
+// Another rank's failure report, or an abort on this rank, ended the wait for these ranks, if any.
 class Interrupted : public PeerError {
  public:
   using PeerError::PeerError;
@@ -99,6 +100,17 @@ std::string join_ranks(Ranks const& ranks) {
     separator = ", ";
   }
   return text;
+}
+
+// What the exception says.
+inline std::string what_of(std::exception_ptr const& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (std::exception const& exception) {
+    return exception.what();
+  } catch (...) {
+    return "an exception that is not a std::exception";
+  }
 }
 
 // Throws E with the concatenated operands unless `holds`.

@@ -10,6 +10,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "base/never_destroyed.h"
+
 namespace sparsecomm {
 
 // Refers to a callable that outlives the call it is passed to.
@@ -57,7 +59,7 @@ class InlineExecutor final : public Executor {
 };
 
 inline Executor const& inline_executor() {
-  static InlineExecutor const executor;
+  static Executor const& executor = never_destroyed(InlineExecutor());
   return executor;
 }
 

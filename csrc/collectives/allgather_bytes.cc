@@ -17,7 +17,7 @@ std::span<const std::span<const std::byte>> BytesAllgather::run(Channel& channel
   if (*longest == 0) return strings_;
 
   auto const frame = frame_.take(header_bytes + own.size());
-  encode_bytes(channel.operation(), own, frame);
+  encode_bytes(channel.stamp(), own, frame);
   auto const frames = gather_.run(channel, Phase::gather, frame, header_bytes + *longest);
   for (std::size_t rank = 0; rank < ranks; ++rank) {
     channel.decode_from(static_cast<int>(rank), [&] {

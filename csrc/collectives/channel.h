@@ -13,16 +13,40 @@ namespace sparsecomm {
 
 // The steps of an operation; part of the tag, so that a message can only meet the receive it is
 // meant for.
-enum class Phase : std::uint8_t { agree, explain, reduce, partition, threshold, balance, gather };
+enum class Phase : std::uint8_t {
+  agree,
+  explain,
+  reduce,
+  partition,
+  threshold,
+  balance,
+  gather,
+  commit
+};
+
+class Channel;
+
+// See Communicator::commit().
+class Commit {
+ public:
+  virtual void commit(Channel& channel) = 0;
+
+ protected:
+  ~Commit() = default;
+};
 
 class Channel {
  public:
-  Channel(Transport& transport, std::uint32_t operation, Deadline const& deadline)
-      : transport_(transport), operation_(operation), deadline_(deadline) {}
+  // `commit`: of an operation that stands on all ranks or on none; null for others.
+  Channel(Transport& transport, std::uint32_t operation, Deadline const& deadline,
+          Commit* commit = nullptr)
+      : transport_(transport), operation_(operation), deadline_(deadline), commit_(commit) {}
 
   int rank() const { return transport_.rank(); }
   int size() const { return transport_.size(); }
   std::uint32_t operation() const { return operation_; }
+  // Stamps this operation's frames.
+  FrameStamp stamp() const { return {operation_, transport_.run()}; }
 
   Transport const& transport() const { return transport_; }
   // See Transport::allreduce.
@@ -36,6 +60,17 @@ class Channel {
   }
   Request irecv(int peer, Phase phase, std::span<std::byte> buffer) {
     return transport_.irecv(peer, tag(phase), buffer);
+  }
+  // Called when the result is there, before the caller's data is changed in a way that cannot be
+  // undone. Returns if the result is to be used.
+  void commit() {
+    if (commit_ != nullptr) commit_->commit(*this);
+  }
+  // For a step of an algorithm that is an allreduce itself.
+  Channel without_commit() const {
+    Channel copy = *this;
+    copy.commit_ = nullptr;
+    return copy;
   }
   // See Deadline::postpone.
   void postpone(Duration time) { deadline_.postpone(time); }
@@ -79,19 +114,31 @@ class Channel {
   Transport& transport_;
   std::uint32_t operation_;
   Deadline deadline_;
+  Commit* commit_;
 };
 
 // Bruck allgather of one frame per rank: ceil(log2 P) messages, and every frame crosses P - 1 links
-// in all.
+// in all. Where the worst frames of all ranks would take more than `lengths_first_above` bytes, the
+// ranks tell each other their frames' lengths first, in as many messages, and make room for those.
 class FrameAllgather {
  public:
+  FrameAllgather() = default;
+  explicit FrameAllgather(std::size_t lengths_first_above)
+      : lengths_first_above_(lengths_first_above) {}
+
   // `max_frame_bytes` bounds each rank's frame. Element r of the result is rank r's frame, own
   // included; it and the result are valid until the next run().
   std::span<const FrameView> run(Channel& channel, Phase phase, std::span<const std::byte> own,
                                  std::size_t max_frame_bytes);
 
  private:
-  ByteBuffer buffer_;
+  // Fills blocks_ with the frames of rank, rank + 1, ... (mod size): each no longer than rooms_
+  // says.
+  void gather(Channel& channel, Phase phase, std::span<const std::byte> own, ByteBuffer& buffer);
+
+  std::size_t lengths_first_above_ = std::size_t{256} << 20;
+  ByteBuffer buffer_, lengths_buffer_;
+  std::vector<std::size_t> rooms_;  // [step]: of the frame of rank + step
   std::vector<std::size_t> ends_;
   std::vector<FrameView> blocks_, frames_;
 };

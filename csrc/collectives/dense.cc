@@ -32,9 +32,11 @@ class Pairwise : public DenseAllreduce<T> {
       Stage& stage = stages_[chunk % 2];
       reduce(channel, part_of(chunk), reduction, divisor, stage);
       if (chunk + 1 < chunks) start(channel, part_of(chunk + 1), stages_[(chunk + 1) % 2]);
-      gather(channel, part_of(chunk), result);
+      gather(channel, part_of(chunk), result, chunks == 1);
     }
-    if (chunks > 1) std::ranges::copy(result, data.begin());
+    if (chunks == 1) return;
+    channel.commit();
+    std::ranges::copy(result, data.begin());
   }
 
  private:
@@ -102,7 +104,7 @@ class Pairwise : public DenseAllreduce<T> {
         DenseFrames<T>::encode_as_is(channel, first, finished_, own_.take(chunk.max_frame(size)));
   }
 
-  void gather(Channel& channel, Chunk const& chunk, std::span<T> result) {
+  void gather(Channel& channel, Chunk const& chunk, std::span<T> result, bool commits) {
     int const size = channel.size();
     auto const frames = gather_.run(channel, Phase::gather, share_, chunk.max_frame(size));
     for (int part = 0; part < size; ++part) {
@@ -119,6 +121,7 @@ class Pairwise : public DenseAllreduce<T> {
                                 " elements of ", name(dtype_of<T>()));
       });
     }
+    if (commits) channel.commit();
     for (int part = 0; part < size; ++part) {
       DenseFrames<T>::copy(
           channel, part, frames[part], chunk.first_of(part, size),

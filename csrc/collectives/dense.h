@@ -38,7 +38,7 @@ class DenseAllreduce {
  public:
   virtual ~DenseAllreduce() = default;
   // Replaces data by the reduction over all ranks, divided by `divisor`. On an exception data is as
-  // it was. A frame of more than 2^32 - 1 bytes throws InvalidArgument.
+  // it was. Calls channel.commit(). A frame of more than 2^32 - 1 bytes throws InvalidArgument.
   virtual void run(Channel& channel, std::span<T> data, Reduction reduction,
                    accumulate_t<T> divisor) = 0;
 };

@@ -34,7 +34,7 @@ class DenseFrames {
                                                  std::span<const T> values,
                                                  std::span<std::byte> out) {
     return out.first(
-        encode_dense<T>(channel.operation(), static_cast<std::uint32_t>(first), values, out));
+        encode_dense<T>(channel.stamp(), static_cast<std::uint32_t>(first), values, out));
   }
 
   // Combines `into` with a peer's frame of the same elements.

@@ -24,6 +24,7 @@ class Inner final : public DenseAllreduce<T> {
       std::ranges::copy(data, result.begin());
       channel.allreduce(std::as_writable_bytes(result), dtype_of<T>(), reduction);
     }
+    channel.commit();
     std::ranges::transform(result, data.begin(),
                            [=](T x) { return static_cast<T>(static_cast<V>(x) / divisor); });
   }

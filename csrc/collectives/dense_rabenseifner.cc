@@ -54,6 +54,7 @@ class Rabenseifner final : public DenseAllreduce<T> {
       FrameView const frame = channel.wait_frame(receive, partner, incoming);
       Frames::copy(channel, partner, frame, 0, result);
       channel.wait(send);
+      channel.commit();
       std::ranges::copy(result, data.begin());
       return;
     }
@@ -103,6 +104,7 @@ class Rabenseifner final : public DenseAllreduce<T> {
                                    Frames::encode_as_is(channel, 0, result, outgoing));
       channel.wait(send);
     }
+    channel.commit();
     std::ranges::copy(result, data.begin());
   }
 

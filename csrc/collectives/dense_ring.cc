@@ -55,6 +55,7 @@ class Ring final : public DenseAllreduce<T> {
       Frames::copy(channel, left, frame, first_of(rank - step), part_of(rank - step, result));
       channel.wait(send);
     }
+    channel.commit();
     std::ranges::copy(result, data.begin());
   }
 

@@ -30,7 +30,7 @@ class FigureExchange {
            std::span<T> arrived) {
     auto const outgoing = send_.take(header_bytes + figures.size_bytes());
     auto const incoming = receive_.take(header_bytes + arrived.size_bytes());
-    encode_bytes(channel.operation(), std::as_bytes(figures), outgoing);
+    encode_bytes(channel.stamp(), std::as_bytes(figures), outgoing);
     Request receive = channel.irecv(source, phase, incoming);
     Request send = channel.isend(destination, phase, outgoing);
     FrameView const frame = channel.wait_frame(receive, source, incoming);

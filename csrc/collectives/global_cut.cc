@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <functional>
 #include <limits>
 #include <numeric>
 #include <utility>
@@ -54,7 +53,9 @@ void GlobalCut<V>::count(Channel* channel, Window const& window, std::span<const
   auto const total = [](std::span<const std::uint32_t> counts) {
     return std::accumulate(counts.begin(), counts.end(), std::uint64_t{0});
   };
-  sum_.run(*channel, Phase::threshold, totals_, std::plus{},
+  // What arrives may add up to more than 32 bits hold: it must not come out small.
+  auto const add = [](std::uint32_t a, std::uint32_t b) { return a + std::min(b, ~a); };
+  sum_.run(*channel, Phase::threshold, totals_, add,
            [&](std::span<const std::uint32_t> arrived, int ranks) {
              require<MalformedFrame>(total(arrived) <= most, "a histogram of ", total(arrived),
                                      " values of ", ranks, " ranks, where all have at most ", most);

@@ -44,7 +44,7 @@ class GTopK final : public SparseAllreduce<V> {
     if (rank == 0) {
       frame = encode(channel, extent, max_frame);
       // As the others see it: a dense frame drops zeros.
-      if (size > 1) take(channel, rank, parse_frame(frame, channel.operation()), problem);
+      if (size > 1) take(channel, rank, parse_frame(frame, channel.stamp()), problem);
     } else {
       int const parent = rank - distance;
       Request send = channel.isend(parent, Phase::reduce, encode(channel, extent, max_frame));
@@ -74,8 +74,8 @@ class GTopK final : public SparseAllreduce<V> {
   std::span<const std::byte> encode(Channel const& channel, std::uint32_t extent,
                                     std::size_t max_frame) {
     auto const out = send_.take(max_frame);
-    return out.first(encode_sparse<V>(channel.operation(), 0, extent, result_.indices,
-                                      result_.values, options_.frame, out));
+    return out.first(encode_sparse<V>(channel.stamp(), 0, extent, result_.indices, result_.values,
+                                      options_.frame, out));
   }
   void take(Channel& channel, int peer, FrameView const& frame, SparseProblem const& problem) {
     incoming_.clear();

@@ -78,7 +78,7 @@ class OkTopk final : public SparseAllreduce<V> {
   std::span<const std::byte> encode(Channel const& channel, std::uint32_t first, std::uint32_t last,
                                     SparseView<V> part, FrameOptions const& options,
                                     std::span<std::byte> out) const {
-    return out.first(encode_sparse<V>(channel.operation(), first, last - first, part.indices,
+    return out.first(encode_sparse<V>(channel.stamp(), first, last - first, part.indices,
                                       part.values, options, out));
   }
   // Appends the pairs of a share, which come behind those of lower ranks.

@@ -35,7 +35,8 @@ void RegionSearch::count(Channel& channel, std::span<const std::uint32_t> indice
       begin = end;
     }
   }
-  sum_->run(channel, counts_, Reduction::sum, 1);
+  Channel counting = channel.without_commit();
+  sum_->run(counting, counts_, Reduction::sum, 1);
 }
 
 void RegionSearch::run(Channel& channel, std::span<const std::uint32_t> indices,

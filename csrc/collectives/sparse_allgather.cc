@@ -13,7 +13,7 @@ std::span<const SparseView<V>> SparseAllgather<V>::run(Channel& channel, SparseV
   std::size_t const capacity = max_sparse_frame_bytes<V>(limit, range);
   auto const frame = send_.take(capacity);
   std::size_t const length =
-      encode_sparse<V>(channel.operation(), 0, range, own.indices, own.values, frame_, frame);
+      encode_sparse<V>(channel.stamp(), 0, range, own.indices, own.values, frame_, frame);
   auto const frames = gather_.run(channel, Phase::gather, frame.first(length), capacity);
 
   indices_.clear();

@@ -65,7 +65,7 @@ class SparseRing final : public SparseAllreduce<V> {
     auto const blocks = gathered_.take(capacity * size);
     auto const block = [&](int part) { return blocks.subspan(part * capacity, capacity); };
     auto outgoing = codec_.encode(channel, regions_[rank], sum_.view(), block(rank));
-    frames_[rank] = parse_frame(outgoing, channel.operation());
+    frames_[rank] = parse_frame(outgoing, channel.stamp());
     for (int step = 1; step < size; ++step) {
       int const part = (rank - step + size) % size;
       Request receive = channel.irecv(previous(channel), Phase::gather, block(part));

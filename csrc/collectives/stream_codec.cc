@@ -53,7 +53,7 @@ std::span<const std::byte> StreamCodec<V>::encode(Channel const& channel, Region
                                                   std::span<std::byte> out,
                                                   ValueCodec dense_codec) {
   if (!view.is_dense && view.nnz() <= sparse_limit<V>(options_, region.extent())) {
-    return out.first(encode_sparse<V>(channel.operation(), first_of(region), extent_of(region),
+    return out.first(encode_sparse<V>(channel.stamp(), first_of(region), extent_of(region),
                                       view.sparse.indices, view.sparse.values, options_.frame,
                                       out));
   }
@@ -63,8 +63,7 @@ std::span<const std::byte> StreamCodec<V>::encode(Channel const& channel, Region
     expanded_.add(view.sparse);
     values = expanded_.dense();
   }
-  return out.first(
-      encode_dense<V>(channel.operation(), first_of(region), values, out, dense_codec));
+  return out.first(encode_dense<V>(channel.stamp(), first_of(region), values, out, dense_codec));
 }
 
 template <class V>

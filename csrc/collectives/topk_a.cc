@@ -28,7 +28,7 @@ class TopkA final : public SparseAllreduce<V> {
       sent.values = rounded_;
       push_errors<V>(selection, rounded_, rejected_);
     }
-    std::size_t const length = encode_sparse<V>(channel.operation(), 0, extent, sent.indices,
+    std::size_t const length = encode_sparse<V>(channel.stamp(), 0, extent, sent.indices,
                                                 sent.values, frame_options(options_, problem), own);
     auto const frames = gather_.run(channel, Phase::gather, own.first(length), capacity);
     sum_.reset(0, extent, sparse_limit<V>(options_, extent), problem.reduction);

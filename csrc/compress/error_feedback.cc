@@ -168,8 +168,9 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
                                      selection_scratch_, executor_)
                  .count;
     first_index += static_cast<std::uint32_t>(segment.gradient.size());
+    // After each, since the next may want for memory, and what is selected must be put back.
+    selection_ = {indices.first(count), values.first(count)};
   }
-  selection_ = {indices.first(count), values.first(count)};
   return selection_;
 }
 
@@ -226,6 +227,7 @@ template <class T>
 void ErrorFeedback<T>::mask(StreamView<V> const& reduced) {
   if (rule_.momentum == 0 || !rule_.mask_momentum || whole_) return;
   delivered(selection_.indices, reduced, masked_);
+  masked_moments_.reserve(masked_.size());
   for (std::uint32_t const index : masked_) {
     masked_moments_.push_back(std::exchange(moment_[index], V{0}));
   }
@@ -251,8 +253,8 @@ void ErrorFeedback<T>::flush(std::span<const Segment<T>> segments) {
 
 template <class T>
 void ErrorFeedback<T>::keep(std::span<const Segment<T>> segments, SparseView<V> rejected) {
+  before_.resize(rejected.nnz());  // first, since it may throw, and restore() reads as many
   rejected_ = rejected;
-  before_.resize(rejected.nnz());
   for_each_residual<T>(segments, rejected.indices, [&](V& residual, std::size_t i) {
     before_[i] = residual;
     residual += rejected.values[i];
@@ -261,7 +263,7 @@ void ErrorFeedback<T>::keep(std::span<const Segment<T>> segments, SparseView<V> 
 
 template <class T>
 void ErrorFeedback<T>::restore(std::span<const Segment<T>> segments) {
-  for (std::size_t i = 0; i < masked_.size(); ++i) moment_[masked_[i]] = masked_moments_[i];
+  for (std::size_t i = 0; i < masked_moments_.size(); ++i) moment_[masked_[i]] = masked_moments_[i];
   for_each_residual<T>(segments, rejected_.indices,
                        [&](V& residual, std::size_t i) { residual = before_[i]; });
   for_each_residual<T>(segments, selection_.indices,

@@ -90,7 +90,7 @@ class Exchanges {
     auto const payload = std::as_bytes(std::span(own));
     std::vector<std::byte>& frame = buffers_.own;
     frame.resize(header_bytes + payload.size());
-    encode_bytes(channel_.operation(), payload, frame);
+    encode_bytes(channel_.stamp(), payload, frame);
     auto const frames = buffers_.gather.run(channel_, Phase::gather, frame, frame.size());
     std::vector<std::array<double, N>> every(channel_.size());
     for (int rank = 0; rank < channel_.size(); ++rank) {
@@ -171,7 +171,7 @@ class Exchanges {
     auto const incoming = buffers_.incoming.take(frame_bytes * count);
     auto const outgoing = buffers_.outgoing.take(frame_bytes);
     std::ranges::fill(incoming, std::byte{});
-    encode_bytes(channel_.operation(), incoming.first(bytes), outgoing);
+    encode_bytes(channel_.stamp(), incoming.first(bytes), outgoing);
     return {outgoing, incoming, bytes};
   }
 

@@ -5,10 +5,9 @@
 #include <cmath>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <tuple>
 
-#include "engine/verdict.h"
+#include "engine/mismatch.h"
 
 namespace sparsecomm {
 namespace {
@@ -25,84 +24,15 @@ struct Fingerprint {
 };
 
 constexpr std::size_t max_proposal_bytes = 4096;
-constexpr char const* closed_by_its_owner = "it closed its communicator";
+constexpr char const* waits_for_itself =
+    "a blocking call on a thread that the communicator needs to get on: a callback of one of its "
+    "operations, or the handler of a log message or of a signal, would wait for itself; start the "
+    "operation with async_op=True and wait for it on another thread, or after the handler";
 
 std::uint64_t fnv1a(std::string_view text) {
   std::uint64_t hash = 0xcbf29ce484222325u;
   for (char const c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
   return hash;
-}
-
-std::map<std::string, std::string> fields_of(std::string_view text) {
-  std::map<std::string, std::string> fields;
-  while (!text.empty()) {
-    std::string_view const field = text.substr(0, text.find(';'));
-    std::size_t const equals = std::min(field.find('='), field.size());
-    fields.emplace(field.substr(0, equals), field.substr(std::min(equals + 1, field.size())));
-    text.remove_prefix(std::min(field.size() + 1, text.size()));
-  }
-  return fields;
-}
-
-// "numel: 10 on ranks 0, 1 but 12 on rank 2; dtype: ...", each field that differs.
-std::string differences(std::span<const std::string> texts) {
-  std::map<std::string, std::map<std::string, std::vector<int>>>
-      ranks_with;  // field -> value -> ranks
-  std::vector<std::map<std::string, std::string>> proposals;
-  for (std::string const& text : texts) {
-    for (auto const& field : proposals.emplace_back(fields_of(text))) ranks_with[field.first];
-  }
-  std::string message;
-  for (auto& [field, values] : ranks_with) {
-    for (int rank = 0; rank < static_cast<int>(proposals.size()); ++rank) {
-      auto const found = proposals[rank].find(field);
-      values[found == proposals[rank].end() ? "nothing" : found->second].push_back(rank);
-    }
-    if (values.size() < 2) continue;
-    message += concat(message.empty() ? "" : "; ", field, ":");
-    char const* separator = " ";
-    for (auto const& [value, ranks] : values) {
-      message += concat(separator, value, " on ", join_ranks(ranks));
-      separator = " but ";
-    }
-  }
-  return message;
-}
-
-std::string what(std::exception_ptr const& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (std::exception const& exception) {
-    return exception.what();
-  } catch (...) {
-    return "an exception that is no std::exception";
-  }
-}
-
-FailureReport report_of(std::exception_ptr const& error, std::uint64_t operation,
-                        Counters const& counters) {
-  using Cause = FailureReport::Cause;
-  auto const report = [&](Cause cause, std::vector<int> suspects) {
-    return FailureReport{operation,
-                         cause,
-                         std::move(suspects),
-                         what(error),
-                         counters.sent_messages,
-                         counters.received_messages};
-  };
-  try {
-    std::rethrow_exception(error);
-  } catch (PeerInvalid const& invalid) {
-    return report(Cause::invalid, invalid.ranks());
-  } catch (Timeout const& timeout) {
-    return report(Cause::timeout, timeout.ranks());
-  } catch (Interrupted const& interrupted) {
-    return report(Cause::interrupted, interrupted.ranks());
-  } catch (PeerError const& lost) {
-    return report(Cause::lost, lost.ranks());
-  } catch (...) {
-    return report(Cause::own, {});
-  }
 }
 
 }  // namespace
@@ -114,6 +44,7 @@ struct Communicator::Handle::State {
   bool cancelled = false;
   bool done = false;
   std::exception_ptr error;
+  std::shared_ptr<Threads const> threads;
 
   // Whether it was cancelled before.
   bool begin() {
@@ -132,10 +63,28 @@ struct Communicator::Handle::State {
 };
 
 void Communicator::Handle::wait() const {
+  require_waitable();
   std::unique_lock lock(state_->mutex);
   state_->changed.wait(lock, [&] { return state_->done; });
   if (state_->error) std::rethrow_exception(state_->error);
 }
+
+void Communicator::Handle::wait(Interrupt& interrupt) const {
+  require_waitable();
+  std::unique_lock lock(state_->mutex);
+  while (!state_->changed.wait_for(lock, Interrupt::period, [&] { return state_->done; })) {
+    lock.unlock();
+    interrupt.poll(steady_clock().now());
+    lock.lock();
+  }
+  if (state_->error) std::rethrow_exception(state_->error);
+}
+
+void Communicator::Handle::require_waitable() const {
+  require<Error>(done() || !state_->threads->here(), waits_for_itself);
+}
+
+void Communicator::require_waitable() const { require<Error>(!on_own_thread(), waits_for_itself); }
 
 bool Communicator::Handle::done() const {
   std::lock_guard const lock(state_->mutex);
@@ -159,8 +108,17 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       counters_(transport_->size()),
       watch_(options_.stall.log && transport_->size() > 1
                  ? std::make_unique<StallWatch>(*transport_, options_.stall, options_.timeout)
-                 : nullptr),
-      thread_([this] { progress(); }) {}
+                 : nullptr) {
+  if (watch_) threads_->watch = watch_->thread();
+  try {
+    if (size() > 1) transport_->board().on_failure([this] { alarm(); });
+    thread_ = std::make_unique<std::thread>([this] { progress(); });
+  } catch (...) {
+    transport_->board().on_failure({});
+    throw;
+  }
+  threads_->progress = thread_->get_id();
+}
 
 Communicator::~Communicator() {
   if (owner_ != ::getpid()) {
@@ -169,30 +127,41 @@ Communicator::~Communicator() {
     std::ignore = transport_.release();
     std::ignore = changed_.release();
     std::ignore = watch_.release();
-    thread_.detach();
+    std::ignore = thread_.release();
     return;
   }
-  if (watch_) watch_->stop();
-  bool busy = false;
-  {
-    std::lock_guard const lock(mutex_);
-    closing_ = true;
-    busy = running_ || !queue_.empty();
-  }
-  changed_->notify_all();
-  if (busy) {
-    // Before the connections close, so that peers know why.
-    transport_->post_failure({next_operation_, FailureReport::Cause::own, {}, closed_by_its_owner});
-    transport_->abort();
-  }
-  thread_.join();
+  close();
   watch_.reset();
   transport_.reset();  // before the buffers that its requests may still point to
 }
 
-bool Communicator::on_own_thread() const {
-  auto const here = std::this_thread::get_id();
-  return here == thread_.get_id() || (watch_ && here == watch_->thread());
+void Communicator::close() {
+  if (owner_ != ::getpid()) return;
+  std::call_once(closed_, [this] {
+    if (watch_) watch_->stop();
+    transport_->board().on_failure({});
+    bool busy = false;
+    {
+      std::lock_guard const lock(mutex_);
+      closing_ = true;
+      busy = running_ || !queue_.empty();
+    }
+    changed_->notify_all();
+    if (busy) break_off(closed_by_its_owner);
+    thread_->join();
+    if (watch_) watch_->join();
+  });
+}
+
+bool Communicator::closed() const {
+  if (owner_ != ::getpid()) return false;  // operations say what is wrong
+  std::lock_guard const lock(mutex_);
+  return closing_;
+}
+
+bool Communicator::Threads::here() const {
+  auto const id = std::this_thread::get_id();
+  return id == progress || id == watch || id == caller;
 }
 
 void Communicator::require_own_process() const {
@@ -206,31 +175,38 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
   require_own_process();
   Handle handle;
   handle.state_ = std::make_shared<Handle::State>();
+  handle.state_->threads = threads_;
   {
     std::lock_guard const lock(mutex_);
+    require<Aborted>(!closing_, "this communicator is closed; make a new one");
     queue_.push_back({std::move(operation), handle.state_, std::move(completion)});
   }
   changed_->notify_all();
   return handle;
 }
 
-void Communicator::run(std::shared_ptr<Operation> const& operation) {
+void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt) {
   require_own_process();
-  {
-    std::unique_lock lock(mutex_);
-    if (closing_ || taken_ || !queue_.empty()) {
-      lock.unlock();
-      submit(operation).wait();
-      return;
-    }
-    taken_ = running_ = true;
+  require_waitable();
+  bool here = interrupt == nullptr || transport_->interruptible();
+  if (here) {
+    std::lock_guard const lock(mutex_);
+    here = !closing_ && !taken_ && queue_.empty();
+    if (here) taken_ = running_ = true;
   }
+  if (!here) {
+    Handle const handle = submit(operation);
+    interrupt != nullptr ? wait(handle, *interrupt) : handle.wait();
+    return;
+  }
+  threads_->caller = std::this_thread::get_id();
   std::exception_ptr error;
   try {
-    execute(*operation, false);
+    execute(*operation, false, interrupt);
   } catch (...) {
     error = std::current_exception();
   }
+  threads_->caller = std::thread::id();
   bool awaited = false;
   {
     std::lock_guard const lock(mutex_);
@@ -242,6 +218,21 @@ void Communicator::run(std::shared_ptr<Operation> const& operation) {
   if (error) std::rethrow_exception(error);
 }
 
+// Like the handle's, but ends what it waits for if the caller is interrupted.
+void Communicator::wait(Handle const& handle, Interrupt& interrupt) {
+  try {
+    handle.wait(interrupt);
+  } catch (...) {
+    if (!interrupt.raised()) throw;
+    if (!handle.cancel() && !handle.done()) break_off(interrupted_by_its_caller);
+    auto& state = *handle.state_;
+    std::unique_lock lock(state.mutex);
+    // What has begun uses the caller's memory.
+    state.changed.wait(lock, [&] { return state.done || state.cancelled; });
+    throw;
+  }
+}
+
 Counters Communicator::counters() const {
   std::lock_guard const lock(mutex_);
   return counters_;
@@ -250,8 +241,8 @@ Counters Communicator::counters() const {
 Figures const& Communicator::figures(Channel& channel) {
   if (!options_.figures) {
     TimePoint const start = clock_.now();
-    Channel measuring(*transport_, channel.operation(),
-                      Deadline(clock_, options_.timeout + calibration_allowance));
+    Channel measuring(*transport_, channel.operation(), Deadline(clock_, options_.timeout));
+    measuring.postpone(calibration_allowance);
     options_.figures = calibrate(measuring, clock_, probes_);
     probes_ = {};
     channel.postpone(clock_.now() - start);
@@ -293,52 +284,91 @@ void Communicator::progress() {
     } catch (...) {
       if (!error) error = std::current_exception();
     }
+    // What these hold may be Python's, and a program may end once it is told.
+    item.operation.reset();
+    item.completion = nullptr;
     item.state->end(error);
     std::lock_guard const lock(mutex_);
     taken_ = false;
   }
 }
 
-void Communicator::execute(Operation& operation, bool cancelled) {
+class Communicator::InProgress {
+ public:
+  explicit InProgress(Communicator& communicator) : communicator_(communicator) {
+    std::lock_guard const lock(communicator_.mutex_);
+    ++communicator_.next_operation_;
+    communicator_.progress_ = Progress::exchanging;
+  }
+  ~InProgress() {
+    FailureReport idle;
+    {
+      std::lock_guard const lock(communicator_.mutex_);
+      communicator_.progress_ = Progress::none;
+      if (!communicator_.alarmed_ || std::exchange(communicator_.reported_, true)) return;
+      idle = communicator_.report_now(FailureReport::Cause::interrupted);
+    }
+    communicator_.transport_->board().post_failure(idle);
+  }
+  InProgress(InProgress const&) = delete;
+  InProgress& operator=(InProgress const&) = delete;
+
+ private:
+  Communicator& communicator_;
+};
+
+void Communicator::execute(Operation& operation, bool cancelled, Interrupt* interrupt) {
+  if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   require<Aborted>(broken_.empty(), "an earlier operation failed (", broken_,
-                   "); destroy this communicator and make a new one with the ranks that are left");
+                   "); go on from a checkpoint, or destroy this communicator, hook state or "
+                   "optimizer and make a new one on a process group of the ranks that are left");
   ObservedStage const whole(operation.observer(), Stage::whole);
-  ++next_operation_;
+  InProgress const in_progress(*this);
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
-                  Deadline(clock_, options_.timeout));
+                  Deadline(clock_, options_.timeout, interrupt),
+                  operation.commits() ? this : nullptr);
   StallWatch::Operation const watched(watch_.get(), next_operation_);
+  bool prepared = false;
   try {
-    Agreement const agreement = agree(channel, operation, cancelled);
+    require_no_alarm();
+    prepared = !cancelled;
+    Agreement const agreement = agree(channel, cancelled ? nullptr : &operation);
     operation.run(channel, agreement);
+    require<Error>(!operation.commits() || committing(), "an operation ended without commit()");
   } catch (Mismatch const&) {
-    operation.roll_back();
+    if (prepared) operation.roll_back();
     throw;
   } catch (Cancelled const&) {
-    operation.roll_back();
+    if (prepared) operation.roll_back();
     throw;
   } catch (...) {
-    operation.roll_back();
-    fail(std::current_exception());
+    // What failed after commit() stands on the others.
+    bool const committed = committing();
+    if (prepared && !committed) operation.roll_back();
+    if (!broken_.empty()) throw;  // concluded by commit()
+    bool const stands = conclude_failure(std::current_exception(), committed, interrupt);
+    if (committed && !stands) operation.roll_back();
+    throw_failure();
   }
 }
 
 // Throws the same Mismatch or Cancelled on every rank where proposals differ, one could not be made
-// or a rank cancelled. The proposals themselves travel only then.
-Agreement Communicator::agree(Channel& channel, Operation& operation, bool cancelled) {
+// or a rank cancelled, which has a null operation. The proposals themselves travel only then.
+Agreement Communicator::agree(Channel& channel, Operation* operation) {
   Proposal proposal;
   Intent intent = Intent::go;
   try {
-    if (cancelled) {
+    if (operation == nullptr) {
       intent = Intent::cancelled;
     } else {
-      proposal = operation.prepare();
+      proposal = operation->prepare();
     }
   } catch (...) {
     intent = Intent::failed;
-    proposal.text = what(std::current_exception());
+    proposal.text = what_of(std::current_exception());
   }
   if (watch_) watch_->propose(proposal.text);
-  ObservedStage const agreeing(operation.observer(), Stage::agree);
+  ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
   Fingerprint const own{fnv1a(proposal.text),    proposal.entries, proposal.former_entries,
                         proposal.former_seconds, proposal.finite,  intent};
   proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
@@ -346,7 +376,7 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
                              std::size_t capacity) {
     frame_.resize(header_bytes + max_proposal_bytes);
-    std::size_t const length = encode_bytes(channel.operation(), payload, frame_);
+    std::size_t const length = encode_bytes(channel.stamp(), payload, frame_);
     return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
   };
   auto const frames = allgather(Phase::agree, std::as_bytes(std::span(&own, 1)), sizeof own);
@@ -401,37 +431,11 @@ Agreement Communicator::agree(Channel& channel, Operation& operation, bool cance
   if (message.empty() && !cancellers.empty()) {
     throw Cancelled(concat("the operation was cancelled on ", join_ranks(cancellers)));
   }
-  if (message.empty()) message = concat("ranks disagree: ", differences(texts));
+  if (message.empty()) {
+    message = concat("ranks disagree: ", differences(texts),
+                     "; give every rank the same, in the same order of calls");
+  }
   throw Mismatch(message);
-}
-
-void Communicator::fail(std::exception_ptr error) {
-  if (watch_) watch_->stop();  // before the others' silence becomes an error
-  {
-    std::lock_guard const lock(mutex_);
-    if (closing_) error = std::make_exception_ptr(Aborted(closed_by_its_owner));
-  }
-  FailureReport const own = report_of(error, next_operation_, transport_->counters());
-  transport_->post_failure(own);
-  transport_->abort();
-  Deadline const grace(clock_, options_.failure_grace);
-  Verdict verdict;
-  for (;;) {
-    auto reports = transport_->failures();
-    if (!reports[rank()]) reports[rank()] = own;  // the board may be gone
-    verdict = conclude(reports);
-    if (settled(reports) || grace.passed()) break;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-  broken_ = concat("operation ", next_operation_, " on rank ", rank(), ": ", verdict.text);
-  if (own.cause == FailureReport::Cause::own) std::rethrow_exception(error);
-  if (verdict.timed_out) {
-    throw Timeout(
-        concat(verdict.text, " (", std::chrono::duration<double>(options_.timeout).count(), " s); ",
-               "this rank saw: ", what(error)),
-        verdict.culprits);
-  }
-  throw PeerLost(concat(verdict.text, "; this rank saw: ", what(error)), verdict.culprits);
 }
 
 Cost agreement_cost(int ranks) { return allgather_cost(ranks, header_bytes + sizeof(Fingerprint)); }

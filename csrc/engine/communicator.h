@@ -7,6 +7,19 @@
 // they differ every rank throws the same Mismatch, nothing has been touched, and the communicator
 // stays usable. When a peer is lost or a deadline passes, every surviving rank throws PeerLost or
 // Timeout with the same culprits, and the communicator is done: later operations throw Aborted.
+//
+// An operation that ends with commit() stands on all survivors of a failure or on none:
+//
+// 1. A rank that has its result, and no other, begins one more round of messages. A rank that gets
+//    through it knows that all ranks have theirs.
+// 2. A rank on which an operation fails publishes whether it had its result. That raises an alarm,
+//    on which every other rank breaks off what it does and publishes the same of itself; between
+//    two operations, that it has completed the former.
+// 3. If all ranks that published had their result, the operation stands, else nobody can have got
+//    through the round, and it is rolled back. The first conclusion that reaches the board holds
+//    for all.
+//
+// If the board cannot be reached, a rank that did not get through the round rolls back.
 #pragma once
 
 #include <sys/types.h>
@@ -26,6 +39,7 @@
 #include "base/executor.h"
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
+#include "collectives/figures.h"
 #include "engine/calibration.h"
 #include "engine/observer.h"
 #include "engine/planner.h"
@@ -62,6 +76,9 @@ class Operation {
   // becomes an error on every rank, and the communicator stays usable.
   virtual Proposal prepare() = 0;
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
+  // Whether run() calls channel.commit(), exactly once, so that the operation stands on all
+  // survivors of a failure or on none; the same on all ranks.
+  virtual bool commits() const { return false; }
   // Undoes what prepare() and run() did to the caller's data so that nothing is lost; called after
   // a failure.
   virtual void roll_back() noexcept {}
@@ -82,7 +99,7 @@ struct CommunicatorOptions {
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
 
-class Communicator {
+class Communicator final : private Commit {
  public:
   // Called on the progress thread when an operation ends; null when it went well. What it throws
   // then, Handle::wait() throws too.
@@ -90,8 +107,11 @@ class Communicator {
 
   class Handle {
    public:
-    // Blocks until the operation has ended; throws what it threw.
+    // Blocks until the operation has ended; throws what it threw. Throws Error at once on a thread
+    // that is needed to run it, such as the one that calls a Completion.
     void wait() const;
+    void wait(Interrupt& interrupt) const;  // what it throws ends the wait; what runs goes on
+    void require_waitable() const;          // only that
     bool done() const;
     // Keeps an operation that has not begun from running: every rank, also those that did not
     // cancel, gets Cancelled. False where it had begun, and then it runs to its end.
@@ -105,18 +125,27 @@ class Communicator {
 
   Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
                Clock const& clock = steady_clock());
-  // Fails what is queued with Aborted; an operation in progress is broken off. A forked child
-  // cannot use its parent's communicator: operations throw there, and destroying it does nothing.
+  // A forked child cannot use its parent's communicator: operations throw there, and destroying it
+  // does nothing.
   ~Communicator();
   Communicator(Communicator const&) = delete;
   Communicator& operator=(Communicator const&) = delete;
 
+  // Throws Aborted once the communicator is closed.
   Handle submit(std::shared_ptr<Operation> operation, Completion completion = {});
   // The same as submit(operation).wait(), but in this thread where nothing else is going on.
-  void run(std::shared_ptr<Operation> const& operation);
+  // `interrupt`: what it throws breaks the operation off, or cancels it if it has not begun.
+  void run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt = nullptr);
 
-  // Whether this is a thread that the communicator would wait for as it ends.
-  bool on_own_thread() const;
+  // Fails what is queued with Aborted, breaks off what runs, and ends the threads: no completion
+  // runs any more. Not on a thread of its own.
+  void close();
+  bool closed() const;
+  // Whether an operation cannot end before this thread goes on: the communicator's own threads,
+  // and one that is in run().
+  bool on_own_thread() const { return threads_->here(); }
+  // Throws Error on such a thread: waiting there would never end.
+  void require_waitable() const;
 
   int rank() const { return transport_->rank(); }
   int size() const { return transport_->size(); }
@@ -136,10 +165,29 @@ class Communicator {
     std::shared_ptr<Handle::State> state;
     Completion completion;
   };
+  enum class Progress : std::uint8_t { none, exchanging, committing };
+  static constexpr char const* closed_by_its_owner = "it closed its communicator";
+  static constexpr char const* interrupted_by_its_caller = "its caller was interrupted";
+  // While it lives, an operation is in progress.
+  class InProgress;
+
+  struct Threads {
+    std::atomic<std::thread::id> progress, watch, caller;
+    bool here() const;
+  };
   void progress();
-  void execute(Operation& operation, bool cancelled);
-  Agreement agree(Channel& channel, Operation& operation, bool cancelled);
-  [[noreturn]] void fail(std::exception_ptr error);
+  void execute(Operation& operation, bool cancelled, Interrupt* interrupt = nullptr);
+  Agreement agree(Channel& channel, Operation* operation);
+  void alarm();
+  // Returns if the operation stands; throws what it shall throw if it is rolled back.
+  void commit(Channel& channel) override;
+  FailureReport report_now(FailureReport::Cause cause) const;
+  void require_no_alarm();
+  bool committing();
+  bool conclude_failure(std::exception_ptr error, bool committing, Interrupt const* interrupt);
+  [[noreturn]] void throw_failure();
+  void wait(Handle const& handle, Interrupt& interrupt);
+  void break_off(char const* why);
   void require_own_process() const;
 
   std::unique_ptr<Transport> transport_;
@@ -150,9 +198,11 @@ class Communicator {
   FrameAllgather gather_;
   std::vector<std::byte> frame_;
   CalibrationBuffers probes_;
+  FigureExchange<std::byte> round_;
   std::vector<std::uint32_t> intents_;  // [rank], as they came in the fingerprints
   std::atomic<std::uint64_t> next_operation_ = 0;
-  std::string broken_;  // why, once the transport has failed
+  std::string broken_;          // why, once the transport has failed
+  std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next
 
   mutable std::mutex mutex_;  // guards what follows
   std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
@@ -160,9 +210,15 @@ class Communicator {
   bool taken_ = false;    // a thread has an operation to run and to report on
   bool running_ = false;  // it is still running
   bool closing_ = false;
+  Progress progress_ = Progress::none;
+  bool alarmed_ = false;              // a rank has failed
+  bool reported_ = false;             // what became of the operation here
+  char const* broken_off_ = nullptr;  // why, where another thread has ended what runs
   Counters counters_;
   std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
-  std::thread thread_;                 // last, so that it starts when all else is ready
+  std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
+  std::once_flag closed_;
+  std::unique_ptr<std::thread> thread_;  // last, so that it starts when all else is ready
 };
 
 // Measures the communicator's figures, where no operation has needed them yet.
@@ -180,5 +236,7 @@ class Calibration final : public Operation {
 
 // The agreement before each operation: one Bruck allgather of fingerprints.
 Cost agreement_cost(int ranks);
+// Communicator::commit(): a dissemination barrier.
+Cost commit_cost(int ranks);
 
 }  // namespace sparsecomm

@@ -1,14 +1,24 @@
 #include "engine/gradient_exchange.h"
 
 #include <algorithm>
+#include <array>
+#include <charconv>
 #include <cmath>
-#include <iomanip>
-#include <limits>
 #include <sstream>
 #include <utility>
 
 namespace sparsecomm {
 namespace {
+
+// Prints the fewest digits that read back as the same number.
+struct Shortest {
+  double value;
+  friend std::ostream& operator<<(std::ostream& out, Shortest number) {
+    std::array<char, 32> digits{};
+    char* const end = std::to_chars(digits.begin(), digits.end(), number.value).ptr;
+    return out.write(digits.data(), end - digits.data());
+  }
+};
 
 // Measures a stage, and shows it.
 class Stopwatch {
@@ -109,7 +119,7 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
     : name_(std::move(name)),
       extent_(extent),
       options_(options),
-      communicator_(communicator),
+      communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
       local_(local ? std::move(local)
                    : make_host_gradient<T>(options.schedule, options.rule, extent,
@@ -135,7 +145,7 @@ void GradientExchange<T>::check_messages(AlgorithmEntry const& algorithm) const 
   std::uint64_t const largest_message =
       algorithm.sparse
           ? selection_limit(extent_, k_of(most)) * (sizeof(std::uint32_t) + sizeof(V))
-          : algorithm.dense->largest_message(extent_, communicator_.size()) * sizeof(T);
+          : algorithm.dense->largest_message(extent_, communicator_->size()) * sizeof(T);
   require(largest_message <= std::numeric_limits<std::uint32_t>::max(), "a message of ", extent_,
           " entries at density ", most, " may take ", largest_message,
           " bytes, more than a frame's 2^32 - 1; split the gradient into smaller groups");
@@ -143,9 +153,8 @@ void GradientExchange<T>::check_messages(AlgorithmEntry const& algorithm) const 
 
 template <class T>
 void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
-  std::string const reason = problem(algorithm, communicator_.transport());
-  require(reason.empty(), reason);
   algorithm_ = &algorithm;
+  require_possible(*communicator_);
   received_.reset();
   sparse_.reset();
   dense_.reset();
@@ -160,7 +169,7 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
 
 template <class T>
 void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready,
-                               std::span<V> moment) {
+                               std::span<V> moment, bool ends_step) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
     bool const keeps_residual =
@@ -172,6 +181,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
   local_->bind(std::move(segments), moment);
   ready_ = std::move(ready);
+  ends_step_ = ends_step;
 }
 
 template <class T>
@@ -204,10 +214,10 @@ template <class T>
 void GradientExchange<T>::load_state(ExchangeState state) {
   auto const& boundaries = state.collective.boundaries;
   require(boundaries.empty() ||
-              (boundaries.size() + 1 == static_cast<std::size_t>(communicator_.size()) &&
+              (boundaries.size() + 1 == static_cast<std::size_t>(communicator_->size()) &&
                std::ranges::is_sorted(boundaries) && boundaries.back() <= extent_),
           "the state to load has ", boundaries.size(), " boundaries, which do not split ", extent_,
-          " entries for ", communicator_.size(), " ranks");
+          " entries for ", communicator_->size(), " ranks");
   for (double const threshold : {state.local_threshold, state.collective.global_threshold}) {
     require(std::isfinite(threshold) && threshold >= 0, "the state to load has a threshold of ",
             threshold, ", which no magnitude is");
@@ -228,13 +238,29 @@ void GradientExchange<T>::load_state(ExchangeState state) {
 }
 
 template <class T>
+void GradientExchange<T>::require_possible(Communicator const& communicator) const {
+  if (algorithm_ == nullptr) return;
+  std::string const reason = problem(*algorithm_, communicator.transport());
+  require(reason.empty(), reason);
+}
+
+template <class T>
+void GradientExchange<T>::reconnect(Communicator& communicator) {
+  communicator_ = &communicator;
+  // Thresholds, boundaries and plans are of those ranks.
+  ExchangeState state;
+  state.step = state_.step;
+  load_state(std::move(state));
+}
+
+template <class T>
 Workload GradientExchange<T>::workload() const {
-  return {.ranks = communicator_.size(),
+  return {.ranks = communicator_->size(),
           .extent = extent_,
           .k = k(),
           .element_bytes = sizeof(T),
           .value_bytes = sizeof(V),
-          .inner = communicator_.transport().reduces(),
+          .inner = communicator_->transport().reduces(),
           .options = collective_options(options_)};
 }
 
@@ -252,7 +278,7 @@ std::uint64_t GradientExchange<T>::k_of(double density) const {
 template <class T>
 typename GradientExchange<T>::V GradientExchange<T>::divisor() const {
   // A division, not a multiplication by 1/P, which would round even where the average is exact.
-  return options_.average ? static_cast<V>(communicator_.size()) : V{1};
+  return options_.average ? static_cast<V>(communicator_->size()) : V{1};
 }
 
 template <class T>
@@ -265,39 +291,39 @@ Proposal GradientExchange<T>::prepare() {
     use(*plan_.algorithm());
   if (ready_) std::exchange(ready_, {})();
   before_ = stats_;
-  traffic_before_ = Traffic::of(communicator_.transport().counters());
+  state_before_ = state_;
+  traffic_before_ = Traffic::of(communicator_->transport().counters());
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
-  TimePoint const started = communicator_.clock().now();
-  Stopwatch const watch(observer_, Stage::select, communicator_.clock(), stats_.select);
+  TimePoint const started = communicator_->clock().now();
+  Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
   bool const finite = local_->all_finite();
   std::ostringstream text;
-  text << std::setprecision(std::numeric_limits<double>::max_digits10)
-       << "operation=gradient exchange"
+  text << "operation=gradient exchange"
        << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
-       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";density=" << density()
+       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";density=" << Shortest{density()}
        << ";average=" << options_.average
        << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
        << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
-       << ";balance_factor=" << options_.collective.balance_factor
+       << ";balance_factor=" << Shortest{options_.collective.balance_factor}
        << ";value_codec=" << int(options_.collective.frame.value_codec)
        << ";overlap_chunk=" << options_.collective.overlap_chunk
-       << ";delta=" << options_.collective.delta
+       << ";delta=" << Shortest{options_.collective.delta}
        << ";dense_codec=" << find_value_codec(options_.collective.dense_codec)->name
        << ";seed=" << options_.collective.seed << ";step=" << state_.step
-       << ";global_threshold=" << state_.collective.global_threshold << ";boundaries=";
+       << ";global_threshold=" << Shortest{state_.collective.global_threshold} << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   SelectionRule const& rule = options_.rule;
   text << ";dense_steps=" << options_.warmup.dense_steps << ";bucket=" << rule.bucket
-       << ";momentum=" << rule.momentum << ";mask_momentum=" << rule.mask_momentum
-       << ";first_moment=" << rule.first_moment;
+       << ";momentum=" << Shortest{rule.momentum} << ";mask_momentum=" << rule.mask_momentum
+       << ";first_moment=" << Shortest{rule.first_moment} << ";ends_step=" << ends_step_;
   if (planned_) text << ";planned=" << algorithm();
   // Where the threshold is of what will have been added up, this waits for the agreement.
   if (finite && !rule.accumulates() && !warms_up_densely() && algorithm_ != nullptr &&
       algorithm_->sparse) {
     find_threshold();
   }
-  proposed_ = communicator_.clock().now();
+  proposed_ = communicator_->clock().now();
   prepared_ = proposed_ - started;
   return {.text = text.str(),
           .finite = finite,
@@ -318,14 +344,14 @@ void GradientExchange<T>::find_threshold() {
 
 template <class T>
 void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
-  Clock const& clock = communicator_.clock();
+  Clock const& clock = communicator_->clock();
   bool const warmup = warms_up_densely();
   stats_.agree += clock.now() - proposed_;
   std::optional<double> predicted;
   if (planned_ && !warmup) {
     plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
-      plan_.begin(communicator_.figures(channel), workload(), state_.step);
+      plan_.begin(communicator_->figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
       if (agreement.all_finite && algorithm_->sparse && !options_.rule.accumulates()) {
         find_threshold();
@@ -337,6 +363,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   TimePoint const agreed = clock.now();
   if (!agreement.all_finite) {
     // Somebody's overflow: all ranks see it, and no residual has been touched.
+    channel.commit();
     V const nan = std::numeric_limits<V>::quiet_NaN();
     local_->fill(static_cast<T>(nan));
   } else if (warmup) {
@@ -364,7 +391,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
 template <class T>
 void GradientExchange<T>::record(AlgorithmEntry const& algorithm, std::optional<double> predicted,
                                  double seconds) {
-  Traffic const traffic = Traffic::of(communicator_.transport().counters());
+  Traffic const traffic = Traffic::of(communicator_->transport().counters());
   last_ = {.algorithm = algorithm.name,
            .step = state_.step,
            .finite = delivered_,
@@ -400,7 +427,7 @@ template <class T>
 void GradientExchange<T>::run_sparse(Channel& channel) {
   SparseView<V> selection;
   {
-    Stopwatch const watch(observer_, Stage::select, communicator_.clock(), stats_.select);
+    Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
     if (options_.rule.accumulates()) {
       local_->accumulate();
       find_threshold();
@@ -409,30 +436,33 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   }
   AllreduceResult<V> result;
   {
-    Stopwatch const watch(observer_, Stage::exchange, communicator_.clock(), stats_.exchange);
+    Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
     result = sparse_->run(channel, selection,
                           {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
-  Stopwatch const watch(observer_, Stage::apply, communicator_.clock(), stats_.apply);
+  Stopwatch const watch(observer_, Stage::apply, communicator_->clock(), stats_.apply);
+  // What can fail, and be undone, comes before the commit.
   local_->keep(result.rejected);
   local_->mask(result.reduced);
+  AlgorithmState next = sparse_->state();
+  channel.commit();
   local_->store(result.reduced, divisor());
+  state_.collective = std::move(next);
   if (!result.reduced.is_dense) received_ = result.reduced.sparse.indices;
   stats_.selected += selection.nnz();
   stats_.result_nnz += result.reduced.nnz();
-  state_.collective = sparse_->state();
 }
 
 template <class T>
 void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback) {
   if (feedback) {
-    Stopwatch const watch(observer_, Stage::select, communicator_.clock(), stats_.select);
+    Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
     if (options_.rule.accumulates()) local_->accumulate();
     local_->flush();
   }
-  Stopwatch const watch(observer_, Stage::exchange, communicator_.clock(), stats_.exchange);
+  Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
   // The sum and the average of one gradient are the gradient.
-  if (communicator_.size() > 1) {
+  if (communicator_->size() > 1) {
     dense.run(channel, local_->gather(), Reduction::sum, divisor());
     local_->spread();
   }
@@ -454,6 +484,12 @@ template <class T>
 void GradientExchange<T>::withdraw() {
   local_->restore();
   delivered_ = false;
+}
+
+template <class T>
+void GradientExchange<T>::withdraw_step() {
+  withdraw();
+  load_state(state_before_);
 }
 
 template class GradientExchange<float>;

@@ -77,9 +77,10 @@ class GradientExchange final : public Operation {
   // What the next submission works on: the sizes of the segments add up to the extent, and that of
   // `moment` is the extent where the rule has one. The memory must stay until the operation has
   // ended. `ready`, if any, is called first in prepare(), and returns once the gradient is there;
-  // it may throw. What it takes is in no statistics.
+  // it may throw. What it takes is in no statistics. `ends_step`: the result is used when this
+  // exchange has ended, so it must stand on all ranks or on none.
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
-            std::span<V> moment = {});
+            std::span<V> moment = {}, bool ends_step = true);
   void set_density(double density);
   // Gradients, and with them residuals and moments, are in other units from now on: thresholds
   // follow. The same on all ranks.
@@ -90,11 +91,19 @@ class GradientExchange final : public Operation {
   bool delivered() const { return delivered_; }
   // Where the last result has entries, sorted, until the next exchange; none: everywhere.
   std::optional<std::span<const std::uint32_t>> received() const { return received_; }
-  // For a caller who cannot use the result, as another part of the same step failed: what this rank
-  // contributed to it returns to the residual. All ranks must do so alike.
+  // For a caller who cannot use the result: what this rank contributed to it returns to the
+  // residual. All ranks must do so alike.
   void withdraw();
+  // The same if another part of the same step failed, perhaps before this one on other ranks: the
+  // step has not been made.
+  void withdraw_step();
   // Somebody else has written to the residuals since the last exchange.
   void residual_changed() { local_->residual_changed(); }
+
+  // Throws InvalidArgument if the algorithm cannot run over that transport.
+  void require_possible(Communicator const& communicator) const;
+  // Goes on with other ranks, at the same step.
+  void reconnect(Communicator& communicator);
 
   ExchangeState const& state() const { return state_; }
   void load_state(ExchangeState state);
@@ -114,6 +123,7 @@ class GradientExchange final : public Operation {
 
   Proposal prepare() override;
   void run(Channel& channel, Agreement const& agreement) override;
+  bool commits() const override { return ends_step_ && communicator_->size() > 1; }
   void roll_back() noexcept override;
   StageObserver* observer() override { return observer_; }
 
@@ -136,7 +146,7 @@ class GradientExchange final : public Operation {
   std::string name_;
   std::uint64_t extent_;
   ExchangeOptions options_;
-  Communicator& communicator_;
+  Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;
   AlgorithmEntry const* algorithm_ = nullptr;  // null: not decided yet
@@ -144,6 +154,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
   std::function<void()> ready_;
+  bool ends_step_ = true;
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;
   std::optional<std::span<const std::uint32_t>> received_;
@@ -151,6 +162,7 @@ class GradientExchange final : public Operation {
   std::optional<std::uint64_t> threshold_found_;  // the step
   // As this step began.
   ExchangeStats before_;
+  ExchangeState state_before_;
   Traffic traffic_before_;
   TimePoint proposed_{};  // when its proposal was ready
   // Of the last step on this rank, for the plan.

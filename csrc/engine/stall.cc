@@ -128,7 +128,14 @@ std::string describe_stall(int rank, Whereabouts const& own,
   }
   return concat("rank ", rank, " has waited for ", rounded(own.seconds), " in ",
                 name_operation(own), " for ", join_ranks(missing), ": ", reasons,
-                ". The operation fails after ", rounded(seconds(timeout)));
+                timeout < longest_duration
+                    ? concat(". The operation fails after ", rounded(seconds(timeout)))
+                    : std::string());
+}
+
+bool StallWatch::asks(int rank, int size) {
+  constexpr int all_ask = 64;
+  return size <= all_ask || rank % static_cast<int>(std::sqrt(size)) == 0;
 }
 
 StallWatch::StallWatch(Transport& transport, StallOptions options, Duration timeout)
@@ -140,7 +147,7 @@ StallWatch::StallWatch(Transport& transport, StallOptions options, Duration time
 
 StallWatch::~StallWatch() {
   stop();
-  thread_.join();
+  join();
 }
 
 void StallWatch::begin(std::uint64_t operation) {
@@ -168,6 +175,10 @@ void StallWatch::stop() {
   changed_.notify_all();
 }
 
+void StallWatch::join() {
+  if (thread_.joinable()) thread_.join();
+}
+
 StallWatch::Place StallWatch::place() const {
   return {operation_, running_, transport_.awaited(), transport_.waits()};
 }
@@ -180,7 +191,7 @@ bool StallWatch::pause(std::unique_lock<std::mutex>& lock, Duration time) {
 // Not under the lock, which whoever makes progress takes.
 void StallWatch::post(std::unique_lock<std::mutex>& lock, std::string_view status) {
   lock.unlock();
-  transport_.post_status(status);
+  transport_.board().post_status(status);
   lock.lock();
 }
 
@@ -214,17 +225,22 @@ void StallWatch::report(std::unique_lock<std::mutex>& lock, Place const& seen, D
                         describe_proposal(proposal_)};
   post(lock, serialize_whereabouts(own));
   if (!seen.running || seen.awaited == nobody) return;
+  if (!asks(transport_.rank(), transport_.size())) return;
   // The others notice at about the same time.
   Duration const patience = std::max(options_.limit / looks_per_limit, shortest_pause);
   if (!pause(lock, patience)) return;
   lock.unlock();
-  transport_.statuses();  // asks; what has been answered is read below
+  try {
+    transport_.board().statuses();  // asks; what has been answered is read below
+  } catch (std::bad_alloc const&) {
+    // Asked again below.
+  }
   lock.lock();
   if (!pause(lock, patience) || place() != seen) return;
   lock.unlock();
   try {
     std::vector<std::optional<Whereabouts>> others;
-    for (std::string const& status : transport_.statuses()) {
+    for (std::string const& status : transport_.board().statuses()) {
       others.push_back(parse_whereabouts(status, transport_.size()));
     }
     options_.log(describe_stall(transport_.rank(), own, others, timeout_));

@@ -52,6 +52,10 @@ struct StallOptions {
 // has become twice as long.
 class StallWatch {
  public:
+  // Whether this rank asks the others where they are, and logs it. Of more than 64 ranks one in
+  // sqrt(P) does: each asks all, and they notice a stall at the same moment.
+  static bool asks(int rank, int size);
+
   // The transport outlives the watch.
   StallWatch(Transport& transport, StallOptions options, Duration timeout);
   ~StallWatch();
@@ -79,6 +83,7 @@ class StallWatch {
   std::thread::id thread() const { return thread_.get_id(); }
   // For good; does not wait for a message that is being logged.
   void stop();
+  void join();  // once stopped: waits for that too
 
  private:
   // What changes when there is progress.

@@ -1,8 +1,12 @@
 #include "engine/verdict.h"
 
 #include <algorithm>
+#include <iterator>
 #include <set>
+#include <sstream>
 #include <vector>
+
+#include "base/error.h"
 
 namespace sparsecomm {
 namespace {
@@ -16,6 +20,11 @@ bool message_missing(FailureReport const& waiting, int waiter, FailureReport con
   return count(suspected.sent, waiter) > count(waiting.received, suspect);
 }
 
+// It was between two operations, or in none of its own doing.
+bool waits_for_no_rank(FailureReport const& report) {
+  return report.cause == FailureReport::Cause::interrupted && report.suspects.empty();
+}
+
 // [rank]: whether its report counts: it is of the earliest operation that failed, or a suspect's
 // who failed in a later one, and not by itself. That a rank was interrupted says nothing unless
 // somebody waited for it.
@@ -25,7 +34,7 @@ std::vector<bool> reports_that_count(std::span<const std::optional<FailureReport
   };
   bool const any_first_hand = std::ranges::any_of(reports, is_first_hand);
   auto const begins = [&](std::optional<FailureReport> const& report) {
-    return any_first_hand ? is_first_hand(report) : report.has_value();
+    return any_first_hand ? is_first_hand(report) : report && !waits_for_no_rank(*report);
   };
   std::uint64_t operation = UINT64_MAX;
   for (auto const& report : reports) {
@@ -43,6 +52,7 @@ std::vector<bool> reports_that_count(std::span<const std::optional<FailureReport
     for (int const suspect : waiting.suspects) {
       auto const& report = reports[suspect];
       if (counts[suspect] || !report || report->cause == FailureReport::Cause::own) continue;
+      if (waits_for_no_rank(*report)) continue;
       counts[suspect] = true;
       added.push_back(suspect);
     }
@@ -78,12 +88,24 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
       bool const missing =
           counts[rank] && message_missing(*reports[waiter], waiter, *reports[rank], rank);
       if (missing) silent.insert(rank);
+      // A rank between two operations keeps others waiting, but if one was lost it left for that
+      // reason.
+      bool const idle = reports[rank] && waits_for_no_rank(*reports[rank]);
+      if (idle && (!timed_out || reports[waiter]->cause == Cause::lost)) continue;
       // A connection that broke may have taken a message with it; a whole deadline is time enough
       // for one.
       if (!counts[rank] || (missing && reports[waiter]->cause == Cause::timeout)) ends.insert(rank);
     }
   }
 
+  if (suspects.empty()) {  // the rank that raised the alarm cannot be heard any more
+    for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
+      if (!reports[rank]) suspects.insert(rank);
+    }
+    if (suspects.empty()) {
+      for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) suspects.insert(rank);
+    }
+  }
   std::set<int> const& culprits = !invalid.empty()  ? invalid
                                   : !own.empty()    ? own
                                   : !ends.empty()   ? ends
@@ -100,12 +122,47 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
   } else {
     verdict.text += " left: the connection is gone";
   }
+  verdict.completed = UINT64_MAX;
+  for (auto const& report : reports) {
+    if (!report) continue;
+    bool const stands = report->committing || report->operation == 0;
+    verdict.completed = std::min(verdict.completed, report->operation - (stands ? 0 : 1));
+  }
+  return verdict;
+}
+
+std::string serialize_verdict(Verdict const& verdict) {
+  std::ostringstream out;
+  out << verdict.completed << ' ' << verdict.timed_out << ' ' << verdict.culprits.size();
+  for (int const rank : verdict.culprits) out << ' ' << rank;
+  out << '\n' << verdict.text;
+  return std::move(out).str();
+}
+
+std::optional<Verdict> parse_verdict(std::string_view bytes, int size) {
+  std::istringstream in{std::string(bytes)};
+  Verdict verdict;
+  std::size_t culprits = 0;
+  in >> verdict.completed >> verdict.timed_out >> culprits;
+  if (!in || culprits == 0 || culprits > static_cast<std::size_t>(size)) return std::nullopt;
+  verdict.culprits.resize(culprits);
+  int former = -1;
+  for (int& rank : verdict.culprits) {
+    in >> rank;
+    if (!in || rank <= former || rank >= size) return std::nullopt;
+    former = rank;
+  }
+  in.get();
+  verdict.text.assign(std::istreambuf_iterator<char>(in), {});
   return verdict;
 }
 
 bool settled(std::span<const std::optional<FailureReport>> reports) {
   std::set<int> gone;
   for (auto const& report : reports) {
+    if (report && report->committing) {
+      return std::ranges::all_of(reports, [](auto const& other) { return other.has_value(); });
+    }
     // Of several, one is gone; the others may have given up, and be about to report.
     if (report && report->cause == FailureReport::Cause::lost && report->suspects.size() == 1) {
       gone.insert(report->suspects.front());

@@ -1,13 +1,14 @@
-// Who is to blame when an operation fails: drawn from all survivors' reports, so that all name the
-// same ranks.
+// What follows from a failure: which ranks caused it, and which operations stand. Concluded from
+// the survivors' reports, so that all survivors name the same ranks and end at the same step.
 #pragma once
 
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/board.h"
 
 namespace sparsecomm {
 
@@ -15,7 +16,14 @@ struct Verdict {
   std::vector<int> culprits;  // sorted, never empty
   bool timed_out = false;
   std::string text;
+  // The last operation that the survivors complete: all that reported have its result, or have
+  // completed it already. Later ones are rolled back.
+  std::uint64_t completed = 0;
 };
+
+std::string serialize_verdict(Verdict const& verdict);
+// Null if the bytes are not a verdict on `size` ranks.
+std::optional<Verdict> parse_verdict(std::string_view bytes, int size);
 
 // reports[r] is rank r's, if it made one; at least one is present. The earliest operation that
 // failed is looked at, and what its suspects report who had completed it: their last messages may
@@ -28,6 +36,8 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 
 // True when no further report is waited for: every rank has made one, or some report says that the
 // connection to that rank alone is gone; a rank posts its report before it closes its connections.
+// But if a rank has its result, one that only seems gone, as its connection broke, may lack it: its
+// report decides.
 bool settled(std::span<const std::optional<FailureReport>> reports);
 
 }  // namespace sparsecomm

@@ -2,6 +2,7 @@
 #include <span>
 #include <vector>
 
+#include "base/never_destroyed.h"
 #include "kernels/kernels.h"
 #include "kernels/scalar.h"
 #include "kernels/simd.h"
@@ -33,14 +34,16 @@ std::vector<Table> in_order(Table const& scalar, std::vector<Table> const& simd)
 }  // namespace
 
 std::span<BlockKernelTable const> block_kernel_tables() {
-  static auto const tables = in_order(scalar_block_kernels(), simd_kernels().blocks);
+  static auto const& tables =
+      never_destroyed(in_order(scalar_block_kernels(), simd_kernels().blocks));
   return tables;
 }
 
 BlockKernelTable const& block_kernels() { return block_kernel_tables().back(); }
 
 std::span<IntersectKernelTable const> intersect_kernel_tables() {
-  static auto const tables = in_order(scalar_intersect_kernels(), simd_kernels().intersections);
+  static auto const& tables =
+      never_destroyed(in_order(scalar_intersect_kernels(), simd_kernels().intersections));
   return tables;
 }
 
@@ -48,7 +51,8 @@ IntersectKernelTable const& intersect_kernels() { return intersect_kernel_tables
 
 template <class T>
 std::span<KernelTable<T> const> kernel_tables() {
-  static auto const tables = in_order(scalar_kernels<T>(), simd_kernels_of<T>(simd_kernels()));
+  static auto const& tables =
+      never_destroyed(in_order(scalar_kernels<T>(), simd_kernels_of<T>(simd_kernels())));
   return tables;
 }
 

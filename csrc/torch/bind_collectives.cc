@@ -1,5 +1,6 @@
 #include "bindings.h"
 #include "collectives.h"
+#include "interpreter.h"
 
 namespace py = pybind11;
 
@@ -24,13 +25,13 @@ c10::intrusive_ptr<CollectiveWork> start(Collectives& self, at::Tensor tensor,
 
 void bind_collectives(py::module_& module) {
   using Kind = CollectiveKind;
-  using Release = py::call_guard<py::gil_scoped_release>;
+  using Release = py::call_guard<InterpreterRelease>;
   py::class_<CollectiveWork, c10d::Work, c10::intrusive_ptr<CollectiveWork>>(module,
                                                                              "CollectiveWork")
       .def("result",
            [](CollectiveWork& self) -> py::object {
              auto const value = [&] {
-               py::gil_scoped_release const release;
+               InterpreterRelease const release;
                return self.wait_for_result();
              }();
              return value.isTensor() ? py::cast(value.toTensor())

@@ -1,4 +1,3 @@
-#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/Dtype.h>
@@ -28,7 +27,8 @@ std::shared_ptr<Communicator> make_communicator(std::unique_ptr<Transport> trans
                                                 CommunicatorOptions const& options) {
   // What still runs is broken off, and its completion may want the interpreter.
   return {new Communicator(std::move(transport), options), [](Communicator const* communicator) {
-            run_off_own_threads(communicator, [communicator] { delete communicator; });
+            run_off_own_threads(communicator->on_own_thread(),
+                                [communicator] { delete communicator; });
           }};
 }
 
@@ -42,8 +42,9 @@ class Exchange {
         group_(ParameterGroup::make("exchange", dtype, {{"tensor", 0, checked(numel)}}, options,
                                     *communicator_, true)) {}
 
-  // Replaces the gradient by the average over ranks. Blocks.
-  void run(at::Tensor const& gradient) {
+  // Replaces the gradient by the average over ranks. Blocks. `ends_step`: see
+  // GradientExchange::bind().
+  void run(at::Tensor const& gradient, bool ends_step) {
     require(gradient.is_contiguous() && gradient.device().is_cpu() &&
                 gradient.scalar_type() == group_->dtype() &&
                 gradient.numel() == group_->residual().numel(),
@@ -52,7 +53,7 @@ class Exchange {
             at::toString(gradient.scalar_type()), " on ", gradient.device().str());
     group_->arrive(group_->members().front(), gradient.data_ptr());
     try {
-      group_->run();
+      group_->run(ends_step);
     } catch (...) {
       std::rethrow_exception(as_distributed_error(std::current_exception()));
     }
@@ -162,12 +163,13 @@ py::list describe_algorithms() {
   return rows;
 }
 
-// Upper bounds for one rank and one exchange, agreement included: messages sent, bytes received.
+// Upper bounds for one rank and one exchange, with the rounds before and after it: messages sent,
+// bytes received.
 std::pair<double, double> cost_of(std::string const& algorithm, int ranks, std::uint64_t extent,
                                   std::uint64_t k, double value_bytes) {
   Cost const cost = find_algorithm(algorithm).cost({ranks, extent, k, value_bytes}, {});
-  Cost const agreement = agreement_cost(ranks);
-  return {cost.messages + agreement.messages, cost.bytes + agreement.bytes};
+  Cost const rounds = agreement_cost(ranks) + commit_cost(ranks);
+  return {cost.messages + rounds.messages, cost.bytes + rounds.bytes};
 }
 
 py::dict build_info() {
@@ -203,12 +205,11 @@ void bind_engine(py::module_& module) {
            py::arg("warmup_densities") = std::vector<double>{});
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
-      .def(py::init([](TransportHolder& transport, std::chrono::duration<double> timeout,
-                       std::int64_t threads,
-                       std::optional<std::chrono::duration<double>> stall_limit,
+      .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,
+                       std::optional<PythonDuration> stall_limit,
                        std::function<void(std::string const&)> log_stall) {
              CommunicatorOptions options;
-             options.timeout = std::chrono::duration_cast<Duration>(timeout);
+             options.timeout = timeout.value;
              options.stall = make_stall_options(stall_limit, std::move(log_stall));
              options.executor = make_executor(threads);
              return make_communicator(transport.take(), options);
@@ -220,6 +221,7 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("transport", &Communicator::transport_name)
       .def_property_readonly("reduces",
                              [](Communicator const& self) { return self.transport().reduces(); })
+      .def("close", &close_communicator)
       .def("figures", &figures_of, py::call_guard<py::gil_scoped_release>())
       .def("counters", [](Communicator const& self) { return counters_of(self.counters()); });
 
@@ -231,7 +233,8 @@ void bind_engine(py::module_& module) {
                  reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type, options);
            }),
            py::arg("communicator"), py::arg("numel"), py::arg("dtype"), py::arg("options"))
-      .def("run", &Exchange::run, py::arg("gradient"), py::call_guard<py::gil_scoped_release>())
+      .def("run", &Exchange::run, py::arg("gradient"), py::arg("ends_step") = true,
+           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("residual", &Exchange::residual)
       .def("stats", [](Exchange const& self) { return stats_of(self.stats()); })
       .def_property_readonly("algorithm", &Exchange::algorithm)

@@ -1,6 +1,7 @@
-#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <torch/csrc/distributed/c10d/Work.hpp>
@@ -8,7 +9,9 @@
 
 #include "bindings.h"
 #include "hook_state.h"
+#include "interpreter.h"
 #include "planner_dict.h"
+#include "signal_check.h"
 #include "stall_log.h"
 #include "torch_executor.h"
 #include "transport_holder.h"
@@ -30,18 +33,37 @@ Bucket to_bucket(c10d::GradBucket& bucket) {
   return result;
 }
 
+c10::intrusive_ptr<c10::ivalue::Future> failed_future(std::exception_ptr error, c10::TypePtr type) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
+  future->setError(std::move(error));
+  return future;
+}
+
 // The hook that DDP's reducer calls without touching Python.
+//
+// An exception out of it would leave the reducer in the middle of the backward pass, and its next
+// one would end in an internal assertion. So what a bucket throws fails the futures of this and of
+// the step's further buckets, for which the reducer waits when the pass ends.
 class DdpHook final : public c10d::CommHookInterface {
  public:
   explicit DdpHook(std::shared_ptr<HookState> state) : state_(std::move(state)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
-    return state_->run(to_bucket(bucket), bucket.getBuffer(), c10::TensorType::get());
+    if (bucket.getIndex() == 0) error_ = nullptr;
+    try {
+      if (!error_) {
+        return state_->run(to_bucket(bucket), bucket.getBuffer(), c10::TensorType::get());
+      }
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+    return failed_future(error_, c10::TensorType::get());
   }
   at::Tensor parseHookResult(c10::IValue const& result) override { return result.toTensor(); }
 
  private:
   std::shared_ptr<HookState> state_;
+  std::exception_ptr error_;  // of this step
 };
 
 // A Python object as the value of a future: what DDP's Python hooks must yield.
@@ -50,8 +72,8 @@ class PythonValue final : public c10::ivalue::PyObjectHolder {
   explicit PythonValue(at::Tensor tensor)
       : tensor_(std::move(tensor)), object_(py::cast(tensor_)) {}
   ~PythonValue() override {
-    py::gil_scoped_acquire const acquire;
-    object_ = py::object();
+    with_interpreter([&] { object_ = py::object(); });
+    object_.release();  // what is left is the process's
   }
   PyObject* getPyObject() override { return object_.ptr(); }
   c10::InferredType tryToInferType() override { return c10::InferredType("a hook's result"); }
@@ -68,12 +90,22 @@ class PythonValue final : public c10::ivalue::PyObjectHolder {
 // Hands a future to Python: Work is what torch has bound, with get_future().
 class FutureWork final : public c10d::Work {
  public:
-  explicit FutureWork(c10::intrusive_ptr<c10::ivalue::Future> future)
-      : future_(std::move(future)) {}
+  explicit FutureWork(c10::intrusive_ptr<c10::ivalue::Future> future,
+                      std::weak_ptr<Communicator const> communicator = {})
+      : communicator_(std::move(communicator)), future_(std::move(future)), end_(*future_) {}
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
+  bool wait(std::chrono::milliseconds /*timeout*/) override {
+    auto const communicator = communicator_.lock();
+    if (communicator && !future_->completed()) communicator->require_waitable();
+    end_.wait();
+    future_->waitAndThrow();
+    return true;
+  }
 
  private:
+  std::weak_ptr<Communicator const> communicator_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FutureEnd end_;
 };
 
 c10::intrusive_ptr<c10d::Work> run_for_python(HookState& state, Bucket const& bucket) {
@@ -81,8 +113,8 @@ c10::intrusive_ptr<c10d::Work> run_for_python(HookState& state, Bucket const& bu
   c10::IValue value(c10::intrusive_ptr<c10::ivalue::PyObjectHolder>(
       c10::make_intrusive<PythonValue>(bucket.buffer)));
   py::gil_scoped_release const release;
-  return c10::make_intrusive<FutureWork>(
-      state.run(bucket, std::move(value), c10::PyObjectType::get()));
+  auto future = state.run(bucket, std::move(value), c10::PyObjectType::get());
+  return c10::make_intrusive<FutureWork>(std::move(future), state.communicator());
 }
 
 py::dict to_dict(HookCheckpoint const& checkpoint) {
@@ -106,7 +138,8 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
   return result;
 }
 
-HookCheckpoint from_dict(py::dict const& saved) {
+// Throws a Python exception, or py::cast_error, where the dict is not one that to_dict() makes.
+HookCheckpoint read_dict(py::dict const& saved) {
   HookCheckpoint checkpoint;
   checkpoint.residuals = saved["residuals"].cast<std::map<std::string, at::Tensor>>();
   checkpoint.moments = saved["moments"].cast<std::map<std::string, at::Tensor>>();
@@ -121,6 +154,18 @@ HookCheckpoint from_dict(py::dict const& saved) {
     if (item.contains("plan")) group.state.plan = plan_from_dict(item["plan"]);
   }
   return checkpoint;
+}
+
+HookCheckpoint from_dict(py::dict const& saved) {
+  try {
+    return read_dict(saved);
+  } catch (py::cast_error const& error) {
+    throw InvalidArgument(
+        concat("the state_dict to load holds what no state saves: ", error.what()));
+  } catch (py::error_already_set const& error) {
+    throw InvalidArgument(
+        concat("the state_dict to load holds what no state saves: ", error.what()));
+  }
 }
 
 double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
@@ -182,12 +227,12 @@ py::dict stats_dict(HookState const& state) {
 
 void bind_hooks(py::module_& module) {
   py::class_<HookState, std::shared_ptr<HookState>>(module, "HookState")
-      .def(py::init([](ExchangeOptions options, std::chrono::duration<double> timeout,
-                       std::int64_t threads, std::string cuda_library, int dense_below,
-                       double clip_norm, std::optional<std::chrono::duration<double>> stall_limit,
+      .def(py::init([](ExchangeOptions options, PythonDuration timeout, std::int64_t threads,
+                       std::string cuda_library, int dense_below, double clip_norm,
+                       std::optional<PythonDuration> stall_limit,
                        std::function<void(std::string const&)> log_stall) {
              CommunicatorOptions communicator;
-             communicator.timeout = std::chrono::duration_cast<Duration>(timeout);
+             communicator.timeout = timeout.value;
              communicator.stall = make_stall_options(stall_limit, std::move(log_stall));
              communicator.executor = make_executor(threads);
              return HookState::make(HookOptions{std::move(options), dense_below, clip_norm},
@@ -198,6 +243,8 @@ void bind_hooks(py::module_& module) {
            py::arg("log_stall") = py::none())
       .def("connect",
            [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
+      .def("reconnect",
+           [](HookState& self, TransportHolder& transport) { self.reconnect(transport.take()); })
       .def_property_readonly("connected", &HookState::connected)
       .def("close", &HookState::close)
       .def("name_parameters", &HookState::name_parameters)
@@ -235,6 +282,21 @@ void bind_hooks(py::module_& module) {
   // True when the reducer has seen a gradient become ready; a hook would then begin in the middle.
   module.def("has_run_backward", [](c10d::Reducer const& reducer) {
     return std::ranges::any_of(reducer.get_backward_stats(), [](auto time) { return time != 0; });
+  });
+  // True where DDP's reducer waits for the parameter's gradient: its hooks on gradient accumulators
+  // are the only ones of this type.
+  module.def("has_reducer", [](at::Tensor const& parameter) {
+    auto const accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+    return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](auto const& hook) {
+             return dynamic_cast<torch::autograd::utils::LambdaPostHook const*>(hook.get()) !=
+                    nullptr;
+           });
+  });
+  // What a hook in Python returns instead of raising, as DdpHook does.
+  module.def("failed_work", [](py::object const& error) -> c10::intrusive_ptr<c10d::Work> {
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr())), error.ptr());
+    return c10::make_intrusive<FutureWork>(
+        failed_future(std::make_exception_ptr(py::error_already_set()), c10::PyObjectType::get()));
   });
   module.def("register_hook", [](c10d::Reducer& reducer, std::shared_ptr<HookState> state) {
     reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(state)));

@@ -1,9 +1,11 @@
-#include <pybind11/chrono.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
 #include "bindings.h"
 #include "connect.h"
+#include "python_duration.h"
+#include "signal_check.h"
+#include "stall_log.h"
 #include "store_rendezvous.h"
 #include "transport/fault.h"
 #include "transport/ping_pong.h"
@@ -14,35 +16,38 @@ namespace py = pybind11;
 namespace sparsecomm {
 namespace {
 
-Duration to_duration(std::chrono::duration<double> seconds) {
-  return std::chrono::duration_cast<Duration>(seconds);
-}
-
 UcxOptions make_ucx_options(std::string library, std::vector<std::string> alternatives,
                             std::vector<std::pair<std::string, std::string>> settings,
-                            std::vector<std::string> reserved) {
+                            std::vector<std::string> reserved,
+                            std::optional<PythonDuration> connect_timeout) {
   UcxOptions options;
   options.library = std::move(library);
   options.alternatives = std::move(alternatives);
   options.settings = std::move(settings);
   options.reserved = std::move(reserved);
+  if (connect_timeout) options.connect_timeout = connect_timeout->value;
   return options;
 }
 
 ConnectOptions make_options(std::string transport, UcxOptions const& ucx, std::string mpi,
-                            std::chrono::duration<double> timeout) {
+                            PythonDuration timeout, std::string call,
+                            std::optional<PythonDuration> stall_limit,
+                            std::function<void(std::string const&)> log_stall) {
   ConnectOptions options;
   options.transport = std::move(transport);
   options.libraries.ucx = ucx;
   options.libraries.mpi = std::move(mpi);
-  options.timeout = to_duration(timeout);
+  options.timeout = timeout.value;
+  options.call = std::move(call);
+  options.stall = make_stall_options(stall_limit, std::move(log_stall));
   return options;
 }
 
-// Of connections that are made at once: nobody interrupts them.
-TransportHolder connect_now(ConnectPlace const& place, ConnectOptions const& options) {
-  static std::atomic<bool> const interrupted = false;  // for as long as what is connected
-  return TransportHolder(connect(place, options, interrupted));
+// Lets signals end the wait for other ranks, where this is the main thread.
+std::function<void()> check_signals() {
+  return [signals = std::make_shared<SignalCheck>()] {
+    if (Interrupt* const interrupt = signals->here()) interrupt->poll(steady_clock().now());
+  };
 }
 
 py::list describe(TransportLibraries const& libraries) {
@@ -91,14 +96,15 @@ void bind_transport(py::module_& module) {
 
   py::class_<UcxOptions>(module, "UcxOptions")
       .def(py::init(&make_ucx_options), py::kw_only(), py::arg("library"), py::arg("alternatives"),
-           py::arg("settings"), py::arg("reserved"))
+           py::arg("settings"), py::arg("reserved"), py::arg("connect_timeout") = py::none())
       .def_readonly("library", &UcxOptions::library)
       .def_readonly("alternatives", &UcxOptions::alternatives)
       .def_readonly("settings", &UcxOptions::settings)
       .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
-           py::arg("mpi"), py::arg("timeout"))
+           py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),
+           py::arg("log_stall"))
       .def_readonly("transport", &ConnectOptions::transport)
       .def_property_readonly("ucx", [](ConnectOptions const& self) { return self.libraries.ucx; });
 
@@ -111,9 +117,8 @@ void bind_transport(py::module_& module) {
       .def_property_readonly("name", [](TransportHolder const& self) { return self.get().name(); })
       .def(
           "ping_pong",
-          [](TransportHolder const& self, std::size_t bytes, int rounds,
-             std::chrono::duration<double> timeout) {
-            return ping_pong(self, bytes, rounds, to_duration(timeout));
+          [](TransportHolder const& self, std::size_t bytes, int rounds, PythonDuration timeout) {
+            return ping_pong(self, bytes, rounds, timeout.value);
           },
           py::arg("bytes"), py::arg("rounds"), py::arg("timeout"),
           py::call_guard<py::gil_scoped_release>())
@@ -129,8 +134,9 @@ void bind_transport(py::module_& module) {
       [](int rank, int size, c10::intrusive_ptr<c10d::Store> store,
          decltype(ConnectPlace::make_gloo) make_gloo, std::function<void(std::string const&)> warn,
          ConnectOptions const& options) {
-        return connect_now({rank, size, std::move(store), std::move(make_gloo), std::move(warn)},
-                           options);
+        ConnectPlace const place{rank, size, std::move(store), std::move(make_gloo),
+                                 std::move(warn)};
+        return TransportHolder(connect(place, options, check_signals()));
       },
       py::arg("rank"), py::arg("size"), py::arg("store"), py::arg("make_gloo"), py::arg("warn"),
       py::arg("options"), py::call_guard<py::gil_scoped_release>());
@@ -148,10 +154,9 @@ void bind_transport(py::module_& module) {
       "ucx_ping_pong",
       [](int rank, c10::intrusive_ptr<c10d::Store> store, ConnectOptions const& options,
          std::size_t bytes, int rounds) {
-        std::atomic<bool> const interrupted = false;
-        return ucx_ping_pong(
-            rank, *make_store_rendezvous(rank, 2, std::move(store), options.timeout, interrupted),
-            options.libraries.ucx, bytes, rounds);
+        auto const meeting = meet_in_store(rank, 2, std::move(store), "ping-pong",
+                                           {options.timeout, check_signals()});
+        return ucx_ping_pong(rank, *meeting.rendezvous, options.libraries.ucx, bytes, rounds);
       },
       py::arg("rank"), py::arg("store"), py::arg("options"), py::arg("bytes"), py::arg("rounds"),
       py::call_guard<py::gil_scoped_release>());

@@ -1,16 +1,14 @@
 #include "c10d_transport.h"
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <mutex>
 #include <string>
-#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
 
-#include "failure_board.h"
+#include "store_board.h"
 
 namespace sparsecomm {
 namespace {
@@ -47,6 +45,8 @@ c10d::ReduceOp torch_reduction(Reduction reduction) {
   throw InvalidArgument(concat("reduction ", int(reduction), " is unknown"));
 }
 
+constexpr char const* aborted_here = "this rank's transport was aborted";
+
 // Gloo has a set of connections for each of its interfaces, and a message's tag modulo their number
 // chooses the set. How many there are it does not say; no machine has more.
 constexpr int most_interfaces = 64;
@@ -59,11 +59,13 @@ std::chrono::milliseconds time_left(Deadline const& deadline) {
 
 class C10dTransport final : public Transport {
  public:
-  C10dTransport(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store)
-      : Transport(group->getRank(), group->getSize()),
+  C10dTransport(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
+                std::uint32_t run, std::vector<ForkGuard> guards)
+      : Transport(group->getRank(), group->getSize(), run),
         name_(concat("c10d/", group->getBackendName())),
-        board_(std::move(store), group->getSize()),
-        group_(std::move(group)) {}
+        board_(make_store_board(std::move(store), rank(), size())),
+        group_(std::move(group)),
+        guards_(std::move(guards)) {}
 
   ~C10dTransport() override { slots_.clear(); }
 
@@ -73,7 +75,7 @@ class C10dTransport final : public Transport {
     Slot slot = std::exchange(slots_.at(request.slot), Slot{});
     free_.push_back(std::exchange(request, Request{}).slot);
     bool complete = false;
-    std::string reason = "this rank's transport was aborted";
+    std::string reason;
     try {
       if (start_waiting(slot.work)) {
         complete = slot.work->wait(time_left(deadline));
@@ -82,8 +84,9 @@ class C10dTransport final : public Transport {
       reason = error.what();
     }
     bool const aborted = stop_waiting();
-    if (complete && !aborted) return slot.bytes;  // gloo does not say how many came
-    if (!aborted && deadline.passed()) {
+    if (aborted) throw Interrupted(aborted_here, {slot.peer});
+    if (complete) return slot.bytes;  // gloo does not say how many came
+    if (deadline.passed()) {
       throw Timeout(concat("no message to or from rank ", slot.peer, " got through within ",
                            deadline.allowance_seconds(), " s"),
                     {slot.peer});
@@ -95,14 +98,13 @@ class C10dTransport final : public Transport {
 
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
                  Deadline const& deadline) override {
-    user_ = std::this_thread::get_id();
     auto const elements = static_cast<std::int64_t>(bytes.size() / size_of(dtype));
     std::vector<at::Tensor> tensors{at::from_blob(bytes.data(), {elements}, torch_type(dtype))};
     c10d::AllreduceOptions options;
     options.reduceOp = torch_reduction(reduction);
     options.timeout = time_left(deadline);
     c10::intrusive_ptr<c10d::Work> work;
-    std::string reason = "this rank's transport was aborted";
+    std::string reason;
     bool complete = false;
     if (start_reducing()) {
       try {
@@ -123,6 +125,7 @@ class C10dTransport final : public Transport {
       } catch (std::exception const&) {  // that it was broken off is known
       }
     }
+    if (aborted) throw Interrupted(aborted_here, suspects);
     if (late) {
       throw Timeout(concat("an allreduce of ", elements, " elements did not end within ",
                            deadline.allowance_seconds(), " s"),
@@ -131,9 +134,7 @@ class C10dTransport final : public Transport {
     throw PeerLost(concat("an allreduce of ", elements, " elements broke: ", reason), suspects);
   }
 
-  // From another thread: breaks off what the user of the transport waits for, who then aborts too.
-  // From the user's own: closes the connections, which takes dropping every work that keeps them.
-  void abort() noexcept override {
+  void interrupt() noexcept override {
     c10::intrusive_ptr<c10d::Work> waiting;
     c10::intrusive_ptr<c10d::Backend> reducing;
     {
@@ -144,21 +145,17 @@ class C10dTransport final : public Transport {
     }
     if (waiting) waiting->abort();
     if (reducing) close_connections(*reducing);
-    if (user_ == std::thread::id() || user_ == std::this_thread::get_id()) {
-      slots_.clear();
-      free_.clear();
-      group_.reset();
-    }
+  }
+  // Closes the connections, which takes dropping every work that keeps them.
+  void abort() noexcept override {
+    interrupt();
+    slots_.clear();
+    free_.clear();
+    guards_.clear();
+    group_.reset();
   }
 
-  void post_failure(FailureReport const& report) noexcept override { board_.post(rank(), report); }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return board_.reports();
-  }
-  void post_status(std::string_view status) noexcept override {
-    board_.post_status(rank(), status);
-  }
-  std::vector<std::string> statuses() noexcept override { return board_.statuses(); }
+  Board& board() override { return *board_; }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
@@ -184,8 +181,7 @@ class C10dTransport final : public Transport {
 
   template <class F>
   Request post(int peer, std::span<std::byte> bytes, F&& start) {
-    user_ = std::this_thread::get_id();
-    if (is_aborted()) throw PeerLost("this rank's transport was aborted", {peer});
+    if (is_aborted()) throw Interrupted(aborted_here, {peer});
     std::vector<at::Tensor> message{
         at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte)};
     Slot slot{peer, bytes.size(), {}};
@@ -268,9 +264,9 @@ class C10dTransport final : public Transport {
   }
 
   std::string name_;
-  FailureBoard board_;
-  std::atomic<std::thread::id> user_;  // the thread that sends and receives
+  std::shared_ptr<Board> board_;
   c10::intrusive_ptr<c10d::Backend> group_;
+  std::vector<ForkGuard> guards_;  // destroyed before what they guard
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
   std::mutex mutex_;  // guards what follows
@@ -282,8 +278,10 @@ class C10dTransport final : public Transport {
 }  // namespace
 
 std::unique_ptr<Transport> make_c10d_transport(c10::intrusive_ptr<c10d::Backend> group,
-                                               c10::intrusive_ptr<c10d::Store> store) {
-  return std::make_unique<C10dTransport>(std::move(group), std::move(store));
+                                               c10::intrusive_ptr<c10d::Store> store,
+                                               std::uint32_t run, std::vector<ForkGuard> guards) {
+  return std::make_unique<C10dTransport>(std::move(group), std::move(store), run,
+                                         std::move(guards));
 }
 
 }  // namespace sparsecomm

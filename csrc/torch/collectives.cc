@@ -15,9 +15,15 @@ c10::TypePtr result_type(CollectiveKind kind) {
 }  // namespace
 
 CollectiveWork::CollectiveWork(CollectiveKind kind)
-    : kind_(kind), future_(c10::make_intrusive<c10::ivalue::Future>(result_type(kind))) {}
+    : kind_(kind),
+      future_(c10::make_intrusive<c10::ivalue::Future>(result_type(kind))),
+      end_(*future_) {}
 
 c10::IValue CollectiveWork::wait_for_result() {
+  if (!future_->completed()) {
+    handle_.require_waitable();
+    end_.wait();
+  }
   future_->waitAndThrow();
   return future_->value();
 }
@@ -52,7 +58,8 @@ void Collectives::Idle::give(std::shared_ptr<TensorCollective> operation) {
 
 std::shared_ptr<Communicator> Collectives::communicator() const {
   auto communicator = communicator_.lock();
-  require(communicator != nullptr, "this communicator is closed; make a new one");
+  require(communicator != nullptr && !communicator->closed(),
+          "this communicator is closed; make a new one");
   return communicator;
 }
 
@@ -67,8 +74,9 @@ std::vector<at::Tensor> Collectives::run(CollectiveRequest request) {
   auto const communicator = this->communicator();
   auto operation = bind(*communicator, std::move(request));
   std::vector<at::Tensor> results;
+  SignalCheck signals;
   try {
-    communicator->run(operation);
+    communicator->run(operation, signals.here());
     results = operation->release();
   } catch (...) {
     operation->release();

@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
+#include "signal_check.h"
 #include "tensor_collective.h"
 
 namespace sparsecomm {
@@ -18,7 +19,8 @@ class CollectiveWork final : public c10d::Work {
  public:
   explicit CollectiveWork(CollectiveKind kind);
 
-  // Throws what the operation threw, as torch.distributed's users know it.
+  // Throws what the operation threw, as torch.distributed's users know it, or what a signal's
+  // handler raises meanwhile; the operation then goes on.
   c10::IValue wait_for_result();
   bool ended() const { return future_->completed(); }
   // See Communicator::Handle.
@@ -31,6 +33,7 @@ class CollectiveWork final : public c10d::Work {
 
   CollectiveKind kind_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  FutureEnd end_;
   Communicator::Handle handle_;
 };
 

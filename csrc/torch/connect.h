@@ -1,13 +1,13 @@
 // From the name of a transport, or "auto", to one that connects the ranks of a group.
 #pragma once
 
-#include <atomic>
 #include <functional>
 #include <memory>
 #include <string>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include "engine/stall.h"
 #include "transport/transports.h"
 
 namespace sparsecomm {
@@ -16,14 +16,16 @@ struct ConnectOptions {
   std::string transport = "auto";
   TransportLibraries libraries;
   Duration timeout = std::chrono::minutes(30);  // for all ranks to come
+  std::string call = "the first operation";     // what every rank has to call, for messages
+  StallOptions stall;                           // says which ranks have not come yet
 };
 
 // What a group of ranks brings along.
 struct ConnectPlace {
   int rank = 0, size = 1;
-  // For these ranks and this purpose alone, over a connection that nobody else uses.
+  // The group's, which the application goes on using: it is only cloned.
   c10::intrusive_ptr<c10d::Store> store;
-  // Connects the ranks through `store`; called on every rank or on none.
+  // Connects the ranks through `store`, which is gloo's alone; called on every rank or on none.
   std::function<c10::intrusive_ptr<c10d::Backend>(c10::intrusive_ptr<c10d::Store> store)> make_gloo;
   // Told, on rank 0, what "auto" could not use and why.
   std::function<void(std::string const&)> warn;
@@ -32,14 +34,15 @@ struct ConnectPlace {
 // Collective. Throws InvalidArgument where no transport has that name or it does not connect
 // processes; Timeout where ranks did not come; TransportUnavailable, with the same text on every
 // rank, where ranks ask for different ones or the one asked for by name cannot be used on some
-// rank. "auto" takes the first automatic one that works on all. Throws Aborted once `interrupted`.
+// rank. "auto" takes the first automatic one that works on all. `check` is called while other ranks
+// are waited for, and throws to end that.
 std::unique_ptr<Transport> connect(ConnectPlace const& place, ConnectOptions const& options,
-                                   std::atomic<bool> const& interrupted);
+                                   std::function<void()> const& check);
 
 // Connects when the first message is posted, on the thread that posts it; until then it has the
-// name "unconnected". `connect` is given what becomes true when the transport is aborted.
+// name "unconnected". `connect` is given what throws Aborted once the transport is aborted.
 std::unique_ptr<Transport> make_lazy_transport(
     int rank, int size,
-    std::function<std::unique_ptr<Transport>(std::atomic<bool> const& interrupted)> connect);
+    std::function<std::unique_ptr<Transport>(std::function<void()> const& check)> connect);
 
 }  // namespace sparsecomm

@@ -8,54 +8,89 @@
 #include "hook_state.h"
 
 namespace sparsecomm {
+namespace {
+
+at::ScalarType residual_dtype(at::Tensor const& parameter) {
+  return parameter.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// What the checkpoint has for the group. Thresholds and boundaries fit only the group they were
+// found for; a new grouping finds its own.
+ExchangeState state_for(ParameterGroup const& group, HookCheckpoint const& loaded) {
+  std::vector<std::string> keys;
+  for (ParameterGroup::Member const& member : group.members()) keys.push_back(member.key);
+  ExchangeState state;
+  for (HookCheckpoint::Group const& saved : loaded.groups) {
+    if (saved.parameters == keys) return saved.state;
+    state.step = std::max(state.step, saved.state.step);
+  }
+  return state;
+}
+
+// The layout first: of other tensors no number can be read.
+void check_readable(at::Tensor const& tensor, std::string const& key) {
+  require(tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta(),
+          "the state_dict to load has no dense tensor with values for ", key);
+}
+
+}  // namespace
 
 // Throws InvalidArgument unless the loaded checkpoint fits the group.
 void HookState::check_loaded(ParameterGroup const& group) const {
   for (ParameterGroup::Member const& member : group.members()) {
-    auto const saved = loaded_->residuals.find(member.key);
-    require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ",
-            member.key, "; it belongs to another model, or was saved with other parameter names");
-    require(saved->second.numel() == static_cast<std::int64_t>(member.numel),
-            "the loaded residual of ", member.key, " has ", saved->second.numel(),
-            " entries, the parameter ", member.numel, "; it belongs to another model");
-    require(saved->second.scalar_type() == group.residual().scalar_type(),
-            "the loaded residual of ", member.key, " is ",
-            at::toString(saved->second.scalar_type()), ", that of this model ",
-            at::toString(group.residual().scalar_type()), "; it belongs to another model");
-    auto const moment = loaded_->moments.find(member.key);
-    bool const has_moment = moment != loaded_->moments.end();
-    require(has_moment == group.has_moment(), "the loaded state_dict has ", has_moment ? "a" : "no",
-            " moment for ", member.key, ", this state ",
-            group.has_moment() ? "keeps one" : "keeps none",
-            ": use the momentum and first_moment that it was saved with");
-    if (!has_moment) continue;
-    require(moment->second.numel() == saved->second.numel(), "the loaded moment of ", member.key,
-            " has ", moment->second.numel(), " entries, its residual ", saved->second.numel(),
-            "; it belongs to another model");
+    check_loaded(member.key, static_cast<std::int64_t>(member.numel),
+                 group.residual().scalar_type(), group.has_moment());
   }
 }
 
+void HookState::check_loaded(std::string const& key, std::int64_t numel, at::ScalarType dtype,
+                             bool keeps_moment) const {
+  auto const saved = loaded_->residuals.find(key);
+  require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", key,
+          "; it belongs to another model, or was saved with other parameter names");
+  check_readable(saved->second, key);
+  require(saved->second.numel() == numel, "the loaded residual of ", key, " has ",
+          saved->second.numel(), " entries, the parameter ", numel,
+          "; it belongs to another model");
+  require(saved->second.scalar_type() == dtype, "the loaded residual of ", key, " is ",
+          at::toString(saved->second.scalar_type()), ", that of this model ", at::toString(dtype),
+          "; it belongs to another model");
+  auto const moment = loaded_->moments.find(key);
+  bool const has_moment = moment != loaded_->moments.end();
+  require(has_moment == keeps_moment, "the loaded state_dict has ", has_moment ? "a" : "no",
+          " moment for ", key, ", this state ", keeps_moment ? "keeps one" : "keeps none",
+          ": use the momentum and first_moment that it was saved with");
+  if (!has_moment) return;
+  check_readable(moment->second, key);
+  require(!moment->second.is_complex(), "the loaded moment of ", key, " is complex");
+  require(moment->second.numel() == saved->second.numel(), "the loaded moment of ", key, " has ",
+          moment->second.numel(), " entries, its residual ", saved->second.numel(),
+          "; it belongs to another model");
+}
+
+// As above, of the named parameters that have not come yet. What the checkpoint lacks may have had
+// a sparse gradient, of which nothing is kept.
+void HookState::check_loaded_names() const {
+  if (names_.empty()) return;
+  for (at::Tensor const& parameter : parameters_) {
+    auto const name = names_.find(parameter.unsafeGetTensorImpl());
+    if (name == names_.end() || !loaded_->residuals.contains(name->second)) continue;
+    check_loaded(name->second, parameter.numel(), residual_dtype(parameter),
+                 options_at(density_of(parameter)).rule.has_moment());
+  }
+  check_all_loaded();
+}
+
 void HookState::restore(ParameterGroup& group) {
+  group.load_state(state_for(group, *loaded_));  // which may throw, so before anything is written
   if (side_) side_->let_current_wait();
-  std::vector<std::string> keys;
   for (ParameterGroup::Member const& member : group.members()) {
-    keys.push_back(member.key);
     group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(-1));
     if (group.has_moment()) {
       group.moment_of(member).copy_(loaded_->moments.at(member.key).reshape(-1));
     }
   }
   if (side_) side_->wait_for_current();
-  // Thresholds and boundaries fit only the group they were found for; a new grouping finds its own.
-  ExchangeState state;
-  for (HookCheckpoint::Group const& saved : loaded_->groups) {
-    if (saved.parameters == keys) {
-      group.load_state(saved.state);
-      return;
-    }
-    state.step = std::max(state.step, saved.state.step);
-  }
-  group.load_state(state);
 }
 
 std::set<std::string> HookState::keys_of_groups() const {
@@ -90,6 +125,7 @@ void HookState::settle_loaded() {
 }
 
 HookCheckpoint HookState::checkpoint() const {
+  Entry const entry(*this);
   require_idle("save the state");
   take_back_broken_step("save the state");
   if (side_) side_->let_current_wait();
@@ -131,9 +167,8 @@ void HookState::add_unseen(HookCheckpoint& checkpoint) const {
         checkpoint.residuals.contains(name->second)) {
       continue;
     }
-    bool const is_double = parameter.scalar_type() == at::kDouble;
-    at::Tensor const zeros = at::zeros(
-        {parameter.numel()}, parameter.options().dtype(is_double ? at::kDouble : at::kFloat));
+    at::Tensor const zeros =
+        at::zeros({parameter.numel()}, parameter.options().dtype(residual_dtype(parameter)));
     checkpoint.residuals.emplace(name->second, zeros);
     if (options_at(density_of(parameter)).rule.has_moment()) {
       checkpoint.moments.emplace(name->second, zeros.clone());
@@ -142,6 +177,7 @@ void HookState::add_unseen(HookCheckpoint& checkpoint) const {
 }
 
 void HookState::load(HookCheckpoint checkpoint) {
+  Entry const entry(*this);
   require_idle("load a state");
   require_open();
   if (by_bucket_) {
@@ -161,10 +197,17 @@ void HookState::load(HookCheckpoint checkpoint) {
     return;
   }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
+  std::vector<ExchangeState> former;  // of the groups that have been tried
   try {
     for (auto const& group : groups_) check_loaded(*group);
+    check_loaded_names();
     if (sealed_) check_all_loaded();
+    for (auto const& group : groups_) {
+      former.push_back(group->state());
+      group->load_state(state_for(*group, *loaded_));
+    }
   } catch (InvalidArgument const&) {
+    for (std::size_t i = 0; i < former.size(); ++i) groups_[i]->load_state(former[i]);
     loaded_ = before;
     throw;
   }

@@ -6,124 +6,32 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <mutex>
 #include <set>
 #include <utility>
 
 #include "clip_gradients.h"
-#include "coo_allreduce.h"
-#include "distributed_error.h"
+#include "hook_step.h"
 #include "interpreter.h"
 #include "kernels/cuda_library.h"
 
 namespace sparsecomm {
 
-// A bucket is done when all groups that have parameters in it are.
-struct HookState::PendingBucket {
-  c10::IValue value;
-  c10::intrusive_ptr<c10::ivalue::Future> future;
-  SideStream const* side = nullptr;
-  std::shared_ptr<c10::Event const> made;  // on a device: what makes the bucket
-  std::mutex mutex;
-  std::size_t open_groups = 0;
-  std::exception_ptr error;
+HookState::Entry::Entry(HookState const& state) : state_(state) {
+  require(
+      state.holder_ != std::this_thread::get_id(),
+      "this thread is in the middle of another call of this state, as a callback or the handler "
+      "of a signal may be; call it after backward() has returned");
+  if (!state.mutex_.try_lock()) {
+    InterpreterRelease const release;
+    state.mutex_.lock();
+  }
+  state.holder_ = std::this_thread::get_id();
+}
 
-  // Throws nothing: whatever fails here fails the future.
-  void group_done(std::exception_ptr const& group_error) {
-    {
-      std::lock_guard const lock(mutex);
-      if (group_error && !error) error = group_error;
-      if (--open_groups > 0) return;
-    }
-    if (!error) {
-      try {
-        complete();
-        return;
-      } catch (...) {
-        error = std::current_exception();
-      }
-    }
-    try {
-      future->setErrorIfNeeded(as_distributed_error(error));
-    } catch (...) {
-      // Of a callback: the future has its error.
-    }
-  }
-
-  // On a device the result has been enqueued: whoever waits for the future waits for the stream
-  // that is current now.
-  void complete() {
-    if (!side) {
-      future->markCompleted(value);
-      return;
-    }
-    auto const current = side->make_current();
-    // A future that fails to record its event never wakes who waits for it: fail before.
-    side->mark_current();
-    future->markCompleted(value);
-  }
-};
-
-// The exchanges between two optimizer steps stand or fall together: when one of them failed, or
-// carried a NaN, the optimizer will not use the others' results, so what they delivered is taken
-// back.
-struct HookState::Step {
-  std::mutex mutex;
-  std::size_t open_groups = 0;
-  bool last_bucket_seen = false;
-  bool unusable = false;
-  std::vector<ParameterGroup*> delivered;
-  TimePoint last_bucket_came{};
-  Duration exposed{};
-
-  void begin(std::size_t groups, bool last_bucket) {
-    std::lock_guard const lock(mutex);
-    open_groups += groups;
-    last_bucket_seen = last_bucket_seen || last_bucket;
-    if (last_bucket) last_bucket_came = steady_clock().now();
-    if (open_groups == 0) finish();  // of a last bucket without parameters
-  }
-  // `group`: null for a gradient of which nothing is kept.
-  void end(ParameterGroup* group, bool usable) {
-    std::lock_guard const lock(mutex);
-    if (!usable) {
-      unusable = true;
-    } else if (group) {
-      delivered.push_back(group);
-    }
-    if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
-    if (group) group->set_exposed(exposed);
-    if (--open_groups == 0) finish();
-  }
-  bool open() {
-    std::lock_guard const lock(mutex);
-    return !last_bucket_seen;
-  }
-  void break_off() {
-    std::lock_guard const lock(mutex);
-    if (!last_bucket_seen) take_back();
-  }
-  Duration time_exposed() {
-    std::lock_guard const lock(mutex);
-    return exposed;
-  }
-
- private:
-  void finish() {
-    if (last_bucket_seen && unusable) take_back();
-  }
-  void take_back() {
-    std::exception_ptr error;
-    for (ParameterGroup* const group : std::exchange(delivered, {})) {
-      try {
-        group->withdraw();
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
-    }
-    if (error) std::rethrow_exception(error);
-  }
-};
+HookState::Entry::~Entry() {
+  state_.holder_ = std::thread::id();
+  state_.mutex_.unlock();
+}
 
 namespace {
 
@@ -162,17 +70,46 @@ std::shared_ptr<HookState> HookState::make(HookOptions options,
                                            std::string cuda_library) {
   return {new HookState(std::move(options), communicator_options, std::move(cuda_library)),
           [](HookState const* state) {
-            run_off_own_threads(state->communicator_.get(), [state] { delete state; });
+            run_off_own_threads(state->communicator_ && state->communicator_->on_own_thread(),
+                                [state] { delete state; });
           }};
 }
 
 HookState::~HookState() { close(); }
 
 void HookState::close() {
-  closed_ = true;
-  // First, since its thread uses the groups.
-  run_off_own_threads(communicator_.get(),
-                      [this, self = weak_from_this().lock()] { communicator_.reset(); });
+  if (owner_ != ::getpid())
+    return;  // a forked child may end; the lock is as another thread held it
+  auto const self = weak_from_this().lock();
+  if (holder_ == std::this_thread::get_id()) {  // the garbage collector's doing
+    run_off_own_threads(true, [self] { self->close(); });
+    return;
+  }
+  std::shared_ptr<Communicator> communicator;
+  {
+    Entry const entry(*this);
+    closed_ = true;
+    communicator = std::exchange(communicator_, nullptr);
+  }
+  if (!communicator) return;
+  // Its thread uses the groups.
+  run_off_own_threads(communicator->on_own_thread(),
+                      [communicator, self] { communicator->close(); });
+}
+
+std::weak_ptr<Communicator const> HookState::communicator() const {
+  Entry const entry(*this);
+  return communicator_;
+}
+
+bool HookState::connected() const {
+  Entry const entry(*this);
+  return communicator_ != nullptr;
+}
+
+std::optional<int> HookState::rank() const {
+  Entry const entry(*this);
+  return communicator_ ? std::optional(communicator_->rank()) : std::nullopt;
 }
 
 void HookState::require_open() const {
@@ -180,6 +117,7 @@ void HookState::require_open() const {
 }
 
 void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters) {
+  Entry const entry(*this);
   require(places_.empty(), "parameters must be named before the first step");
   names_.clear();
   for (auto const& [name, parameter] : parameters) {
@@ -189,6 +127,7 @@ void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> 
 }
 
 void HookState::set_densities(std::vector<std::pair<at::Tensor, double>> const& densities) {
+  Entry const entry(*this);
   require(places_.empty(), "densities must be set before the first step");
   densities_.clear();
   for (auto const& [parameter, density] : densities) {
@@ -198,24 +137,61 @@ void HookState::set_densities(std::vector<std::pair<at::Tensor, double>> const& 
 }
 
 void HookState::follow_loss_scale(std::function<double()> loss_scale) {
+  auto followed = std::make_shared<std::function<double()> const>(std::move(loss_scale));
+  Entry const entry(*this);
   require_idle("follow a loss scale");
-  current_loss_scale_ = std::move(loss_scale);
+  current_loss_scale_.swap(followed);
 }
 
 void HookState::connect(std::unique_ptr<Transport> transport) {
+  Entry const entry(*this);
   require_open();
   require(!communicator_, "this state is connected already");
-  communicator_ = std::make_unique<Communicator>(std::move(transport), communicator_options_);
+  communicator_ = std::make_shared<Communicator>(std::move(transport), communicator_options_);
+}
+
+void HookState::reconnect(std::unique_ptr<Transport> transport) {
+  std::shared_ptr<Communicator> former;
+  {
+    Entry const entry(*this);
+    require_open();
+    require_idle("reconnect");
+    require(communicator_ != nullptr,
+            "this state has not been connected yet; it connects by itself");
+    auto fresh = std::make_shared<Communicator>(std::move(transport), communicator_options_);
+    for (auto const& group : groups_) group->require_possible(*fresh);
+    take_back_broken_step("reconnect");
+    step_.reset();
+    drop_waiting();
+    former_counters_ = counters();
+    former = std::exchange(communicator_, std::move(fresh));
+    for (auto const& group : groups_) group->reconnect(*communicator_);
+  }
+  run_off_own_threads(former->on_own_thread(), [former] { former->close(); });
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10::IValue value,
                                                        c10::TypePtr type) {
+  std::optional<double> const loss_scale = bucket.index == 0 ? ask_loss_scale() : std::nullopt;
+  Entry const entry(*this);
+  try {
+    return take(bucket, std::move(value), std::move(type), loss_scale);
+  } catch (...) {
+    fail_waiting(std::current_exception());
+    throw;
+  }
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c10::IValue value,
+                                                        c10::TypePtr type,
+                                                        std::optional<double> loss_scale) {
   at::Tensor const& buffer = bucket.buffer;
+  require_open();
   require(communicator_ != nullptr, "this state has no process group yet");
   settle_device(bucket);
   check_gradients(bucket);
 
-  if (bucket.index == 0) begin_step();
+  if (bucket.index == 0) begin_step(loss_scale);
   std::vector<at::Tensor> const& parameters = bucket.parameters;
   std::vector<at::Tensor> const& gradients = bucket.gradients;
   bool const sparse = buffer.is_sparse();
@@ -261,7 +237,9 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
       complete.push_back(place.group);
     }
   }
-  pending->open_groups = sparse ? 1 : touched.size();
+  bool const none_ends_step = bucket.last && complete.empty() && held_.empty() &&
+                              (step_->has_begun() || !held_sparse_.empty());
+  pending->open_groups = (sparse ? 1 : touched.size()) + (none_ends_step ? 1 : 0);
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
   if (pending->open_groups == 0) pending->complete();
   if (options_.clip_norm > 0) {
@@ -274,88 +252,53 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
   } else {
     submit(complete, bucket.last);
   }
+  if (none_ends_step) submit_end_of_step(pending);
   return pending->future;
 }
 
-void HookState::submit_sparse() {
-  for (auto const& [gradient, pending] : std::exchange(held_sparse_, {})) {
-    auto operation = std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_);
-    auto const finish = [this, gradient, pending, step = step_](std::exception_ptr error) {
-      try {
-        step->end(nullptr, !error && gradient._values().isfinite().all().item<bool>());
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
-      --sparse_in_flight_;  // before whoever waits for the bucket may begin the next step
-      pending->group_done(error);
-    };
-    ++sparse_in_flight_;
-    try {
-      communicator_->submit(std::move(operation), finish);
-    } catch (...) {
-      --sparse_in_flight_;
-      throw;
-    }
-  }
-}
-
-void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket) {
-  step_->begin(groups.size() + held_sparse_.size(), last_bucket);
-  submit_sparse();
-  std::shared_ptr<c10::Event const> clipped;
-  if (side_ && options_.clip_norm > 0) clipped = side_->mark_current();
-  for (ParameterGroup* const group : groups) {
-    auto const buckets = std::move(waiting_[group]);
-    waiting_.erase(group);
-    std::function<void()> ready;
-    if (side_) {
-      std::vector<std::shared_ptr<c10::Event const>> made;
-      for (auto const& waiting : buckets) made.push_back(waiting->made);
-      if (clipped) made.push_back(clipped);
-      ready = [side = side_.get(), made = std::move(made)] {
-        for (auto const& event : made) side->wait(*event);
-      };
-    }
-    group->submit(
-        std::move(ready),
-        [group, step = step_](std::exception_ptr const& error) {
-          step->end(group, !error && group->delivered());
-        },
-        [buckets](std::exception_ptr const& error) {
-          for (auto const& waiting : buckets) waiting->group_done(error);
-        });
-  }
-}
-
-void HookState::begin_step() {
-  // The former step may have been broken off, by an exception in the backward pass say.
-  require(!busy(), "a new step began while the gradients of the last one are being exchanged");
-  for (auto const& group : groups_) group->discard_arrivals();
+void HookState::drop_waiting() {
   waiting_.clear();
   held_.clear();
   held_sparse_.clear();
   gradients_.clear();
+}
+
+void HookState::begin_step(std::optional<double> loss_scale) {
+  // The former step may have been broken off, by an exception in the backward pass say.
+  require(!busy(), "a new step began while the gradients of the last one are being exchanged");
+  for (auto const& group : groups_) group->discard_arrivals();
+  drop_waiting();
   if (step_) {
     step_->break_off();
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
-  follow_scale();
+  step_->follow_backward();
+  if (loss_scale) follow_scale(*loss_scale);
 }
 
 // What a step delivered whose last bucket never came is nobody's: before anything else touches the
 // residuals it goes back there.
 void HookState::take_back_broken_step(char const* before_what) const {
   if (!step_) return;
-  require(!step_->open() || torch::autograd::get_current_graph_task_id() == -1, "cannot ",
-          before_what, " in the middle of a backward pass; do it after backward() has returned");
+  bool const over = step_->backward.expired() && torch::autograd::get_current_graph_task_id() == -1;
+  require(!step_->open() || over, "cannot ", before_what,
+          " in the middle of a backward pass; do it after backward() has returned");
   step_->break_off();
 }
 
+// Runs Python's code, so not under the lock.
+std::optional<double> HookState::ask_loss_scale() const {
+  std::shared_ptr<std::function<double()> const> current;
+  {
+    Entry const entry(*this);
+    current = current_loss_scale_;
+  }
+  return current ? std::optional((*current)()) : std::nullopt;
+}
+
 // Gradients carry the loss scale, and so does all that is kept of them.
-void HookState::follow_scale() {
-  if (!current_loss_scale_) return;
-  double const scale = current_loss_scale_();
+void HookState::follow_scale(double scale) {
   require(std::isfinite(scale) && scale > 0, "the loss scale is ", scale,
           ", which no gradient can be divided by");
   if (scale == loss_scale_) return;
@@ -394,6 +337,7 @@ void HookState::settle_device(Bucket const& bucket) {
 }
 
 void HookState::set_density(double density) {
+  Entry const entry(*this);
   require_idle("change the density");
   ExchangeOptions changed = options_.exchange;
   changed.density = density;
@@ -405,8 +349,9 @@ void HookState::set_density(double density) {
 }
 
 HookStats HookState::stats() const {
+  Entry const entry(*this);
   require_idle("read the statistics");
-  HookStats total{left_, communicator_ ? communicator_->counters() : Counters{}, exposed_, {}};
+  HookStats total{left_, counters(), exposed_, {}};
   if (step_) total.exposed += step_->time_exposed();
   for (auto const& group : groups_) {
     total.exchange += group->stats();
@@ -417,7 +362,18 @@ HookStats HookState::stats() const {
   return total;
 }
 
+// Counts what went through previous communicators as one more peer's.
+Counters HookState::counters() const {
+  Counters all = communicator_ ? communicator_->counters() : Counters{};
+  for (auto const part : {&Counters::sent_bytes, &Counters::sent_messages,
+                          &Counters::received_bytes, &Counters::received_messages}) {
+    (all.*part).push_back(Counters::total(former_counters_.*part));
+  }
+  return all;
+}
+
 std::vector<std::string> HookState::algorithms() const {
+  Entry const entry(*this);
   require_idle("read the algorithms");
   std::vector<std::string> names;
   for (auto const& group : groups_) names.emplace_back(group->algorithm());
@@ -425,7 +381,7 @@ std::vector<std::string> HookState::algorithms() const {
 }
 
 bool HookState::busy() const {
-  return sparse_in_flight_ > 0 ||
+  return groupless_in_flight_ > 0 ||
          std::ranges::any_of(groups_, [](auto const& group) { return group->busy(); });
 }
 

@@ -2,13 +2,18 @@
 #pragma once
 
 #include <ATen/core/ivalue.h>
+#include <sys/types.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -69,8 +74,9 @@ struct HookStats {
   std::vector<GroupStats> groups;  // of the last step
 };
 
-// Not thread-safe but for what run() and the progress thread share: called by whoever runs the
-// backward pass.
+// Thread-safe: a call waits for one on another thread to return, and one from a callback or a
+// signal's handler in the middle of another on the same thread throws InvalidArgument. Steps follow
+// one another, whichever threads run them.
 class HookState : public std::enable_shared_from_this<HookState> {
  public:
   // `cuda_library`: the file that a gradient on a CUDA device needs.
@@ -88,18 +94,22 @@ class HookState : public std::enable_shared_from_this<HookState> {
   // What the loss is multiplied by, asked for once a step, before its first bucket.
   void follow_loss_scale(std::function<double()> loss_scale);
   void connect(std::unique_ptr<Transport> transport);
-  bool connected() const { return communicator_ != nullptr; }
+  // Goes on with other ranks after a failure, which all of them call for at the same step; the
+  // residuals stay. What a step that was broken off had delivered goes back into them first.
+  void reconnect(std::unique_ptr<Transport> transport);
+  bool connected() const;
+  // Empty until connected.
+  std::weak_ptr<Communicator const> communicator() const;
   // Null until connected.
-  std::optional<int> rank() const {
-    return communicator_ ? std::optional(communicator_->rank()) : std::nullopt;
-  }
+  std::optional<int> rank() const;
   // Ends the progress thread, which may hold Python objects, and with it all exchanges. Python's
   // garbage collector may call it on that thread: then another one does it, and later.
   void close();
 
   // Exchanges the bucket in place, and completes the future with `value`: the bucket's buffer as
   // whoever waits for it wants it, of type `type`. Throws InvalidArgument on buckets that cannot be
-  // exchanged; what fails later completes the future with the error.
+  // exchanged, and fails those of the step that wait for it; what fails later completes the future
+  // with the error.
   c10::intrusive_ptr<c10::ivalue::Future> run(Bucket const& bucket, c10::IValue value,
                                               c10::TypePtr type);
 
@@ -131,6 +141,17 @@ class HookState : public std::enable_shared_from_this<HookState> {
   };
   struct PendingBucket;
   struct Step;
+  // Held by each public function.
+  class Entry {
+   public:
+    explicit Entry(HookState const& state);
+    ~Entry();
+    Entry(Entry const&) = delete;
+    Entry& operator=(Entry const&) = delete;
+
+   private:
+    HookState const& state_;
+  };
 
   HookState(HookOptions options, CommunicatorOptions communicator_options,
             std::string cuda_library);
@@ -141,26 +162,45 @@ class HookState : public std::enable_shared_from_this<HookState> {
                  std::vector<at::Tensor> const& parameters);
   std::optional<double> density_of(at::Tensor const& parameter) const;
   ExchangeOptions options_at(std::optional<double> density) const;
-  void begin_step();
+  c10::intrusive_ptr<c10::ivalue::Future> take(Bucket const& bucket, c10::IValue value,
+                                               c10::TypePtr type, std::optional<double> loss_scale);
+  void fail_waiting(std::exception_ptr const& error);
+  void drop_waiting();
+  void begin_step(std::optional<double> loss_scale);
   void take_back_broken_step(char const* before_what) const;
-  void follow_scale();
+  std::optional<double> ask_loss_scale() const;
+  void follow_scale(double scale);
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
+  void submit_groups(std::vector<ParameterGroup*> const& groups, bool last_bucket,
+                     std::size_t& left);
   void submit_sparse();
+  void submit_end_of_step(std::shared_ptr<PendingBucket> const& pending);
+  void submit_groupless(std::shared_ptr<Operation> operation,
+                        std::shared_ptr<PendingBucket> const& pending,
+                        std::function<bool()> const& usable);
   std::size_t order_of_sparse(at::Tensor const& parameter);
   void require_of_model(at::Tensor const& parameter) const;
   bool is_group(std::vector<at::Tensor> const& parameters) const;
   void settle_device(Bucket const& bucket);
   std::string key_of(at::Tensor const& parameter);
   void check_loaded(ParameterGroup const& group) const;
+  void check_loaded(std::string const& key, std::int64_t numel, at::ScalarType dtype,
+                    bool keeps_moment) const;
+  void check_loaded_names() const;
   std::set<std::string> keys_of_groups() const;
   void check_all_loaded() const;
   void settle_loaded();
   void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
+  Counters counters() const;
   bool busy() const;
   void require_open() const;
   void require_idle(char const* what) const;
 
+  // Nobody who holds the interpreter waits for it, since who has it may want the interpreter.
+  mutable std::mutex mutex_;  // guards what follows
+  mutable std::atomic<std::thread::id> holder_;
+  pid_t owner_ = ::getpid();
   HookOptions options_;
   // A dense exchange keeps nothing from step to step, so each bucket is a group, at any time.
   bool by_bucket_;
@@ -184,17 +224,18 @@ class HookState : public std::enable_shared_from_this<HookState> {
   ExchangeStats left_;                                               // of groups that are no more
   Duration exposed_{};                                               // of former steps
   std::unordered_map<ParameterGroup const*, double> own_densities_;  // of groups that have one
-  std::function<double()> current_loss_scale_;
+  std::shared_ptr<std::function<double()> const> current_loss_scale_;
   double loss_scale_ = 1;
   // Of a step whose gradients are clipped: what has come, by Place::order, and what is complete.
   std::map<std::size_t, at::Tensor> gradients_;
   std::vector<ParameterGroup*> held_;
   // Gradients that are sparse themselves are averaged as they are, and nothing of them is kept.
   std::vector<std::pair<at::Tensor, std::shared_ptr<PendingBucket>>> held_sparse_;
-  std::atomic<std::size_t> sparse_in_flight_ = 0;
+  std::atomic<std::size_t> groupless_in_flight_ = 0;            // operations
   std::unordered_map<void const*, std::size_t> sparse_orders_;  // like Place::order
   BytesAllgather coo_gather_;                                   // of the progress thread
-  std::unique_ptr<Communicator> communicator_;
+  Counters former_counters_;                                    // before the last reconnect()
+  std::shared_ptr<Communicator> communicator_;
 };
 
 }  // namespace sparsecomm

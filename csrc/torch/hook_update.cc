@@ -32,6 +32,7 @@ void add_at(std::span<const std::uint32_t> indices, std::size_t offset, at::Tens
 
 void HookState::add_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters,
                                std::vector<std::pair<at::Tensor, double>> const& densities) {
+  Entry const entry(*this);
   require_idle("add parameters");
   for (auto const& [name, parameter] : parameters) {
     names_.emplace(parameter.unsafeGetTensorImpl(), name);
@@ -46,6 +47,7 @@ void HookState::add_parameters(std::vector<std::pair<std::string, at::Tensor>> c
 void HookState::add_received(std::vector<at::Tensor> const& parameters,
                              std::vector<at::Tensor> const& gradients, double factor,
                              bool everywhere) {
+  Entry const entry(*this);
   require_idle("apply what was received");
   require(parameters.size() == gradients.size(), gradients.size(), " gradients for ",
           parameters.size(), " parameters: give one each");

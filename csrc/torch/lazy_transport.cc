@@ -1,3 +1,4 @@
+#include <atomic>
 #include <mutex>
 #include <vector>
 
@@ -6,43 +7,99 @@
 namespace sparsecomm {
 namespace {
 
-using Connect = std::function<std::unique_ptr<Transport>(std::atomic<bool> const& interrupted)>;
+using Connect = std::function<std::unique_ptr<Transport>(std::function<void()> const& check)>;
+
+// That of a transport, once there is one.
+class LazyBoard final : public Board {
+ public:
+  explicit LazyBoard(int size) : size_(size) {}
+
+  void set(Board& board) {
+    std::unique_lock lock(mutex_);
+    board_ = &board;
+    auto const alarm = std::exchange(alarm_, {});
+    lock.unlock();
+    if (alarm) board.on_failure(alarm);
+  }
+
+  bool post_failure(FailureReport const& report) noexcept override {
+    Board* const board = get();
+    return board && board->post_failure(report);
+  }
+  std::vector<std::optional<FailureReport>> failures() override {
+    Board* const board = get();
+    return board ? board->failures() : std::vector<std::optional<FailureReport>>(size_);
+  }
+  Duration patience() const override {
+    Board* const board = get();
+    return board ? board->patience() : Duration::zero();
+  }
+  void on_failure(std::function<void()> const& alarm) override {
+    std::unique_lock lock(mutex_);
+    if (!board_) {
+      alarm_ = alarm;
+      return;
+    }
+    lock.unlock();
+    board_->on_failure(alarm);
+  }
+  std::string decide(std::string const& proposal) override {
+    Board* const board = get();
+    return board ? board->decide(proposal) : proposal;
+  }
+  std::optional<std::string> decision() override {
+    Board* const board = get();
+    return board ? board->decision() : std::nullopt;
+  }
+  void post_status(std::string_view status) noexcept override {
+    if (Board* const board = get()) board->post_status(status);
+  }
+  std::vector<std::string> statuses() override {
+    Board* const board = get();
+    return board ? board->statuses() : std::vector<std::string>(size_);
+  }
+
+ private:
+  Board* get() const {
+    std::lock_guard const lock(mutex_);
+    return board_;
+  }
+
+  std::size_t size_;
+  mutable std::mutex mutex_;  // guards what follows
+  Board* board_ = nullptr;
+  std::function<void()> alarm_;
+};
 
 class LazyTransport final : public Transport {
  public:
   LazyTransport(int rank, int size, Connect connect)
-      : Transport(rank, size), connect_(std::move(connect)) {}
+      : Transport(rank, size),
+        connect_(std::move(connect)),
+        board_(static_cast<std::size_t>(size)) {}
 
   std::string_view name() const override {
     std::lock_guard const lock(mutex_);
     return transport_ ? transport_->name() : "unconnected";
   }
 
+  std::uint32_t run() override { return size() == 1 ? 0 : connected().run(); }
+
   std::size_t wait(Request& request, Deadline const& deadline) override {
     return transport_->wait(request, deadline);
   }
 
-  void abort() noexcept override {
+  void interrupt() noexcept override {
     aborted_ = true;
     std::lock_guard const lock(mutex_);
+    if (transport_) transport_->interrupt();
+  }
+  void abort() noexcept override {
+    interrupt();
     if (transport_) transport_->abort();
   }
 
-  void post_failure(FailureReport const& report) noexcept override {
-    std::lock_guard const lock(mutex_);
-    if (transport_) transport_->post_failure(report);
-  }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return transport_ ? transport_->failures() : std::vector<std::optional<FailureReport>>(size());
-  }
-  void post_status(std::string_view status) noexcept override {
-    std::lock_guard const lock(mutex_);
-    if (transport_) transport_->post_status(status);
-  }
-  std::vector<std::string> statuses() noexcept override {
-    std::lock_guard const lock(mutex_);
-    return transport_ ? transport_->statuses() : Transport::statuses();
-  }
+  Board& board() override { return board_; }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
@@ -55,17 +112,23 @@ class LazyTransport final : public Transport {
  private:
   Transport& connected() {
     if (!transport_) {
-      std::unique_ptr<Transport> transport = connect_(aborted_);
+      std::unique_ptr<Transport> transport = connect_([this] {
+        require<Aborted>(!aborted_, "the group was closed before all ranks had joined it");
+      });
       connect_ = nullptr;
-      std::lock_guard const lock(mutex_);
-      transport_ = std::move(transport);
-      if (aborted_) transport_->abort();
+      {
+        std::lock_guard const lock(mutex_);
+        transport_ = std::move(transport);
+        if (aborted_) transport_->interrupt();
+      }
+      board_.set(transport_->board());
     }
     return *transport_;
   }
 
   Connect connect_;
   std::atomic<bool> aborted_ = false;
+  LazyBoard board_;
   mutable std::mutex mutex_;  // guards transport_ against calls from other threads
   std::unique_ptr<Transport> transport_;
 };

@@ -53,14 +53,26 @@ class TypedGroup final : public ParameterGroup {
   ExchangeStats const& stats() const override { return exchange_->stats(); }
   StepRecord const& last_step() const override { return exchange_->last_step(); }
   void set_density(double density) override { exchange_->set_density(density); }
+  void require_possible(Communicator const& communicator) const override {
+    exchange_->require_possible(communicator);
+  }
+  void reconnect_exchange(Communicator& communicator) override {
+    exchange_->reconnect(communicator);
+  }
   void rescale_thresholds(double ratio) override { exchange_->rescale(ratio); }
   std::string_view algorithm() const override { return exchange_->algorithm(); }
   bool settled() const override { return exchange_->settled(); }
 
  protected:
-  void withdraw_exchange() override { exchange_->withdraw(); }
+  void withdraw_exchange(bool failed) override {
+    if (failed) {
+      exchange_->withdraw_step();
+    } else {
+      exchange_->withdraw();
+    }
+  }
   void residual_changed() override { exchange_->residual_changed(); }
-  std::shared_ptr<Operation> bind(std::function<void()> ready) override {
+  std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step) override {
     std::vector<Segment<T>> segments;
     bool const keeps_residual = residual_.numel() > 0;
     auto* const residual = static_cast<V*>(residual_.data_ptr());
@@ -71,7 +83,7 @@ class TypedGroup final : public ParameterGroup {
     }
     std::span<V> moment;
     if (moment_.defined()) moment = {static_cast<V*>(moment_.data_ptr()), numel_};
-    exchange_->bind(std::move(segments), std::move(ready), moment);
+    exchange_->bind(std::move(segments), std::move(ready), moment, ends_step);
     return exchange_;
   }
 
@@ -113,7 +125,7 @@ ParameterGroup::ParameterGroup(std::string name, at::ScalarType dtype, std::vect
     : name_(std::move(name)),
       dtype_(dtype),
       members_(std::move(members)),
-      communicator_(communicator),
+      communicator_(&communicator),
       labels_(name_),
       side_(side) {
   for (Member const& member : members_) numel_ += member.numel;
@@ -143,6 +155,12 @@ void ParameterGroup::rescale(double ratio) {
   rescale_thresholds(ratio);
 }
 
+void ParameterGroup::reconnect(Communicator& communicator) {
+  discard_arrivals();
+  communicator_ = &communicator;
+  reconnect_exchange(communicator);
+}
+
 bool ParameterGroup::arrive(Member const& member, void* data, bool unused) {
   require(!busy_,
           "the gradients of a new step arrived while those of the last one are being exchanged");
@@ -158,8 +176,7 @@ void ParameterGroup::discard_arrivals() {
 }
 
 void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
-                            Communicator::Completion done) {
-  std::shared_ptr<Operation> operation = bind(std::move(ready));
+                            Communicator::Completion done, bool ends_step) {
   labels_.follow_this_thread();
   busy_ = true;
   auto const finish = [this, end = std::move(end),
@@ -174,7 +191,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
     done(std::move(error));
   };
   try {
-    communicator_.submit(std::move(operation), finish);
+    communicator_->submit(bind(std::move(ready), ends_step), finish);
   } catch (...) {
     give_back();
     busy_ = false;
@@ -182,12 +199,12 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
   }
 }
 
-void ParameterGroup::run() {
-  std::shared_ptr<Operation> const operation = bind({});
+void ParameterGroup::run(bool ends_step) {
+  std::shared_ptr<Operation> const operation = bind({}, ends_step);
   labels_.follow_this_thread();
   busy_ = true;
   try {
-    communicator_.run(operation);
+    communicator_->run(operation);
   } catch (...) {
     busy_ = false;
     throw;
@@ -230,8 +247,8 @@ void ParameterGroup::give_back() {
   given_back_ = std::exchange(withheld_, {});
 }
 
-void ParameterGroup::withdraw() {
-  withdraw_exchange();
+void ParameterGroup::withdraw(bool failed) {
+  withdraw_exchange(failed);
   // As far as the exchange knows there was nothing.
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
   for (auto const& [part, kept] : given_back_) part.copy_(kept);

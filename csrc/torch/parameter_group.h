@@ -56,6 +56,10 @@ class ParameterGroup {
   // Gradients are in other units from now on: what is kept is multiplied.
   void rescale(double ratio);
 
+  // Goes on with other ranks, at the same step and with the same residual.
+  virtual void require_possible(Communicator const& communicator) const = 0;
+  void reconnect(Communicator& communicator);
+
   // A member's gradient for this step: its numel elements start at `data`. True when it was the
   // last one. `unused`: it is zero since this rank has not used the parameter, and where no rank
   // has, DDP drops the result; so the member's residual and moment take no part.
@@ -64,11 +68,11 @@ class ParameterGroup {
   void discard_arrivals();
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
   // arrived is there, `end` runs before the group is idle, and then `done`, with the first error;
-  // `ready` and `end` may throw.
+  // `ready` and `end` may throw. `ends_step`: see GradientExchange::bind().
   void submit(std::function<void()> ready, Communicator::Completion end,
-              Communicator::Completion done);
+              Communicator::Completion done, bool ends_step);
   // Exchanges in this thread where nothing else is going on; blocks.
-  void run();
+  void run(bool ends_step);
   bool busy() const { return busy_; }
   // Of the last step: how long after its last bucket had come the group was done. Set before it is
   // idle.
@@ -78,7 +82,8 @@ class ParameterGroup {
   // See GradientExchange.
   virtual bool delivered() const = 0;
   virtual std::optional<std::span<const std::uint32_t>> received() const = 0;
-  void withdraw();
+  // `failed`: another part of the step did, so that it has not been made; else it stays counted.
+  void withdraw(bool failed);
   virtual ExchangeState const& state() const = 0;
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;
@@ -101,14 +106,15 @@ class ParameterGroup {
                  SideStream const* side);
   // Arrivals in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
-  virtual void withdraw_exchange() = 0;
+  virtual void withdraw_exchange(bool failed) = 0;
   virtual void residual_changed() = 0;
-  virtual std::shared_ptr<Operation> bind(std::function<void()> ready) = 0;
+  virtual void reconnect_exchange(Communicator& communicator) = 0;
+  virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step) = 0;
 
   std::string name_;
   at::ScalarType dtype_;
   std::vector<Member> members_;
-  Communicator& communicator_;
+  Communicator* communicator_;
   std::size_t numel_ = 0;
   at::Tensor residual_;
   at::Tensor moment_;  // of the same size; undefined without

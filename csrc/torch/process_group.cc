@@ -5,11 +5,11 @@
 
 #include <algorithm>
 #include <numeric>
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "coo_allreduce.h"
 #include "distributed_error.h"
 #include "interpreter.h"
+#include "signal_check.h"
 
 namespace sparsecomm {
 namespace {
@@ -24,6 +24,7 @@ class SparseWork final : public c10d::Work {
     future_ = c10::make_intrusive<c10::ivalue::Future>(
         c10::ListType::create(c10::TensorType::get()),
         device.is_cpu() ? std::vector<at::Device>{} : std::vector{device});
+    end_.emplace(*future_);
   }
 
   std::vector<at::Tensor> result() override {
@@ -32,7 +33,15 @@ class SparseWork final : public c10d::Work {
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   std::uint64_t getSequencenumber() const override { return sequence_number_; }
+  bool wait(std::chrono::milliseconds timeout) override {
+    if (!isCompleted()) {
+      handle_.require_waitable();
+      if (timeout == kNoTimeout) end_->wait();
+    }
+    return Work::wait(timeout);
+  }
 
+  void started(Communicator::Handle handle) { handle_ = std::move(handle); }
   void end(std::exception_ptr const& failure) {
     std::exception_ptr const error = failure ? as_distributed_error(failure) : nullptr;
     if (error) {
@@ -47,6 +56,8 @@ class SparseWork final : public c10d::Work {
   std::vector<at::Tensor> tensors_;
   std::uint64_t sequence_number_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
+  std::optional<FutureEnd> end_;
+  Communicator::Handle handle_;
 };
 
 // Several works as one.
@@ -92,10 +103,7 @@ ProcessGroup::ProcessGroup(Parts parts)
   init();
 }
 
-ProcessGroup::~ProcessGroup() {
-  InterpreterRelease const release;
-  communicator_.reset();
-}
+ProcessGroup::~ProcessGroup() { close(/*wait=*/false); }
 
 void ProcessGroup::setTimeout(std::chrono::milliseconds timeout) {
   std::lock_guard const lock(mutex_);
@@ -227,21 +235,46 @@ ProcessGroup::BackendPtr ProcessGroup::merge(StorePtr const& store, OptionsPtr c
   return derive(store, [&] { return parts_.gloo->merge(store, opts, rank, size); });
 }
 
-std::shared_ptr<Communicator> ProcessGroup::take_communicator(bool wait) {
+void ProcessGroup::close(bool wait) {
   std::optional<Communicator::Handle> last;
   std::shared_ptr<Communicator> communicator;
   {
     std::lock_guard const lock(mutex_);
     closed_ = true;
     communicator = std::exchange(communicator_, nullptr);
-    if (communicator) last = last_;
+    last = last_;
   }
-  try {
-    if (wait && last) last->wait();
-  } catch (std::exception const&) {
-    // Whoever waits for that work gets it.
+  if (!communicator) return;
+  run_off_own_threads(communicator->on_own_thread(), [communicator, wait, last] {
+    SignalCheck signals;
+    Interrupt* const interrupt = signals.here();
+    std::exception_ptr raised;
+    try {
+      if (wait && last) interrupt ? last->wait(*interrupt) : last->wait();
+    } catch (std::exception const&) {
+      // What the work threw it has itself.
+      if (interrupt != nullptr && interrupt->raised()) raised = std::current_exception();
+    }
+    communicator->close();
+    if (raised) std::rethrow_exception(raised);
+  });
+}
+
+void OpenCommunicators::add(std::shared_ptr<Communicator> const& communicator) {
+  std::lock_guard const lock(mutex_);
+  require<Aborted>(!closed_, "the program ends: no process group can be connected any more");
+  std::erase_if(communicators_, [](auto const& known) { return known.expired(); });
+  communicators_.push_back(communicator);
+}
+
+void OpenCommunicators::close() {
+  std::vector<std::weak_ptr<Communicator>> communicators;
+  {
+    std::lock_guard const lock(mutex_);
+    closed_ = true;
+    communicators.swap(communicators_);
   }
-  return communicator;
+  for (auto const& open : communicators) close_communicator(open.lock());
 }
 
 std::unique_ptr<Transport> ProcessGroup::make_transport() {
@@ -250,20 +283,16 @@ std::unique_ptr<Transport> ProcessGroup::make_transport() {
                      [gloo = parts_.gloo, options = engine_options_](StorePtr const& store) {
                        std::vector<int> ranks(gloo->getSize());
                        std::iota(ranks.begin(), ranks.end(), 0);
-                       return gloo->split(c10::make_intrusive<c10d::PrefixStore>("gloo", store),
-                                          ranks, options);
+                       return gloo->split(store, ranks, options);
                      },
                      parts_.warn};
   ConnectOptions options = parts_.connect;
   options.timeout = parts_.timeout;
   return make_lazy_transport(
       getRank(), getSize(),
-      [place = std::move(place), options](std::atomic<bool> const& interrupted) mutable {
-        // The application goes on using its own connection to the store, which a wait here would
-        // block.
-        place.store = c10::make_intrusive<c10d::PrefixStore>("sparsecomm", place.store->clone());
+      [place = std::move(place), options](std::function<void()> const& check) {
         try {
-          return connect(place, options, interrupted);
+          return connect(place, options, check);
         } catch (Error const&) {
           throw;
         } catch (std::exception const& error) {
@@ -274,15 +303,15 @@ std::unique_ptr<Transport> ProcessGroup::make_transport() {
 }
 
 void ProcessGroup::shutdown() {
+  close(/*wait=*/true);
   InterpreterRelease const release;
-  take_communicator(/*wait=*/true).reset();
   parts_.gloo->shutdown();
   if (BackendPtr const nccl = nccl_if_made()) nccl->shutdown();
 }
 
 void ProcessGroup::abort() {
+  close(/*wait=*/false);
   InterpreterRelease const release;
-  take_communicator(/*wait=*/false).reset();
   parts_.gloo->abort();
   if (BackendPtr const nccl = nccl_if_made()) nccl->abort();
 }
@@ -304,12 +333,15 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
   if (!communicator_) {
     CommunicatorOptions options;
     options.timeout = parts_.timeout;
-    communicator_ = std::make_shared<Communicator>(make_transport(), options);
+    auto made = std::make_shared<Communicator>(make_transport(), options);
+    parts_.open->add(made);
+    communicator_ = std::move(made);
   }
   auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
-  last_ =
-      communicator_->submit(std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, gather_),
-                            [work](std::exception_ptr const& error) { work->end(error); });
+  last_ = communicator_->submit(
+      std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, *gather_),
+      [work, gather = gather_](std::exception_ptr const& error) { work->end(error); });
+  work->started(*last_);
   return work;
 }
 

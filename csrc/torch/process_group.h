@@ -16,6 +16,20 @@
 
 namespace sparsecomm {
 
+// Those of all groups, so that they can be closed while Python still answers: a thread that drops a
+// Python object later ends the process with an error.
+class OpenCommunicators {
+ public:
+  void add(std::shared_ptr<Communicator> const& communicator);
+  // And such as are added later.
+  void close();
+
+ private:
+  std::mutex mutex_;
+  bool closed_ = false;
+  std::vector<std::weak_ptr<Communicator>> communicators_;
+};
+
 class ProcessGroup final : public c10d::Backend {
  public:
   using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
@@ -34,6 +48,7 @@ class ProcessGroup final : public c10d::Backend {
     std::chrono::milliseconds timeout;
     ConnectOptions connect;  // the engine; its timeout is the one above
     std::function<void(std::string const&)> warn;
+    std::shared_ptr<OpenCommunicators> open;
   };
 
   explicit ProcessGroup(Parts parts);
@@ -61,7 +76,8 @@ class ProcessGroup final : public c10d::Backend {
   BackendPtr merge(StorePtr const& store, OptionsPtr const& opts, int const& rank,
                    int const& size) override;
 
-  // Waits for the sparse allreduces that were started, then closes their connections.
+  // Waits for the sparse allreduces that were started, then closes their connections. From one of
+  // their callbacks it returns at once.
   void shutdown() override;
   // Breaks off what runs.
   void abort() override;
@@ -113,7 +129,7 @@ class ProcessGroup final : public c10d::Backend {
   // the same keys of the store would find the first's addresses.
   template <class F>
   BackendPtr derive(StorePtr const& store, F&& make_gloo);
-  std::shared_ptr<Communicator> take_communicator(bool wait);
+  void close(bool wait);
   std::unique_ptr<Transport> make_transport();
 
   Parts parts_;
@@ -126,8 +142,8 @@ class ProcessGroup final : public c10d::Backend {
   std::vector<WorkPtr> coalesced_;  // works of gloo meanwhile
   bool closed_ = false;
   std::uint64_t sparse_operations_ = 0;
-  Communicator::Handle last_;
-  BytesAllgather gather_;  // before the communicator, whose thread uses it
+  std::optional<Communicator::Handle> last_;
+  std::shared_ptr<BytesAllgather> gather_ = std::make_shared<BytesAllgather>();
   std::shared_ptr<Communicator> communicator_;
 };
 

@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "interpreter.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
@@ -11,6 +12,15 @@ class TransportHolder {
  public:
   explicit TransportHolder(std::unique_ptr<Transport> transport)
       : transport_(std::move(transport)) {}
+  TransportHolder(TransportHolder&&) = default;
+  TransportHolder& operator=(TransportHolder&&) = delete;
+  // Closing connections may wait for the other ranks.
+  ~TransportHolder() {
+    if (transport_ == nullptr) return;
+    InterpreterRelease const release;
+    transport_.reset();
+  }
+
   Transport const& get() const { return checked(); }
   std::unique_ptr<Transport> take() {
     checked();

@@ -1,5 +1,6 @@
 #include "transport/failure_report.h"
 
+#include <charconv>
 #include <iterator>
 #include <sstream>
 
@@ -7,7 +8,8 @@ namespace sparsecomm {
 
 std::string serialize_report(FailureReport const& report) {
   std::ostringstream out;
-  out << report.operation << ' ' << int(report.cause) << ' ' << report.suspects.size();
+  out << report.operation << ' ' << int(report.cause) << ' ' << report.committing << ' '
+      << report.suspects.size();
   for (int const rank : report.suspects) out << ' ' << rank;
   out << ' ' << report.sent.size();
   for (auto const count : report.sent) out << ' ' << count;
@@ -22,7 +24,7 @@ std::optional<FailureReport> parse_report(std::string_view bytes, int size) {
   auto const ranks = static_cast<std::size_t>(size);
   int cause = -1;
   std::size_t suspects = 0;
-  in >> report.operation >> cause >> suspects;
+  in >> report.operation >> cause >> report.committing >> suspects;
   if (!in || cause < 0 || cause > int(FailureReport::Cause::interrupted) || suspects > ranks) {
     return std::nullopt;
   }
@@ -45,6 +47,14 @@ std::optional<FailureReport> parse_report(std::string_view bytes, int size) {
   in.get();
   report.text.assign(std::istreambuf_iterator<char>(in), {});
   return report;
+}
+
+void ReportReader::keep(std::string const& bytes) {
+  std::size_t rank = reports_.size();
+  char const* const last = bytes.data() + bytes.size();
+  auto const [end, error] = std::from_chars(bytes.data(), last, rank);
+  if (error != std::errc() || rank >= reports_.size() || end == last || *end != '\n') return;
+  reports_[rank] = parse_report(std::string_view(end + 1, last), static_cast<int>(reports_.size()));
 }
 
 }  // namespace sparsecomm

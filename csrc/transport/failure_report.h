@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <functional>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "transport/transport.h"
+#include "transport/board.h"
 
 namespace sparsecomm {
 
@@ -18,33 +18,33 @@ std::string serialize_report(FailureReport const& report);
 // Null where the bytes are not a report of one of `size` ranks.
 std::optional<FailureReport> parse_report(std::string_view bytes, int size);
 
-// Reads all reports from a board that shows one at a time.
+// Reads the reports of `size` ranks from a board that numbers them from 1 as they are posted, each
+// behind its rank and a line break.
 class ReportReader {
  public:
   explicit ReportReader(int size) : known_(size), reports_(size) {}
 
-  // read(rank) returns what that rank has posted, if it has. Looks at those that are not known yet,
-  // until that brings nothing new: so where a report is known, all are that were posted before it.
-  // A rank that one says is gone would otherwise seem to have left none.
+  // read(number) returns that report, if it has been posted already. `posted`: the last number
+  // drawn. The last comes first, so that with a report come all that were posted before it: a rank
+  // that one says is gone would otherwise seem to have left none.
   template <class Read>
-  void look(Read&& read) {
-    for (bool news = true; news;) {
-      news = false;
-      for (std::size_t rank = 0; rank < known_.size(); ++rank) {
-        if (known_[rank]) continue;
-        std::optional<std::string> const bytes = read(static_cast<int>(rank));
-        if (!bytes) continue;
-        reports_[rank] = parse_report(*bytes, static_cast<int>(known_.size()));
-        known_[rank] = news = true;
-      }
+  void look(std::int64_t posted, Read&& read) {
+    for (std::size_t number = std::min<std::uint64_t>(posted, known_.size()); number > 0;
+         --number) {
+      if (known_[number - 1]) continue;
+      std::optional<std::string> const bytes = read(static_cast<int>(number));
+      if (!bytes) continue;
+      known_[number - 1] = true;
+      keep(*bytes);
     }
   }
 
   std::vector<std::optional<FailureReport>> const& reports() const { return reports_; }
-  bool complete() const { return std::ranges::all_of(known_, std::identity()); }
 
  private:
-  std::vector<bool> known_;
+  void keep(std::string const& bytes);
+
+  std::vector<bool> known_;  // [number - 1]
   std::vector<std::optional<FailureReport>> reports_;
 };
 

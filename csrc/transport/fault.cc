@@ -1,5 +1,6 @@
 #include "transport/fault.h"
 
+#include <atomic>
 #include <utility>
 
 #include "transport/wrapped.h"
@@ -7,19 +8,45 @@
 namespace sparsecomm {
 namespace {
 
+// Stops writing and deciding once its rank has died.
+class MortalBoard final : public Board {
+ public:
+  explicit MortalBoard(Board& inner) : inner_(inner) {}
+  void die() { died_ = true; }
+
+  bool post_failure(FailureReport const& report) noexcept override {
+    return !died_ && inner_.post_failure(report);
+  }
+  std::vector<std::optional<FailureReport>> failures() override { return inner_.failures(); }
+  Duration patience() const override { return inner_.patience(); }
+  void on_failure(std::function<void()> const& alarm) override { inner_.on_failure(alarm); }
+  std::string decide(std::string const& proposal) override {
+    return died_ ? proposal : inner_.decide(proposal);
+  }
+  std::optional<std::string> decision() override {
+    return died_ ? std::nullopt : inner_.decision();
+  }
+  void post_status(std::string_view status) noexcept override { inner_.post_status(status); }
+  std::vector<std::string> statuses() override { return inner_.statuses(); }
+
+ private:
+  Board& inner_;
+  std::atomic<bool> died_ = false;
+};
+
 class FaultyTransport final : public WrappedTransport {
  public:
   FaultyTransport(std::unique_ptr<Transport> inner, Fault fault)
-      : WrappedTransport(std::move(inner)), fault_(fault) {}
+      : WrappedTransport(std::move(inner)),
+        fault_(fault),
+        board_(WrappedTransport::inner().board()) {}
 
   std::size_t wait(Request& request, Deadline const& deadline) override {
     if (request.slot != swallowed) return inner().wait(request, deadline);
     request = {};
     return 0;
   }
-  void post_failure(FailureReport const& report) noexcept override {
-    if (!died_) inner().post_failure(report);
-  }
+  Board& board() override { return board_; }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
@@ -27,7 +54,7 @@ class FaultyTransport final : public WrappedTransport {
     if (fault_.kind == FaultKind::delay && message >= fault_.message) return {swallowed};
     if (message != fault_.message) return inner().isend(peer, tag, bytes);
     if (fault_.kind == FaultKind::die) {
-      died_ = true;
+      board_.die();
       abort();
       throw Died(concat("rank ", rank(), " was told to die at message ", message));
     }
@@ -47,7 +74,7 @@ class FaultyTransport final : public WrappedTransport {
 
   Fault fault_;
   std::uint64_t sent_ = 0;
-  bool died_ = false;
+  MortalBoard board_;
   std::vector<std::vector<std::byte>> damaged_;  // the inner transport reads them until its wait()
 };
 

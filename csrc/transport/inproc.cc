@@ -7,8 +7,12 @@
 #include <mutex>
 #include <utility>
 
+#include "transport/thread_board.h"
+
 namespace sparsecomm {
 namespace {
+
+constexpr char const* aborted_here = "this rank's transport was aborted";
 
 // What the ranks share. One lock: this transport is for tests, not for speed.
 struct Hub {
@@ -17,23 +21,23 @@ struct Hub {
     std::map<std::pair<int, Tag>, std::deque<Message>> messages;  // by (sender, tag)
   };
 
-  explicit Hub(int size) : mailboxes(size), gone(size, false), board(size), statuses(size) {}
+  explicit Hub(int size) : mailboxes(size), aborted(size, false), gone(size, false) {}
 
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<Mailbox> mailboxes;
-  std::vector<bool> gone;
-  std::vector<std::optional<FailureReport>> board;
-  std::vector<std::string> statuses;
+  std::vector<bool> aborted;
+  std::vector<bool> gone;  // as its peers see it
 };
 
 class InprocTransport final : public Transport {
  public:
-  InprocTransport(int rank, int size, std::shared_ptr<Hub> hub)
-      : Transport(rank, size), hub_(std::move(hub)) {}
-  ~InprocTransport() override { InprocTransport::abort(); }
+  InprocTransport(int rank, int size, std::shared_ptr<Hub> hub, std::shared_ptr<Board> board)
+      : Transport(rank, size), hub_(std::move(hub)), board_(std::move(board)) {}
+  ~InprocTransport() override { leave(); }
 
   std::string_view name() const override { return "inproc"; }
+  bool interruptible() const override { return true; }
 
   std::size_t wait(Request& request, Deadline const& deadline) override {
     Slot const slot = std::exchange(slots_.at(request.slot), Slot{});
@@ -42,10 +46,20 @@ class InprocTransport final : public Transport {
     std::unique_lock lock(hub_->mutex);
     auto& queue = hub_->mailboxes[rank()].messages[{slot.peer, slot.tag}];
     auto const settled = [&] {
-      return !queue.empty() || hub_->gone[slot.peer] || hub_->gone[rank()];
+      return !queue.empty() || hub_->gone[slot.peer] || hub_->aborted[rank()];
     };
-    bool const in_time = hub_->changed.wait_for(lock, deadline.remaining(), settled);
-    if (hub_->gone[rank()]) throw PeerLost("this rank's transport was aborted", {slot.peer});
+    bool in_time = false;
+    for (;;) {
+      Duration const slice = deadline.interruptible()
+                                 ? std::min(deadline.remaining(), Interrupt::period)
+                                 : deadline.remaining();
+      in_time = hub_->changed.wait_for(lock, slice, settled);
+      if (in_time || !deadline.interruptible() || deadline.passed()) break;
+      lock.unlock();
+      deadline.poll_interrupt(steady_clock().now());
+      lock.lock();
+    }
+    if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {slot.peer});
     if (queue.empty()) {
       if (in_time) {
         throw PeerLost(concat("rank ", slot.peer, " is gone"), {slot.peer});
@@ -61,35 +75,19 @@ class InprocTransport final : public Transport {
     return size;
   }
 
-  void abort() noexcept override {
+  void interrupt() noexcept override {
     std::lock_guard const lock(hub_->mutex);
-    hub_->gone[rank()] = true;
+    hub_->aborted[rank()] = true;
     hub_->changed.notify_all();
   }
+  void abort() noexcept override { leave(); }
 
-  void post_failure(FailureReport const& report) noexcept override {
-    std::lock_guard const lock(hub_->mutex);
-    hub_->board[rank()] = report;
-    hub_->changed.notify_all();
-  }
-
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    std::lock_guard const lock(hub_->mutex);
-    return hub_->board;
-  }
-
-  void post_status(std::string_view status) noexcept override {
-    std::lock_guard const lock(hub_->mutex);
-    hub_->statuses[rank()] = status;
-  }
-  std::vector<std::string> statuses() noexcept override {
-    std::lock_guard const lock(hub_->mutex);
-    return hub_->statuses;
-  }
+  Board& board() override { return *board_; }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     std::lock_guard const lock(hub_->mutex);
+    if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {peer});
     if (hub_->gone[peer]) throw PeerLost(concat("rank ", peer, " is gone"), {peer});
     hub_->mailboxes[peer].messages[{rank(), tag}].emplace_back(bytes.begin(), bytes.end());
     hub_->changed.notify_all();
@@ -108,6 +106,12 @@ class InprocTransport final : public Transport {
     std::size_t capacity = 0;
   };
 
+  void leave() noexcept {
+    std::lock_guard const lock(hub_->mutex);
+    hub_->aborted[rank()] = hub_->gone[rank()] = true;
+    hub_->changed.notify_all();
+  }
+
   Request take_slot(Slot const& slot) {
     if (free_.empty()) {
       slots_.push_back(slot);
@@ -120,6 +124,7 @@ class InprocTransport final : public Transport {
   }
 
   std::shared_ptr<Hub> hub_;
+  std::shared_ptr<Board> board_;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
 };
@@ -128,10 +133,11 @@ class InprocTransport final : public Transport {
 
 std::vector<std::unique_ptr<Transport>> make_inproc_transports(int size) {
   auto const hub = std::make_shared<Hub>(size);
+  auto const boards = make_thread_boards(size);
   std::vector<std::unique_ptr<Transport>> transports;
   transports.reserve(size);
   for (int rank = 0; rank < size; ++rank) {
-    transports.push_back(std::make_unique<InprocTransport>(rank, size, hub));
+    transports.push_back(std::make_unique<InprocTransport>(rank, size, hub, boards[rank]));
   }
   return transports;
 }

@@ -1,10 +1,13 @@
 #include "transport/process.h"
 
+#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <filesystem>
 #include <fstream>
+#include <iterator>
 #include <sstream>
 
 #include "base/error.h"
@@ -54,6 +57,23 @@ std::optional<ProcessIdentity> ProcessIdentity::parse(std::string const& text) {
   in >> identity.host >> identity.pid >> identity.started;
   if (!in || !in.eof()) return std::nullopt;
   return identity;
+}
+
+std::string descriptor_problem(std::size_t more) {
+  struct rlimit limit{};
+  std::error_code error;
+  std::filesystem::directory_iterator const files("/proc/self/fd", error);
+  if (error || ::getrlimit(RLIMIT_NOFILE, &limit) != 0) return {};
+  auto const open = static_cast<std::size_t>(std::distance(begin(files), end(files)));
+  std::size_t const needed = open + more;
+  if (needed <= limit.rlim_cur) return {};
+  return concat("it needs ", needed, " file descriptors, ", open,
+                " of which are open, and may have ", limit.rlim_cur,
+                "; raise the limit: ulimit -n ", needed,
+                needed <= limit.rlim_max
+                    ? std::string()
+                    : concat(", once an administrator has raised the hard one, ", limit.rlim_max,
+                             " (limits.conf, LimitNOFILE, docker --ulimit nofile)"));
 }
 
 FileDescriptor watch_process(ProcessIdentity const& process) {

@@ -1,6 +1,7 @@
 // Whether a process on this machine still runs: shared memory does not tell.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -40,6 +41,9 @@ struct ProcessIdentity {
   static std::optional<ProcessIdentity> parse(std::string const& text);
   bool same_host(ProcessIdentity const& other) const { return host == other.host; }
 };
+
+// Says what to do where this process may not open `more` files than it has; empty where it may.
+std::string descriptor_problem(std::size_t more);
 
 // Becomes readable when the process ends (pidfd_open(2)). Not open for processes of other hosts,
 // for this one, and before Linux 5.3.

@@ -1,13 +1,15 @@
 // How the ranks of a transport reach each other before it stands, and after it has broken.
 #pragma once
 
-#include <optional>
+#include <cstdint>
+#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
-#include "transport/transport.h"
+#include "base/error.h"
+#include "transport/board.h"
 
 namespace sparsecomm {
 
@@ -16,19 +18,24 @@ namespace sparsecomm {
 class Rendezvous {
  public:
   virtual ~Rendezvous() = default;
-  // Collective, in the same order on every rank: returns every rank's bytes, [rank]. Throws Timeout
-  // naming the ranks that did not come, Aborted once interrupted.
-  virtual std::vector<std::string> allgather(std::string const& own) = 0;
-  // Throws Aborted when whoever asked for the transport no longer wants it; from any thread.
+  // What frames of this communicator carry; the same on all ranks, and drawn by one of them.
+  virtual std::uint32_t run() const { return 0; }
+
+  // All of these are collective, in the same order on every rank. They throw Timeout naming the
+  // ranks that did not come, and what check() throws.
+
+  // Hands every rank what rank 0 concludes from all ranks' words, [rank]; conclude() must not
+  // throw.
+  using Conclude = std::function<std::string(std::vector<std::string> const& words)>;
+  virtual std::string decide(std::string const& own, Conclude const& conclude) = 0;
+  // Returns the words of the ranks `wanted`, in their order. Must be followed by a decide().
+  virtual std::vector<std::string> exchange(std::string const& own,
+                                            std::span<const int> wanted) = 0;
+
+  // Throws when the transport is no longer wanted; from any thread.
   virtual void check() const = 0;
 
-  // The failure board, as Transport has it.
-  virtual void post_failure(FailureReport const& report) noexcept = 0;
-  virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
-
-  // The stall board, likewise.
-  virtual void post_status(std::string_view status) noexcept = 0;
-  virtual std::vector<std::string> statuses() noexcept = 0;
+  virtual Board& board() = 0;
 };
 
 // The transport asked for cannot be had; every rank throws it with the same text.
@@ -40,12 +47,14 @@ class TransportUnavailable : public Error {
 // Fails on every rank or on none: each says what went wrong on it, or nothing. Throws
 // TransportUnavailable with the same text everywhere where some rank has `problem`.
 inline void agree_on_success(Rendezvous& rendezvous, std::string const& problem) {
-  std::string text;
-  std::vector<std::string> const problems = rendezvous.allgather(problem);
-  for (std::size_t rank = 0; rank < problems.size(); ++rank) {
-    if (problems[rank].empty()) continue;
-    text += concat(text.empty() ? "" : "; ", "rank ", rank, ": ", problems[rank]);
-  }
+  std::string const text = rendezvous.decide(problem, [](std::vector<std::string> const& problems) {
+    std::string all;
+    for (std::size_t rank = 0; rank < problems.size(); ++rank) {
+      if (problems[rank].empty()) continue;
+      all += concat(all.empty() ? "" : "; ", "rank ", rank, ": ", problems[rank]);
+    }
+    return all;
+  });
   require<TransportUnavailable>(text.empty(), text);
 }
 

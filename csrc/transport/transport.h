@@ -5,7 +5,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <span>
 #include <string>
 #include <string_view>
@@ -15,6 +14,7 @@
 #include "base/dtype.h"
 #include "base/error.h"
 #include "sparse/reduction.h"
+#include "transport/board.h"
 
 namespace sparsecomm {
 
@@ -43,27 +43,11 @@ struct Counters {
   }
 };
 
-// What a rank publishes when an operation fails under it; engine/verdict.h draws the conclusion.
-struct FailureReport {
-  enum class Cause : std::uint8_t {
-    own = 0,   // something on this rank itself: no suspects
-    lost = 1,  // the connection to a suspect broke, perhaps because it failed for its own reasons
-    timeout = 2,      // the deadline passed while waiting for a suspect
-    invalid = 3,      // a suspect's message failed validation: first-hand evidence
-    interrupted = 4,  // another rank's report ended the wait for a suspect
-  };
-  std::uint64_t operation = 0;
-  Cause cause = Cause::own;
-  std::vector<int> suspects;
-  std::string text;
-  // Messages to and from each peer so far: tell a message that was never sent from one that was
-  // lost.
-  std::vector<std::uint64_t> sent{}, received{};
-};
-
 class Transport {
  public:
-  Transport(int rank, int size) : rank_(rank), size_(size), counters_(size) {
+  // `run` as run() returns it.
+  Transport(int rank, int size, std::uint32_t run = 0)
+      : rank_(rank), size_(size), run_(run), counters_(size) {
     require(size >= 1 && rank >= 0 && rank < size, "rank ", rank, " is not one of ", size,
             " ranks");
   }
@@ -74,6 +58,9 @@ class Transport {
   int rank() const { return rank_; }
   int size() const { return size_; }
   virtual std::string_view name() const = 0;
+  // Identifies the communicator in its frames (see FrameStamp), the same on all ranks. An engine
+  // that connects when it is first used does so here.
+  virtual std::uint32_t run() { return run_; }
 
   // Posts a message to `peer`. `bytes` stays readable until the request has been waited for.
   Request isend(int peer, Tag tag, std::span<const std::byte> bytes) {
@@ -92,10 +79,13 @@ class Transport {
     return request;
   }
   // Blocks until the request is complete and releases it. Returns how many bytes arrived; an engine
-  // that cannot tell returns the size of the buffer. Throws PeerLost when the peer is gone or the
-  // transport has been aborted, Timeout when the deadline passes, Interrupted where another rank's
-  // report ends the wait; in each case the request is released.
+  // that cannot tell returns the size of the buffer. Throws PeerLost when the peer is gone,
+  // Timeout when the deadline passes, Interrupted if the transport has been aborted or another
+  // rank's report ends the wait; in each case the request is released.
   virtual std::size_t wait(Request& request, Deadline const& deadline) = 0;
+
+  // Whether wait() asks Deadline::poll_interrupt() now and then.
+  virtual bool interruptible() const { return false; }
 
   // Whether the engine has an allreduce of its own; the same on all ranks.
   virtual bool reduces() const { return false; }
@@ -107,25 +97,16 @@ class Transport {
     throw InvalidArgument(concat("transport ", name(), " has no allreduce of its own"));
   }
 
-  // Breaks the transport for good: every pending and later operation of this rank throws, and peers
-  // that wait for this rank learn of it as soon as the engine can tell them. Never throws.
+  // Ends the wait in progress, if any, and every later call with Interrupted. From any thread;
+  // never throws. Peers notice nothing before abort().
+  virtual void interrupt() noexcept = 0;
+  // Breaks the transport for good: every pending and later operation of this rank throws
+  // Interrupted, and peers that wait for this rank learn of it as soon as the engine can tell them.
+  // On the thread that uses the transport; never throws.
   virtual void abort() noexcept = 0;
 
-  // The failure board, out of band: used only after something went wrong. post_failure() publishes
-  // this rank's report; failures() reads those published so far, [rank], its own included, and with
-  // a report those that were published before it. Neither throws: where the board itself is
-  // unreachable the reports are missing.
-  virtual void post_failure(FailureReport const& report) noexcept = 0;
-  virtual std::vector<std::optional<FailureReport>> failures() noexcept = 0;
-
-  // The stall board, likewise out of band, for ranks that wait for one another; from any thread.
-  // post_status() replaces what this rank says of itself. statuses() asks for what the ranks say,
-  // and returns what the last such question has brought, [rank], empty where nothing is known.
-  // Neither blocks or throws; an engine without a board knows nothing.
-  virtual void post_status(std::string_view /*status*/) noexcept {}
-  virtual std::vector<std::string> statuses() noexcept {
-    return std::vector<std::string>(static_cast<std::size_t>(size_));
-  }
+  // Out of band, for when something went wrong.
+  virtual Board& board() = 0;
 
   // Whom the thread that uses the transport waits for, and how often it has waited; from any
   // thread. Kept up to date by the channel.
@@ -154,6 +135,7 @@ class Transport {
             size_, " ranks (this is rank ", rank_, ")");
   }
   int rank_, size_;
+  std::uint32_t run_;
   Counters counters_;
   std::atomic<int> awaited_ = nobody;
   std::atomic<std::uint64_t> waits_ = 0;

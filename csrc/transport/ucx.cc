@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstring>
 #include <deque>
 #include <thread>
 
@@ -16,8 +17,11 @@ namespace sparsecomm {
 namespace {
 
 // Tags of our own; a user's are below 2^31.
-constexpr std::uint32_t hello_tag = 0xffffffffu, goodbye_tag = 0xfffffffeu;
+constexpr std::uint32_t hello_tag = 0xffffffffu, goodbye_tag = 0xfffffffeu,
+                        directory_tag = 0xfffffffdu;
 constexpr unsigned polls_per_look = 32;  // at clock and flags, which cost more than a poll
+// How long messages may fail to come before it is asked whether another peer holds them up.
+constexpr Duration holding_up = std::chrono::seconds(2);
 constexpr Duration longest_sleep = std::chrono::milliseconds(100);  // in case no event comes
 // For what is still to be said to peers that may not be listening.
 constexpr Duration brief_farewell = std::chrono::milliseconds(100);
@@ -27,6 +31,10 @@ constexpr Duration farewell = std::chrono::seconds(1);
 constexpr Duration solitary_spin = std::chrono::microseconds(2);
 // Where ranks outnumber the cores, what one polls away the others lack.
 constexpr Duration crowded_spin = std::chrono::microseconds(10);
+// For connecting: what it takes at least, and for each rank more.
+constexpr Duration connect_allowance = std::chrono::seconds(10);
+constexpr Duration connect_allowance_per_rank = std::chrono::milliseconds(50);
+constexpr std::uint64_t longest_introduction = 1 << 20;
 constexpr char const* aborted_here = "this rank's transport was aborted";
 
 // UCX matches the whole of it: who sent the message, and which one it is.
@@ -34,17 +42,54 @@ ucp_tag_t tag_of(int sender, Tag tag) {
   return (static_cast<ucp_tag_t>(static_cast<std::uint32_t>(sender)) << 32) | tag;
 }
 
+// The first message to a peer.
+struct Hello {
+  std::uint32_t rank = 0, run = 0;
+};
+
+std::span<std::byte> bytes_of(auto& object) {
+  return std::as_writable_bytes(std::span(&object, 1));
+}
+std::span<const std::byte> bytes_of(auto const& object) {
+  return std::as_bytes(std::span(&object, 1));
+}
+
+// Several texts as one: each behind its length.
+std::string pack(std::span<const std::string> texts) {
+  std::string packed;
+  for (std::string const& text : texts) {
+    auto const length = static_cast<std::uint32_t>(text.size());
+    packed.append(reinterpret_cast<char const*>(&length), sizeof length).append(text);
+  }
+  return packed;
+}
+
+std::vector<std::string> unpack(std::string_view packed) {
+  std::vector<std::string> texts;
+  while (!packed.empty()) {
+    std::uint32_t length = 0;
+    require<Error>(packed.size() >= sizeof length, "a list of addresses is cut off");
+    std::memcpy(&length, packed.data(), sizeof length);
+    packed.remove_prefix(sizeof length);
+    require<Error>(packed.size() >= length, "a list of addresses is cut off");
+    texts.emplace_back(packed.substr(0, length));
+    packed.remove_prefix(length);
+  }
+  return texts;
+}
+
 class UcxTransport final : public Transport {
  public:
   UcxTransport(int rank, int size, std::shared_ptr<Rendezvous> rendezvous, UcxLink link,
                Duration spin)
-      : Transport(rank, size),
+      : Transport(rank, size, rendezvous->run()),
         rendezvous_(std::move(rendezvous)),
         wake_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         owner_(::getpid()),
+        hello_{static_cast<std::uint32_t>(rank), Transport::run()},
+        peers_(size),
         link_(std::move(link)),
-        crowded_(link_.local_ranks() > static_cast<int>(std::thread::hardware_concurrency())),
-        spin_(crowded_ ? std::min(spin, crowded_spin) : spin) {
+        spin_(spin) {
     require<Error>(wake_.open(), "no file descriptor could be opened for a transport");
   }
 
@@ -53,32 +98,41 @@ class UcxTransport final : public Transport {
   }
 
   std::string_view name() const override { return "ucx"; }
+  bool interruptible() const override { return true; }
 
-  // A message between every two ranks, both ways: the connections stand when it returns.
+  // Messages between this rank and its partners, both ways, over which all learn how to reach all:
+  // the connections to the partners stand when it returns.
   void greet(Duration timeout) {
     Deadline const deadline(steady_clock(), timeout);
-    std::vector<Request> requests;
-    std::vector<std::uint32_t> greetings(size());
-    auto const own = static_cast<std::uint32_t>(rank());
+    std::vector<int> const partners = UcxLink::partners_of(rank(), size());
     greetings_pending_ = true;
-    for (int const way : {0, 1}) {
-      for (int peer = 0; peer < size(); ++peer) {
-        if (peer == rank()) continue;
-        requests.push_back(
-            way == 0
-                ? do_irecv(peer, hello_tag, std::as_writable_bytes(std::span(&greetings[peer], 1)))
-                : do_isend(peer, hello_tag, std::as_bytes(std::span(&own, 1))));
-      }
-    }
-    for (Request& request : requests) wait(request, deadline);
+    std::vector<Request> requests;
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank()) continue;
-      require<Error>(greetings[peer] == static_cast<std::uint32_t>(peer), "rank ", peer,
-                     " introduced itself as rank ", greetings[peer]);
-      take_slot(peer, true).goodbye = true;
-      start_receive(last_taken_, goodbye_tag, {});
+      if (std::ranges::binary_search(partners, peer)) {
+        peers_[peer].greeted = true;
+        requests.push_back(do_irecv(peer, hello_tag, bytes_of(peers_[peer].hello)));
+      } else {
+        expect(peer, Notice::hello, hello_tag, bytes_of(peers_[peer].hello));
+      }
     }
+    for (int const peer : partners) requests.push_back(do_isend(peer, hello_tag, bytes_of(hello_)));
+    for (Request& request : requests) wait(request, deadline);
+    for (int const peer : partners) {
+      Hello const& hello = peers_[peer].hello;
+      require<Error>(hello.rank == static_cast<std::uint32_t>(peer) && hello.run == hello_.run,
+                     "what introduced itself as rank ", hello.rank, " in place of rank ", peer,
+                     " belongs to another run or communicator, ", hello.run, " instead of ",
+                     hello_.run);
+    }
+    for (int peer = 0; peer < size(); ++peer) {
+      if (peer != rank()) expect(peer, Notice::goodbye, goodbye_tag, {});
+    }
+    introduce_all(deadline);
     greetings_pending_ = false;
+    crowded_ = link_.local_ranks() > static_cast<int>(std::thread::hardware_concurrency());
+    if (crowded_) spin_ = std::min(spin_, crowded_spin);
+    link_.close_on_exec();
   }
 
   std::size_t wait(Request& request, Deadline const& deadline) override {
@@ -103,25 +157,22 @@ class UcxTransport final : public Transport {
     throw lost(done.peer);
   }
 
-  void abort() noexcept override {
+  void interrupt() noexcept override {
     aborted_ = true;
     std::uint64_t const one = 1;
     [[maybe_unused]] auto const written = ::write(wake_.get(), &one, sizeof one);
-    if (user_ == std::thread::id() || user_ == std::this_thread::get_id()) leave(brief_farewell);
+  }
+  void abort() noexcept override {
+    interrupt();
+    leave(brief_farewell);
   }
 
-  void post_failure(FailureReport const& report) noexcept override {
-    rendezvous_->post_failure(report);
-  }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return rendezvous_->failures();
-  }
-  void post_status(std::string_view status) noexcept override { rendezvous_->post_status(status); }
-  std::vector<std::string> statuses() noexcept override { return rendezvous_->statuses(); }
+  Board& board() override { return rendezvous_->board(); }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     begin(peer);
+    meet(peer);
     if (link_.peer(peer).failed) throw lost(peer);
     Slot& slot = take_slot(peer, false);
     auto const done = [](void* /*request*/, ucs_status_t status, void* user) {
@@ -138,20 +189,24 @@ class UcxTransport final : public Transport {
   }
 
   Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    begin(peer);  // what a peer had sent before it left can still be received
+    begin(peer);
+    meet(peer);  // what a peer had sent before it left can still be received
     take_slot(peer, true).capacity = bytes.size();
     start_receive(last_taken_, tag, bytes);
     return {last_taken_};
   }
 
  private:
+  // What a peer says unasked: that there is a connection now, or that it leaves.
+  enum class Notice : std::uint8_t { none, hello, goodbye };
+
   struct Slot {
     UcxTransport* owner = nullptr;
     int peer = 0;
     std::uint32_t index = 0;
     bool receive = false;
-    bool goodbye = false;    // the peer says that it leaves
-    bool abandoned = false;  // nobody waits for it any more
+    Notice notice = Notice::none;  // nobody waits for these
+    bool abandoned = false;        // nobody waits for it any more
     bool done = false;
     ucs_status_t status = UCS_OK;
     std::size_t capacity = 0, bytes = 0;
@@ -162,15 +217,71 @@ class UcxTransport final : public Transport {
       done = true;
       status = result;
       bytes = length;
-      if (goodbye && result == UCS_OK) owner->left(peer);
+      if (result == UCS_OK) owner->noticed(peer, notice);
       // Where it is not known yet, posting it has not returned, and is what releases it.
-      if ((goodbye || abandoned) && request != nullptr) owner->release(*this);
+      if ((notice != Notice::none || abandoned) && request != nullptr) owner->release(*this);
     }
   };
 
   void begin(int peer) {
-    user_ = std::this_thread::get_id();
-    if (aborted_) throw PeerLost(aborted_here, {peer});
+    if (aborted_) throw Interrupted(aborted_here, {peer});
+  }
+
+  // Before the first message to or from a peer that is no partner: it has to know that this rank
+  // depends on it, and this rank hears of its end only over a connection.
+  void meet(int peer) {
+    if (std::exchange(peers_[peer].greeted, true) || !link_.reach(peer)) return;
+    notify(peer, hello_tag, bytes_of(hello_));
+    unsealed_ = true;
+  }
+
+  // Sends a message that nobody waits for.
+  void notify(int peer, Tag tag, std::span<const std::byte> bytes) {
+    auto const ignore = [](void*, ucs_status_t, void*) {};
+    void* const request = link_.send(peer, tag_of(rank(), tag), bytes, ignore, nullptr);
+    if (request != nullptr && !UCS_PTR_IS_ERR(request)) link_.ucx().ucp_request_free(request);
+  }
+
+  void expect(int peer, Notice notice, Tag tag, std::span<std::byte> bytes) {
+    take_slot(peer, true).notice = notice;
+    start_receive(last_taken_, tag, bytes);
+  }
+
+  void noticed(int peer, Notice notice) {
+    if (notice == Notice::goodbye) left(peer);
+    Hello const& hello = peers_[peer].hello;
+    peers_[peer].greets |= notice == Notice::hello && hello.run == hello_.run;
+  }
+
+  // Bruck allgather of what the ranks say of themselves: ceil(log2 P) rounds among partners.
+  void introduce_all(Deadline const& deadline) {
+    std::vector<std::string> texts{link_.introduction()};  // of rank, rank + 1, ... (mod size)
+    for (int distance = 1; distance < size(); distance *= 2) {
+      int const count = std::min(distance, size() - distance);
+      int const source = (rank() + distance) % size();
+      int const target = (rank() - distance + size()) % size();
+      auto& [own, own_size, theirs, size_of_theirs] = introductions_.emplace_back();
+      own = pack(std::span(texts).first(count));
+      own_size = own.size();
+      Request sends[] = {do_isend(target, directory_tag, bytes_of(own_size)),
+                         do_isend(target, directory_tag, std::as_bytes(std::span(own)))};
+      Request receive = do_irecv(source, directory_tag, bytes_of(size_of_theirs));
+      wait(receive, deadline);
+      require<Error>(size_of_theirs <= count * longest_introduction, "rank ", source, " announces ",
+                     size_of_theirs, " bytes of addresses of ", count, " ranks");
+      theirs.resize(size_of_theirs);
+      receive = do_irecv(source, directory_tag, std::as_writable_bytes(std::span(theirs)));
+      wait(receive, deadline);
+      for (Request& send : sends) wait(send, deadline);
+      std::vector<std::string> const came = unpack(theirs);
+      require<Error>(came.size() == static_cast<std::size_t>(count), "rank ", source, " knows ",
+                     came.size(), " ranks' addresses, not ", count);
+      texts.insert(texts.end(), came.begin(), came.end());
+    }
+    for (int step = 1; step < size(); ++step) {
+      link_.introduce((rank() + step) % size(), texts[step]);
+    }
+    introductions_.clear();
   }
 
   Slot& take_slot(int peer, bool receive) {
@@ -202,7 +313,7 @@ class UcxTransport final : public Transport {
     } else {
       slot.request = request;
     }
-    if (slot.goodbye && slot.done) release(slot);
+    if (slot.notice != Notice::none && slot.done) release(slot);
   }
 
   void release(Slot& slot) {
@@ -213,6 +324,7 @@ class UcxTransport final : public Transport {
 
   void left(int peer) {
     UcxLink::Peer& gone = link_.peer(peer);
+    gone.said_goodbye = true;
     if (!std::exchange(gone.failed, true)) gone.reason = "it closed its transport";
   }
 
@@ -221,12 +333,11 @@ class UcxTransport final : public Transport {
   }
 
   void await(Slot const& slot, Deadline const& deadline) {
-    user_ = std::this_thread::get_id();
     UcxLink::Peer& peer = link_.peer(slot.peer);
     TimePoint idle_since{};
     bool idle = false;
     for (unsigned polls = 1; !slot.done; ++polls) {
-      if (aborted_) throw PeerLost(aborted_here, {slot.peer});
+      if (aborted_) throw Interrupted(aborted_here, {slot.peer});
       if (link_.progress()) {
         idle = false;
         if (polls % 1024 != 0) continue;
@@ -237,6 +348,7 @@ class UcxTransport final : public Transport {
       }
       TimePoint const now = steady_clock().now();
       if (!std::exchange(idle, true)) idle_since = now;
+      deadline.poll_interrupt(now);
       if (deadline.passed()) {
         throw Timeout(concat("no message ", slot.receive ? "from" : "to", " rank ", slot.peer,
                              " got through within ", deadline.allowance_seconds(), " s"),
@@ -247,8 +359,20 @@ class UcxTransport final : public Transport {
         if (crowded_ || now - idle_since >= solitary_spin) ::sched_yield();
         continue;
       }
+      if (now - idle_since >= holding_up) require_all_alive();
       if (greetings_pending_) rendezvous_->check();
+      if (std::exchange(unsealed_, false)) link_.close_on_exec();
       link_.sleep(peer, wake_.get(), std::min<Duration>(deadline.remaining(), longest_sleep));
+    }
+  }
+
+  // In shared memory the messages of all peers come through one queue: a process that was killed
+  // while it put one there holds up all others'.
+  void require_all_alive() {
+    for (int rank = 0; rank < size(); ++rank) {
+      UcxLink::Peer& peer = link_.peer(rank);
+      UcxLink::notice_end(peer);
+      if (peer.failed && !peer.said_goodbye) throw lost(rank);
     }
   }
 
@@ -259,10 +383,8 @@ class UcxTransport final : public Transport {
       if (slot.request != nullptr && slot.receive && !slot.done) link_.cancel(slot.request);
     }
     for (int peer = 0; peer < size(); ++peer) {
-      if (peer == rank() || link_.peer(peer).failed) continue;
-      auto const ignore = [](void*, ucs_status_t, void*) {};
-      void* const request = link_.send(peer, tag_of(rank(), goodbye_tag), {}, ignore, nullptr);
-      if (request != nullptr && !UCS_PTR_IS_ERR(request)) link_.ucx().ucp_request_free(request);
+      bool const known = peers_[peer].greeted || peers_[peer].greets;
+      if (peer != rank() && known && link_.reach(peer)) notify(peer, goodbye_tag, {});
     }
     link_.flush(limit);
     link_.close(farewell);
@@ -271,15 +393,30 @@ class UcxTransport final : public Transport {
   std::shared_ptr<Rendezvous> rendezvous_;
   FileDescriptor wake_;  // readable once aborted
   pid_t owner_;
-  std::atomic<std::thread::id> user_;  // the thread that sent or received last
   std::atomic<bool> aborted_ = false;
   std::atomic<bool> has_left_ = false;
   bool greetings_pending_ = false;
-  std::deque<Slot> slots_;  // the engine points to them
+  bool unsealed_ = false;  // there may be connections that executed programs would keep
+  struct Acquaintance {
+    Hello hello;           // as it came
+    bool greeted = false;  // it has been sent one, or will be, or is a partner
+    bool greets = false;   // it has sent one
+  };
+  // A round of introduce_all(). Kept if that fails, since the engine points to it until it is left.
+  struct Introduction {
+    std::string own;
+    std::uint64_t own_size = 0;
+    std::string theirs;
+    std::uint64_t size_of_theirs = 0;
+  };
+  std::deque<Introduction> introductions_;
+  Hello hello_;
+  std::vector<Acquaintance> peers_;  // the engine points to them
+  std::deque<Slot> slots_;           // the engine points to them
   std::vector<std::uint32_t> free_;
   std::uint32_t last_taken_ = 0;
-  UcxLink link_;  // after what its callbacks use
-  bool crowded_;
+  UcxLink link_;         // after what its callbacks use
+  bool crowded_ = true;  // until the others are known
   Duration spin_;
 };
 
@@ -289,16 +426,19 @@ std::unique_ptr<Transport> make_ucx_transport(int rank, int size,
                                               std::shared_ptr<Rendezvous> rendezvous,
                                               UcxOptions const& options) {
   Rendezvous& meeting = *rendezvous;
-  auto transport = std::make_unique<UcxTransport>(
-      rank, size, std::move(rendezvous), UcxLink::open(rank, size, meeting, options), options.spin);
+  UcxLink link = UcxLink::open(rank, size, meeting, options);
+  std::unique_ptr<UcxTransport> transport;
   std::string problem;
   try {
-    transport->greet(options.connect_timeout);
+    transport = std::make_unique<UcxTransport>(rank, size, std::move(rendezvous), std::move(link),
+                                               options.spin);
+    transport->greet(
+        options.connect_timeout.value_or(connect_allowance + size * connect_allowance_per_rank));
   } catch (Aborted const&) {
     throw;
   } catch (Error const& error) {
     problem = error.what();
-    transport->abort();
+    if (transport) transport->abort();
   }
   agree_on_success(meeting, problem);
   return transport;
@@ -334,7 +474,7 @@ std::vector<double> ucx_ping_pong(int rank, Rendezvous& rendezvous, UcxOptions c
   std::vector<double> seconds;
   try {
     seconds = time_ping_pong(rank == 0, rounds, send, receive);
-    rendezvous.allgather("");
+    agree_on_success(rendezvous, "");  // neither leaves before the other is done
   } catch (...) {
     link.close(farewell);
     throw;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -21,7 +22,8 @@ struct UcxOptions {
   // those in `reserved`, which the user has made in the environment, where UCX reads them.
   std::vector<std::pair<std::string, std::string>> settings;
   std::vector<std::string> reserved;
-  Duration connect_timeout = std::chrono::seconds(10);
+  // For the connections, once all ranks have come; by default it grows with their number.
+  std::optional<Duration> connect_timeout;
   // How long wait() polls before it sleeps. More than it takes two ranks to wake each other, or
   // those that slept once would go on sleeping at every message.
   Duration spin = std::chrono::microseconds(200);
@@ -32,10 +34,12 @@ std::string ucx_problem(UcxOptions const& options);
 // The release and the file in use; throws TransportUnavailable with ucx_problem().
 std::string ucx_version(UcxOptions const& options);
 
-// Collective over the `size` ranks of `rendezvous`, which is kept for failure reports. Sends a
-// message between every two ranks, so what it returns is connected. Throws TransportUnavailable, on
-// every rank with the same text, where the library is missing or of different releases, or two
-// ranks cannot reach each other within options.connect_timeout.
+// Collective over the `size` ranks of `rendezvous`, which is kept for failure reports. Connects
+// each rank with the 2 log2 P that stand 2^i before and behind it, over which the ranks tell each
+// other how to reach them; all others connect with their first message. Throws
+// TransportUnavailable, on every rank with the same text, where the library is missing or of
+// different releases, a rank may not open that many files, or those ranks cannot reach each other
+// within options.connect_timeout.
 std::unique_ptr<Transport> make_ucx_transport(int rank, int size,
                                               std::shared_ptr<Rendezvous> rendezvous,
                                               UcxOptions const& options);

@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdio>
+#include <mutex>
+#include <set>
 
 namespace sparsecomm {
 namespace {
@@ -14,6 +17,11 @@ namespace {
 // which costs a TCP message of 16 KiB five times as long.
 constexpr std::array<std::pair<char const*, char const*>, 2> defaults{
     {{"MM_ERROR_HANDLING", "y"}, {"RNDV_THRESH", "64k"}}};
+
+// For closing, where nobody says how long it may take.
+constexpr Duration farewell = std::chrono::seconds(1);
+// Files that UCX and what runs beside it open, apart from one for each connection.
+constexpr std::size_t spare_files = 64;
 
 constexpr unsigned api_major = 1, api_minor = 13;
 
@@ -70,14 +78,26 @@ void failed(void* user, ucp_ep_h /*endpoint*/, ucs_status_t status) {
 }  // namespace
 
 UcxLink::State::~State() {
-  if (library.ucp_cleanup == nullptr || !settled) return;
+  guard = ForkGuard();  // before the set's number can become another file's
+  if (std::ranges::any_of(peers, &Peer::endpoint)) close(farewell);
+  if (library.ucp_cleanup == nullptr) return;
+  if (!settled) {
+    // Once, since every failure of a program that goes on may leave one.
+    static std::once_flag said;
+    std::call_once(said, [] {
+      std::fputs("sparsecomm: a worker of UCX came to no end of its work and is left in memory\n",
+                 stderr);
+    });
+    return;
+  }
   UcxQuiet const quiet(library);  // it warns of each request that a broken operation has left
   if (worker != nullptr) library.ucp_worker_destroy(worker);
   if (context != nullptr) library.ucp_cleanup(context);
 }
 
 void UcxLink::Closer::operator()(State* state) const {
-  if (state->owner == ::getpid()) delete state;  // NOLINT: the deleter of a unique_ptr
+  if (state->own.pid == static_cast<std::uint64_t>(::getpid()))
+    delete state;  // NOLINT: the deleter of a unique_ptr
 }
 
 void UcxLink::make_worker(State& state, UcxOptions const& options, int size) {
@@ -104,29 +124,58 @@ void UcxLink::make_worker(State& state, UcxOptions const& options, int size) {
   UcxQuiet const quiet(ucx);  // it warns of defaults for ways that the user has ruled out
   check(ucx, ucx.ucp_worker_create(state.context, &worker, &state.worker), "ucp_worker_create");
   check(ucx, ucx.ucp_worker_get_efd(state.worker, &state.event), "ucp_worker_get_efd");
+  state.guard = ForkGuard(state.event);
+}
+
+std::vector<int> UcxLink::partners_of(int rank, int size) {
+  std::set<int> partners;
+  for (int distance = 1; distance < size; distance *= 2) {
+    partners.insert((rank + distance) % size);
+    partners.insert((rank - distance + size) % size);
+  }
+  return {partners.begin(), partners.end()};
 }
 
 UcxLink UcxLink::open(int rank, int size, Rendezvous& rendezvous, UcxOptions const& options) {
   std::unique_ptr<State, Closer> state(new State);
-  state->owner = ::getpid();
-  Description own;
-  auto const together = [&](auto&& attempt) {
-    std::string problem;
+  state->own = ProcessIdentity::own();
+  state->peers.resize(size);
+  auto const problem_of = [](auto&& attempt) -> std::string {
     try {
       attempt();
+      return {};
     } catch (Error const& error) {
-      problem = error.what();
+      return error.what();
     }
-    agree_on_success(rendezvous, problem);
   };
-  together([&] {
-    state->library = open_ucx(options);
-    require<Error>(state->library.problem.empty(), state->library.problem);
-    make_worker(*state, options, size);
-    own = {state->library.release, ProcessIdentity::own(), address_of(*state)};
-  });
-  std::vector<std::string> const texts = rendezvous.allgather(own.text());
-  together([&] { connect(*state, rank, texts); });
+  agree_on_success(rendezvous, problem_of([&] {
+                     std::string const problem = descriptor_problem(size - 1 + spare_files);
+                     require<Error>(problem.empty(), problem);
+                     state->library = open_ucx(options);
+                     require<Error>(state->library.problem.empty(), state->library.problem);
+                     make_worker(*state, options, size);
+                     state->introduction =
+                         Description{state->library.release, state->own, address_of(*state)}.text();
+                     introduce(*state, rank, state->introduction);
+                   }));
+  std::string const differ =
+      rendezvous.decide(state->library.release, [](std::vector<std::string> const& releases) {
+        auto const other = std::ranges::find_if(
+            releases, [&](std::string const& release) { return release != releases[0]; });
+        if (other == releases.end()) return std::string();
+        return concat("rank 0's UCX is ", releases[0], " but rank ", other - releases.begin(),
+                      "'s is ", *other, "; name files of one release in SPARSECOMM_UCX_LIBRARY");
+      });
+  require<TransportUnavailable>(differ.empty(), differ);
+  std::vector<int> const partners = partners_of(rank, size);
+  std::vector<std::string> const texts = rendezvous.exchange(state->introduction, partners);
+  agree_on_success(rendezvous, problem_of([&] {
+                     for (std::size_t i = 0; i < partners.size(); ++i) {
+                       introduce(*state, partners[i], texts[i]);
+                       require<Error>(reach(*state, partners[i]), "it finds no way to rank ",
+                                      partners[i], ": ", state->peers[partners[i]].reason);
+                     }
+                   }));
   return UcxLink(std::move(state));
 }
 
@@ -140,30 +189,29 @@ std::string UcxLink::address_of(State const& state) {
   return bytes;
 }
 
-void UcxLink::connect(State& state, int rank, std::span<const std::string> texts) {
-  ProcessIdentity const own = ProcessIdentity::own();
-  state.peers.resize(texts.size());
-  for (int other = 0; other < static_cast<int>(texts.size()); ++other) {
-    Description const description = parse(texts[other], other);
-    Peer& peer = state.peers[other];
-    require<Error>(description.release == state.library.release, "its UCX is ",
-                   state.library.release, " but rank ", other, "'s is ", description.release,
-                   "; name files of one release in SPARSECOMM_UCX_LIBRARY");
-    if (description.process.same_host(own)) {
-      peer.process = description.process;
-      if (other != rank) peer.ended = watch_process(description.process);
-    }
-    if (other == rank) continue;
-    ucp_ep_params_t params{};
-    params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
-                        UCP_EP_PARAM_FIELD_ERR_HANDLER;
-    params.address = reinterpret_cast<ucp_address_t const*>(description.address.data());
-    params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
-    params.err_handler = {.cb = failed, .arg = &peer};
-    ucs_status_t const status = state.library.ucp_ep_create(state.worker, &params, &peer.endpoint);
-    require<Error>(status == UCS_OK, "it finds no way to rank ", other, ": ",
-                   state.library.ucs_status_string(status));
+void UcxLink::introduce(State& state, int rank, std::string const& text) {
+  Description description = parse(text, rank);
+  Peer& peer = state.peers.at(rank);
+  peer.address = std::move(description.address);
+  if (description.process.same_host(state.own)) peer.process = description.process;
+}
+
+bool UcxLink::reach(State& state, int rank) {
+  Peer& peer = state.peers[rank];
+  if (peer.endpoint != nullptr || peer.failed) return !peer.failed;
+  if (peer.process) peer.ended = watch_process(*peer.process);
+  ucp_ep_params_t params{};
+  params.field_mask = UCP_EP_PARAM_FIELD_REMOTE_ADDRESS | UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE |
+                      UCP_EP_PARAM_FIELD_ERR_HANDLER;
+  params.address = reinterpret_cast<ucp_address_t const*>(peer.address.data());
+  params.err_mode = UCP_ERR_HANDLING_MODE_PEER;
+  params.err_handler = {.cb = failed, .arg = &peer};
+  ucs_status_t const status = state.library.ucp_ep_create(state.worker, &params, &peer.endpoint);
+  if (status != UCS_OK && !std::exchange(peer.failed, true)) {
+    peer.endpoint = nullptr;
+    peer.reason = state.library.ucs_status_string(status);
   }
+  return !peer.failed;
 }
 
 int UcxLink::local_ranks() const {
@@ -208,46 +256,50 @@ void UcxLink::sleep(Peer& peer, int wake, Duration limit) {
                                {.fd = peer.ended.get(), .events = POLLIN, .revents = 0}}};
   auto const milliseconds = std::chrono::ceil<std::chrono::milliseconds>(limit).count();
   int const ready = ::poll(files.data(), files.size(), static_cast<int>(milliseconds));
-  bool const ended =
-      files[2].revents != 0 || (ready == 0 && peer.process && has_ended(*peer.process));
+  if (files[2].revents != 0 || ready == 0) notice_end(peer);
+}
+
+void UcxLink::notice_end(Peer& peer) {
+  pollfd file{.fd = peer.ended.get(), .events = POLLIN, .revents = 0};
+  bool const ended = ::poll(&file, 1, 0) > 0 || (peer.process && has_ended(*peer.process));
   if (ended && !std::exchange(peer.failed, true)) peer.reason = "its process has ended";
 }
 
-bool UcxLink::await(void* request, Duration limit) noexcept {
+bool UcxLink::State::await(void* request, Duration limit) const noexcept {
   if (request == nullptr || UCS_PTR_IS_ERR(request)) return request == nullptr;
   Deadline const deadline(steady_clock(), limit);
-  auto const done = [&] { return ucx().ucp_request_check_status(request) != UCS_INPROGRESS; };
+  auto const done = [&] { return library.ucp_request_check_status(request) != UCS_INPROGRESS; };
   while (!done() && !deadline.passed()) progress();
   bool const completed = done();
-  ucx().ucp_request_free(request);
+  library.ucp_request_free(request);
   return completed;
 }
 
-bool UcxLink::flush(Duration limit) noexcept {
+bool UcxLink::State::flush(Duration limit) const noexcept {
   ucp_request_param_t param;
   param.op_attr_mask = 0;
-  return await(ucx().ucp_worker_flush_nbx(state_->worker, &param), limit);
+  return await(library.ucp_worker_flush_nbx(worker, &param), limit);
 }
 
-void UcxLink::close(Duration limit) noexcept {
+void UcxLink::State::close(Duration limit) noexcept {
   Deadline const deadline(steady_clock(), limit);
   std::vector<void*> requests;
-  for (Peer& peer : state_->peers) {
+  for (Peer& peer : peers) {
+    if (!std::exchange(peer.failed, true)) peer.reason = "this rank's transport was aborted";
     if (peer.endpoint == nullptr) continue;
     ucp_request_param_t param;
     param.op_attr_mask = UCP_OP_ATTR_FIELD_FLAGS;
     param.flags = UCP_EP_CLOSE_FLAG_FORCE;
-    requests.push_back(ucx().ucp_ep_close_nbx(std::exchange(peer.endpoint, nullptr), &param));
-    if (!std::exchange(peer.failed, true)) peer.reason = "this rank's transport was aborted";
+    requests.push_back(library.ucp_ep_close_nbx(std::exchange(peer.endpoint, nullptr), &param));
   }
-  bool settled = true;
+  settled = true;
   for (void* const request : requests) settled &= await(request, deadline.remaining());
   // Closing leaves work to the worker, such as giving up connections and the memory of a large
   // message. Destroyed with it, the worker corrupts the heap; a flush waits for it.
   settled &= flush(deadline.remaining());
   while (progress() && !deadline.passed()) {
   }
-  state_->settled = settled && !deadline.passed();
+  settled = settled && !deadline.passed();
 }
 
 }  // namespace sparsecomm

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "transport/fork_guard.h"
 #include "transport/process.h"
 #include "transport/ucx_library.h"
 
@@ -16,15 +17,22 @@ namespace sparsecomm {
 class UcxLink {
  public:
   struct Peer {
-    ucp_ep_h endpoint = nullptr;
+    std::string address;          // of its worker, once introduced
+    ucp_ep_h endpoint = nullptr;  // once reached
     bool failed = false;
+    bool said_goodbye = false;
     std::string reason;                      // why, once failed
     std::optional<ProcessIdentity> process;  // of a peer on this host
     FileDescriptor ended;                    // readable once that process has ended, where watched
   };
 
-  // Opens the library and a worker, then exchanges addresses and makes the endpoints, which connect
-  // with the first message. Collective; throws TransportUnavailable, the same on every rank.
+  // The ranks that stand 2^i before and behind `rank`, in order: with whom it exchanges messages in
+  // patterns of log P rounds.
+  static std::vector<int> partners_of(int rank, int size);
+
+  // Opens the library and a worker, then exchanges addresses with the partners and makes their
+  // endpoints, which connect with the first message. Collective; throws TransportUnavailable, the
+  // same on every rank.
   static UcxLink open(int rank, int size, Rendezvous& rendezvous, UcxOptions const& options);
 
   UcxLink(UcxLink&& other) = default;
@@ -34,7 +42,13 @@ class UcxLink {
 
   UcxLibrary const& ucx() const { return state_->library; }
   Peer& peer(int rank) { return state_->peers[rank]; }
-  // How many of the ranks run on this host, this one included.
+  // What a rank says of itself: for introduce() elsewhere, which throws where it is not that.
+  std::string const& introduction() const { return state_->introduction; }
+  void introduce(int rank, std::string const& text) { introduce(*state_, rank, text); }
+  // Makes the endpoint of a peer that has been introduced. False where there is no way to it; then
+  // it is marked as failed.
+  bool reach(int rank) { return reach(*state_, rank); }
+  // How many of the ranks that were introduced run on this host, this one included.
   int local_ranks() const;
 
   // Complete at once: null. Else the engine's request, or an error that UCS_PTR_IS_ERR tells; then
@@ -46,28 +60,40 @@ class UcxLink {
   void* receive(ucp_tag_t tag, std::span<std::byte> bytes, ucp_tag_recv_nbx_callback_t done,
                 void* user);
   // Whether anything happened.
-  bool progress() { return ucx().ucp_worker_progress(state_->worker) != 0; }
+  bool progress() { return state_->progress(); }
+  // Has programs that this process executes close the connections that stand now.
+  void close_on_exec() const noexcept { state_->guard.close_on_exec(); }
   // Sleeps until something may have happened to the worker, to `peer`'s process or to `wake`, but
   // no longer than `limit` (rounded up to milliseconds).
   void sleep(Peer& peer, int wake, Duration limit);
+  // Marks a peer on this host as failed if its process has ended.
+  static void notice_end(Peer& peer);
 
   void cancel(void* request) { ucx().ucp_request_cancel(state_->worker, request); }
   // Pushes out what was sent, for as long as `limit`. False: something is left.
-  bool flush(Duration limit) noexcept;
+  bool flush(Duration limit) noexcept { return state_->flush(limit); }
   // Closes the endpoints, which peers on other hosts notice; sends fail from now on. A worker that
   // has not come to an end of it within `limit` is never destroyed: its memory stays taken.
-  void close(Duration limit) noexcept;
+  void close(Duration limit) noexcept { state_->close(limit); }
 
  private:
   struct State {
     UcxLibrary library;
-    pid_t owner = 0;
+    ProcessIdentity own;
     ucp_context_h context = nullptr;
     ucp_worker_h worker = nullptr;
-    int event = -1;  // the worker's, which closes it
+    int event = -1;   // the worker's, which closes it
+    ForkGuard guard;  // of the worker's connections
+    std::string introduction;
     std::vector<Peer> peers;
     bool settled = true;  // nothing is left to the worker
+
     ~State();
+    bool progress() const { return library.ucp_worker_progress(worker) != 0; }
+    bool flush(Duration limit) const noexcept;
+    void close(Duration limit) noexcept;
+    // False: it has not completed.
+    bool await(void* request, Duration limit) const noexcept;
   };
   struct Closer {
     void operator()(State* state) const;
@@ -76,9 +102,8 @@ class UcxLink {
   explicit UcxLink(std::unique_ptr<State, Closer> state) : state_(std::move(state)) {}
   static void make_worker(State& state, UcxOptions const& options, int size);
   static std::string address_of(State const& state);
-  static void connect(State& state, int rank, std::span<const std::string> texts);
-  // False: it has not completed.
-  bool await(void* request, Duration limit) noexcept;
+  static void introduce(State& state, int rank, std::string const& text);
+  static bool reach(State& state, int rank);
 
   std::unique_ptr<State, Closer> state_;
 };

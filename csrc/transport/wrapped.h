@@ -19,21 +19,19 @@ class WrappedTransport : public Transport {
       : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {}
 
   std::string_view name() const override { return inner_->name(); }
+  std::uint32_t run() override { return inner_->run(); }
   std::size_t wait(Request& request, Deadline const& deadline) override {
     return inner_->wait(request, deadline);
   }
+  bool interruptible() const override { return inner_->interruptible(); }
   bool reduces() const override { return inner_->reduces(); }
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
                  Deadline const& deadline) override {
     inner_->allreduce(bytes, dtype, reduction, deadline);
   }
+  void interrupt() noexcept override { inner_->interrupt(); }
   void abort() noexcept override { inner_->abort(); }
-  void post_failure(FailureReport const& report) noexcept override { inner_->post_failure(report); }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    return inner_->failures();
-  }
-  void post_status(std::string_view status) noexcept override { inner_->post_status(status); }
-  std::vector<std::string> statuses() noexcept override { return inner_->statuses(); }
+  Board& board() override { return inner_->board(); }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {

@@ -24,8 +24,7 @@ void check_range(std::uint32_t first_index, std::uint64_t extent) {
           first_index, " + extent ", extent, " exceeds 2^32 or extent 2^32 - 1; split the range");
 }
 
-FrameHeader new_header(std::uint32_t operation, FrameKind kind, DType dtype,
-                       ValueCodec value_codec) {
+FrameHeader new_header(FrameStamp stamp, FrameKind kind, DType dtype, ValueCodec value_codec) {
   return {.magic = frame_magic,
           .version = frame_version,
           .kind = kind,
@@ -33,13 +32,13 @@ FrameHeader new_header(std::uint32_t operation, FrameKind kind, DType dtype,
           .index_codec = IndexCodec::none,
           .value_codec = value_codec,
           .reserved = 0,
-          .operation = operation,
+          .operation = stamp.operation,
           .count = 0,
           .first_index = 0,
           .extent = 0,
           .index_bytes = 0,
           .value_bytes = 0,
-          .checksum = 0};
+          .checksum = seed_of(stamp.run)};
 }
 
 // Cuts the payload off `out` behind the header; the caller fills both parts, then calls seal().
@@ -62,7 +61,7 @@ Payload open_frame(FrameHeader& header, std::size_t index_bytes, std::size_t val
 }
 
 std::size_t seal(FrameHeader header, Payload const& payload, std::span<std::byte> out) {
-  header.checksum = frame_checksum(header, payload.indices, payload.values);
+  header.checksum ^= frame_checksum(header, payload.indices, payload.values);
   std::memcpy(out.data(), &header, header_bytes);
   return header_bytes + payload.indices.size() + payload.values.size();
 }
@@ -278,14 +277,14 @@ ExpectedFrame expected_frame(double nnz, double extent, double value_bytes,
 }
 
 template <class V>
-std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, std::uint32_t extent,
+std::size_t encode_sparse(FrameStamp stamp, std::uint32_t first_index, std::uint32_t extent,
                           std::span<const std::uint32_t> indices, std::span<const V> values,
                           FrameOptions const& options, std::span<std::byte> out) {
   check_range(first_index, extent);
   require(indices.size() == values.size(), "encode_sparse: ", indices.size(), " indices but ",
           values.size(), " values");
   ValueCodecEntry const& value_codec = value_codec_for(options.value_codec, dtype_of<V>());
-  FrameHeader header = new_header(operation, FrameKind::sparse, dtype_of<V>(), options.value_codec);
+  FrameHeader header = new_header(stamp, FrameKind::sparse, dtype_of<V>(), options.value_codec);
   header.first_index = first_index;
   header.extent = extent;
   if (indices.empty()) {
@@ -329,12 +328,11 @@ std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, st
 }
 
 template <class T>
-std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
-                         std::span<const T> values, std::span<std::byte> out,
-                         ValueCodec value_codec) {
+std::size_t encode_dense(FrameStamp stamp, std::uint32_t first_index, std::span<const T> values,
+                         std::span<std::byte> out, ValueCodec value_codec) {
   check_range(first_index, values.size());
   ValueCodecEntry const& codec = value_codec_for(value_codec, dtype_of<T>());
-  FrameHeader header = new_header(operation, FrameKind::dense, dtype_of<T>(), value_codec);
+  FrameHeader header = new_header(stamp, FrameKind::dense, dtype_of<T>(), value_codec);
   header.first_index = first_index;
   header.extent = header.count = static_cast<std::uint32_t>(values.size());
   Payload const payload = open_frame(header, 0, codec.encoded_bytes(values.size(), sizeof(T)), out);
@@ -342,9 +340,9 @@ std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
   return seal(header, payload, out);
 }
 
-std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> payload_bytes,
+std::size_t encode_bytes(FrameStamp stamp, std::span<const std::byte> payload_bytes,
                          std::span<std::byte> out) {
-  FrameHeader header = new_header(operation, FrameKind::bytes, DType::f32, ValueCodec::none);
+  FrameHeader header = new_header(stamp, FrameKind::bytes, DType::f32, ValueCodec::none);
   Payload const payload = open_frame(header, 0, payload_bytes.size(), out);
   header.count = header.value_bytes;
   if (!payload_bytes.empty()) {
@@ -393,7 +391,7 @@ void decode_dense(FrameView const& frame, std::uint32_t first_index, std::span<T
 
 #define SPARSECOMM_SPARSE(V)                                                                \
   template std::size_t max_sparse_frame_bytes<V>(std::size_t, std::size_t);                 \
-  template std::size_t encode_sparse<V>(std::uint32_t, std::uint32_t, std::uint32_t,        \
+  template std::size_t encode_sparse<V>(FrameStamp, std::uint32_t, std::uint32_t,           \
                                         std::span<const std::uint32_t>, std::span<const V>, \
                                         FrameOptions const&, std::span<std::byte>);         \
   template void decode_sparse<V>(FrameView const&, std::uint32_t, std::uint32_t,            \
@@ -403,10 +401,10 @@ SPARSECOMM_SPARSE(double)
 SPARSECOMM_SPARSE(std::int32_t)
 SPARSECOMM_SPARSE(std::int64_t)
 #undef SPARSECOMM_SPARSE
-#define SPARSECOMM_DENSE(T)                                                              \
-  template std::size_t encode_dense<T>(std::uint32_t, std::uint32_t, std::span<const T>, \
-                                       std::span<std::byte>, ValueCodec);                \
-  template std::size_t max_dense_frame_bytes<T>(std::size_t);                            \
+#define SPARSECOMM_DENSE(T)                                                           \
+  template std::size_t encode_dense<T>(FrameStamp, std::uint32_t, std::span<const T>, \
+                                       std::span<std::byte>, ValueCodec);             \
+  template std::size_t max_dense_frame_bytes<T>(std::size_t);                         \
   template void decode_dense<T>(FrameView const&, std::uint32_t, std::span<T>);
 SPARSECOMM_DENSE(float)
 SPARSECOMM_DENSE(double)

@@ -3,8 +3,8 @@
 // A header of 40 bytes, little-endian, then the encoded indices, then the encoded values. A sparse
 // frame carries sorted distinct positions of [first_index, first_index + extent) with their values;
 // a dense frame carries all `extent` values; a bytes frame carries `count` opaque bytes. The
-// checksum covers header and payload, so a frame that was truncated, damaged or left over from an
-// earlier operation is told apart.
+// checksum covers header and payload and is seeded with the run, so a frame that was truncated,
+// damaged, left over from an earlier operation or sent by another run is told apart.
 #pragma once
 
 #include <cstddef>
@@ -39,6 +39,16 @@ static_assert(sizeof(FrameHeader) == 40);
 
 inline constexpr std::size_t header_bytes = sizeof(FrameHeader);
 
+// What a frame belongs to. `run` identifies the communicator among all that any program has made; 0
+// where ranks are threads.
+struct FrameStamp {
+  std::uint32_t operation = 0;
+  std::uint32_t run = 0;
+
+  FrameStamp(std::uint32_t operation_, std::uint32_t run_ = 0)  // NOLINT: an operation will do
+      : operation(operation_), run(run_) {}
+};
+
 // How a sparse selection may be encoded. `smallest` computes each codec's exact size and takes the
 // least.
 struct FrameOptions {
@@ -64,14 +74,13 @@ std::size_t max_dense_frame_bytes(std::size_t extent);
 // payload exceeds 2^32 - 1 bytes, when the value codec does not carry the type (all but raw carry
 // f32 and f64 only), or when it does not carry a value exactly: see round_values().
 template <class V>
-std::size_t encode_sparse(std::uint32_t operation, std::uint32_t first_index, std::uint32_t extent,
+std::size_t encode_sparse(FrameStamp stamp, std::uint32_t first_index, std::uint32_t extent,
                           std::span<const std::uint32_t> indices, std::span<const V> values,
                           FrameOptions const& options, std::span<std::byte> out);
 template <class T>
-std::size_t encode_dense(std::uint32_t operation, std::uint32_t first_index,
-                         std::span<const T> values, std::span<std::byte> out,
-                         ValueCodec value_codec = ValueCodec::raw);
-std::size_t encode_bytes(std::uint32_t operation, std::span<const std::byte> payload,
+std::size_t encode_dense(FrameStamp stamp, std::uint32_t first_index, std::span<const T> values,
+                         std::span<std::byte> out, ValueCodec value_codec = ValueCodec::raw);
+std::size_t encode_bytes(FrameStamp stamp, std::span<const std::byte> payload,
                          std::span<std::byte> out);
 
 // What encode_sparse() is expected to pick for many random positions.
@@ -93,9 +102,9 @@ struct FrameView {
 };
 
 // Validates the frame at the front of `in` (which may be longer than the frame: it is a receive
-// buffer) and checks that it belongs to `operation`. Throws MalformedFrame, naming the field, its
-// value and its bound.
-FrameView parse_frame(std::span<const std::byte> in, std::uint32_t operation);
+// buffer) and checks that it belongs to `stamp`. Throws MalformedFrame, naming the field, its value
+// and its bound, or the run it belongs to.
+FrameView parse_frame(std::span<const std::byte> in, FrameStamp stamp);
 
 // Appends the positions and values of a sparse or dense frame; zeros of a dense frame are skipped.
 // Throws MalformedFrame when the payload decodes to unsorted, repeated or out-of-range positions,

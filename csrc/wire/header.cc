@@ -75,7 +75,7 @@ std::uint64_t frame_checksum(FrameHeader header, std::span<const std::byte> indi
   return checksum.value();
 }
 
-FrameView parse_frame(std::span<const std::byte> in, std::uint32_t operation) {
+FrameView parse_frame(std::span<const std::byte> in, FrameStamp stamp) {
   field(in.size() >= header_bytes, "length", in.size(), "at least the header's ", header_bytes);
   FrameView frame;
   FrameHeader& h = frame.header;
@@ -93,12 +93,18 @@ FrameView parse_frame(std::span<const std::byte> in, std::uint32_t operation) {
   }
   check_codecs(h);
   field(h.reserved == 0, "reserved", h.reserved, "0");
-  field(h.operation == operation, "operation", h.operation, operation);
   check_extent(h);
   check_lengths(h, in.size() - header_bytes);
   frame.indices = in.subspan(header_bytes, h.index_bytes);
   frame.values = in.subspan(header_bytes + h.index_bytes, h.value_bytes);
-  std::uint64_t const checksum = frame_checksum(h, frame.indices, frame.values);
+  std::uint64_t const checksum =
+      frame_checksum(h, frame.indices, frame.values) ^ seed_of(stamp.run);
+  std::uint64_t const seed = h.checksum ^ checksum ^ seed_of(stamp.run);
+  auto const run = static_cast<std::uint32_t>(seed >> 32);
+  require<MalformedFrame>(run == stamp.run || seed != seed_of(run),
+                          "frame: it belongs to another run or communicator, ", run, " instead of ",
+                          stamp.run, "; is a process of an earlier job still running?");
+  field(h.operation == stamp.operation, "operation", h.operation, stamp.operation);
   field(h.checksum == checksum, "checksum", h.checksum, checksum, " as computed over its ",
         frame.size(), " bytes");
   return frame;

@@ -21,7 +21,18 @@ void field(bool holds, std::string_view name, std::uint64_t value, Parts const&.
   require<MalformedFrame>(holds, "frame: ", name, " is ", value, ", must be ", bound...);
 }
 
-// Over the header, but for its checksum, and the payload.
+// What the checksums of a run's frames are combined with, by exclusive or. A frame that belongs to
+// another run shows it: 32 of the 64 bits follow from the others.
+constexpr std::uint64_t seed_of(std::uint32_t run) {
+  std::uint32_t mixed = run;
+  for (std::uint32_t const factor : {0x85ebca6bu, 0xc2b2ae35u}) {
+    mixed ^= mixed >> 15;
+    mixed *= factor;
+  }
+  return std::uint64_t{run} << 32 | (mixed ^ mixed >> 16);
+}
+
+// Over the header, but for its checksum, and the payload; not combined with a seed.
 std::uint64_t frame_checksum(FrameHeader header, std::span<const std::byte> indices,
                              std::span<const std::byte> values);
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "base/never_destroyed.h"
 #include "wire/simd.h"
 
 namespace sparsecomm {
@@ -69,7 +70,7 @@ std::vector<IndexKernels> make_tables() {
 }  // namespace
 
 std::span<IndexKernels const> index_kernel_tables() {
-  static std::vector<IndexKernels> const tables = make_tables();
+  static auto const& tables = never_destroyed(make_tables());
   return tables;
 }
 

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "base/never_destroyed.h"
 #include "wire/carried.h"
 #include "wire/philox.h"
 #include "wire/simd.h"
@@ -217,7 +218,7 @@ void for_each_code_bucket(decltype(QsgdKernels<V>::decode) apply, QsgdFormat for
 
 template <class V>
 std::span<QsgdKernels<V> const> qsgd_kernel_tables() {
-  static std::vector<QsgdKernels<V>> const tables = make_tables<V>();
+  static auto const& tables = never_destroyed(make_tables<V>());
   return tables;
 }
 

@@ -269,13 +269,14 @@ def add_exchange_options(parser: argparse.ArgumentParser) -> None:
         "--momentum-correction",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="select from velocities, with SGD's momentum in the hook instead of the optimizer",
+        help="select from velocities, with the momentum in the hook instead of the optimizer",
     )
     add(
         "--first-moment",
         action=argparse.BooleanOptionalAction,
         default=False,
-        help="for Adam: select by the magnitude of the local first moment",
+        help="for Adam: select by the magnitude of the local first moment; worse than "
+        "--momentum-correction",
     )
     add("--select", choices=("threshold", "exact", "bucket"), default=None, help="by what")
     add("--bits", type=int, choices=(2, 4, 8), default=None, help="of a value that is sent")
@@ -342,11 +343,17 @@ def compression(options: argparse.Namespace, task: Task, optimizer: Optimizer) -
 
 
 def take_momentum(optimizer: Optimizer) -> float:
-    """Makes SGD with momentum plain SGD, and returns the momentum."""
+    """Takes SGD's momentum, or Adam's first beta, from the optimizer, and returns it."""
+    if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
+        beta1: float = optimizer.defaults["betas"][0]
+        for group in optimizer.param_groups:
+            group["betas"] = (0.0, group["betas"][1])
+        return beta1
     momentum: float = optimizer.defaults.get("momentum", 0.0)
     if not isinstance(optimizer, torch.optim.SGD) or momentum == 0:
         raise HookError(
-            f"--momentum-correction is for SGD with momentum, not {type(optimizer).__name__}"
+            "--momentum-correction is for Adam, or SGD with momentum, not "
+            f"{type(optimizer).__name__}"
         )
     for group in optimizer.param_groups:
         group["momentum"] = 0.0

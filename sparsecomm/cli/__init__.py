@@ -82,6 +82,8 @@ def print_info(options: argparse.Namespace) -> int:
     for name, value in info.items():
         if isinstance(value, (list, tuple)):
             value = ", ".join(map(str, value))
+        elif isinstance(value, dict):
+            value = "; ".join(f"{key}: {text}" for key, text in value.items())
         elif isinstance(value, bool):
             value = "yes" if value else "no"
         print(f"{name:{width}}  {value}")

@@ -19,6 +19,7 @@ from sparsecomm.cli.gradients import Pattern
 from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, PLANNED, Row, Settings, measure
 from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 from sparsecomm.transports import AUTO, names
+from sparsecomm.units import parse_count
 
 MAX_NUMEL = 2**32 - 2
 
@@ -264,7 +265,13 @@ def at_least_10(text: str) -> int:
 
 
 def numel(text: str) -> int:
-    return whole(text, 1, MAX_NUMEL)
+    try:
+        value = parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    if not 1 <= value <= MAX_NUMEL:
+        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to {MAX_NUMEL}")
+    return value
 
 
 def pattern(text: str) -> Pattern:
@@ -278,7 +285,7 @@ def run_allreduce(options: argparse.Namespace) -> int:
     launched = world_size_of_launcher()
     if launched is not None and options.ranks not in (None, launched):
         raise UsageError(
-            f"--ranks {options.ranks}, but the launcher has started {launched}; leave --ranks away"
+            f"--ranks {options.ranks}, but the launcher has started {launched}; omit --ranks"
         )
     check_folder(options.json)
     settings = [

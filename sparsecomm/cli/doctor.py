@@ -14,7 +14,6 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,17 @@ from sparsecomm.build import build_info
 from sparsecomm.cli.bench import UsageError, at_least_1, check_folder, positive, write_json
 from sparsecomm.cli.ping_pong import SIZES, find_mpiexec
 from sparsecomm.cli.ranks import world_size_of_launcher
-from sparsecomm.transports import CHOICE, INTERFACES, UCX_LIBRARY, names, settings, table
+from sparsecomm.torch_release import REMEDY, problem_with
+from sparsecomm.transports import (
+    CHOICE,
+    CONNECT_TIMEOUT,
+    INTERFACES,
+    UCX_LIBRARY,
+    checked_connect_timeout,
+    names,
+    settings,
+    table,
+)
 
 OK, ABSENT, ADVICE, BROKEN = "ok", "absent", "advice", "BROKEN"
 THREADS = "OMP_NUM_THREADS"
@@ -140,7 +149,7 @@ def examine(
     info: dict[str, Any], variables: dict[str, str], cores: int, ranks: int, seconds: float
 ) -> Iterator[Finding]:
     """Tries one part after another; probes are given ``seconds`` each."""
-    yield check_torch(info["torch"], requires("sparsecomm") or [])
+    yield check_torch(info["torch"], info["compiled_for_torch"])
     yield check_kernels(info, seconds)
     yield check_cuda(info, torch.cuda.is_available(), seconds)
     for row in table():
@@ -150,18 +159,11 @@ def examine(
     yield from check_interfaces(variables, [name for _, name in socket.if_nameindex()])
 
 
-def check_torch(release: str, requirements: Sequence[str]) -> Finding:
-    """``requirements`` are the package's, which name the release it was compiled against."""
-    wanted = [text for text in requirements if text.startswith("torch==")]
-    prefix = wanted[0].removeprefix("torch==").removesuffix("*") if wanted else ""
-    if release.startswith(prefix):
-        return Finding("torch", OK, f"{release}, for which sparsecomm was compiled")
-    return Finding(
-        "torch",
-        BROKEN,
-        f"{release} is installed, and sparsecomm was compiled for {prefix}*",
-        "pip install --no-build-isolation --force-reinstall --no-deps sparsecomm",
-    )
+def check_torch(release: str, fitting: str) -> Finding:
+    """``fitting`` are the releases that sparsecomm was compiled for."""
+    if problem := problem_with(release, fitting):
+        return Finding("torch", BROKEN, problem, REMEDY)
+    return Finding("torch", OK, f"{release}; sparsecomm was compiled for {fitting or 'unknown'}")
 
 
 def check_kernels(info: dict[str, Any], seconds: float) -> Finding:
@@ -231,12 +233,17 @@ def check_environment(
 ) -> Iterator[Finding]:
     """``ranks`` are to run on the machine's ``cores``."""
     for name in variables:
-        if name.startswith("SPARSECOMM_") and name not in (CHOICE, UCX_LIBRARY):
-            remedy = f"there are {CHOICE} and {UCX_LIBRARY}"
+        if name.startswith("SPARSECOMM_") and name not in (CHOICE, UCX_LIBRARY, CONNECT_TIMEOUT):
+            remedy = f"there are {CHOICE}, {UCX_LIBRARY} and {CONNECT_TIMEOUT}"
             yield Finding(name, ADVICE, "nothing reads this variable", remedy)
     if (choice := variables.get(CHOICE, "")) not in ("", *transports):
         remedy = f"unset it, or name one of {', '.join(transports)}"
         yield Finding(CHOICE, BROKEN, f"there is no transport {choice!r}", remedy)
+    try:
+        checked_connect_timeout(variables.get(CONNECT_TIMEOUT, ""))
+    except ValueError as error:
+        remedy = f"unset it, or name seconds, as in {CONNECT_TIMEOUT}=30"
+        yield Finding(CONNECT_TIMEOUT, BROKEN, str(error), remedy)
     if ranks > cores:
         yield Finding(
             "cores",

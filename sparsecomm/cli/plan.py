@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from sparsecomm.build import build_info
-from sparsecomm.cli.bench import MAX_NUMEL, UsageError, at_least_1, share
+from sparsecomm.cli.bench import UsageError, at_least_1, numel, share
 from sparsecomm.cli.measure import DTYPES
 from sparsecomm.planning import Link, explain
-from sparsecomm.units import parse_bandwidth, parse_count, parse_seconds
+from sparsecomm.units import parse_bandwidth, parse_seconds
 
 T = TypeVar("T")
 
@@ -98,13 +98,6 @@ def reading(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return read
-
-
-def numel(text: str) -> int:
-    value = reading(parse_count)(text)
-    if not 1 <= value <= MAX_NUMEL:
-        raise argparse.ArgumentTypeError(f"{text!r} is not from 1 to {MAX_NUMEL}")
-    return value
 
 
 def run_plan(options: argparse.Namespace) -> int:

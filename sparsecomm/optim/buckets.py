@@ -9,8 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Work
 
-from sparsecomm.optim.exchange import OptimizerExchange
+from sparsecomm.optim.exchange import OptimizerExchange, require_alone
+from sparsecomm.optim.travelling import TravellingGradient
 
 # What a parameter's gradient is multiplied by, and the parameter itself, before they are added up.
 Rates = Callable[[Tensor], tuple[float, float]]
@@ -22,7 +24,13 @@ class _Slot:
     parameter: Tensor
     bucket: _Bucket
     view: Tensor  # of the bucket's buffer, with the parameter's strides unless that has gaps
+    travelling: TravellingGradient  # the parameter's grad during the exchange
     arrived: bool = False
+
+    def give_up(self) -> None:
+        """Leaves no placeholder in the parameter's ``grad``."""
+        if self.parameter.grad is self.travelling:
+            self.parameter.grad = None
 
 
 @dataclass(eq=False)
@@ -33,15 +41,15 @@ class _Bucket:
     flats: list[Tensor] = field(default_factory=list)  # parts of the buffer
     missing: int = 0
     version: int = -1  # of the buffer when its result had come
-    future: torch.futures.Future[Tensor] | None = None
+    work: Work | None = None
 
 
 class GradientBuckets:
     """Takes gradients as autograd accumulates them, and exchanges buckets that are complete.
 
     Buckets go off in the same order on every rank, whatever the order in which gradients come.
-    While a gradient is on its way the parameter's ``grad`` is ``None``, so that nobody reads or
-    changes what is being exchanged; afterwards it is a view of the buffer.
+    While a gradient is being exchanged the parameter's ``grad`` is a placeholder that raises when
+    it is read or changed; afterwards it is a view of the buffer.
 
     Args:
         state: what exchanges.
@@ -63,7 +71,7 @@ class GradientBuckets:
         self._pausing = False
         self._synchronized = False
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles)
+        weakref.finalize(self, _remove, self._handles, self._buckets)
 
     def add(self, named: list[tuple[str, Tensor]]) -> None:
         """Makes buckets of more parameters, whose gradients come in about the opposite order."""
@@ -81,7 +89,7 @@ class GradientBuckets:
                 flat = bucket.buffer.narrow(0, offset, parameter.numel())
                 strides = torch.empty_like(parameter, device="meta").stride()
                 view = flat.as_strided(parameter.shape, strides)
-                slot = _Slot(name, parameter, bucket, view)
+                slot = _Slot(name, parameter, bucket, view, TravellingGradient(name, parameter))
                 offset += parameter.numel()
                 bucket.slots.append(slot)
                 bucket.parameters.append(parameter)
@@ -110,6 +118,7 @@ class GradientBuckets:
         if self._pausing:
             return
         slot = self._slots[parameter]
+        require_alone(slot.name, parameter)  # of a DDP that was made after the optimizer
         if slot.arrived:
             raise RuntimeError(
                 f"the gradient of {slot.name} came a second time before step(): a backward pass "
@@ -141,7 +150,7 @@ class GradientBuckets:
             view.copy_(gradient)
         if share != 0:
             view.add_(parameter.detach(), alpha=share)
-        parameter.grad = None
+        parameter.grad = slot.travelling
         slot.arrived = True
         slot.bucket.missing -= 1
 
@@ -151,7 +160,7 @@ class GradientBuckets:
             bucket = self._buckets[index]
             if bucket.missing > 0:
                 return
-            bucket.future = self._state.exchange(
+            bucket.work = self._state.exchange(
                 index,
                 index == len(self._buckets) - 1,
                 bucket.buffer,
@@ -182,6 +191,12 @@ class GradientBuckets:
         for slot in self._slots.values():
             if not slot.arrived:
                 self._take(slot)
+            elif slot.parameter.grad is not slot.travelling:
+                raise RuntimeError(
+                    f"the grad of {slot.name} was replaced or taken away after backward(), while "
+                    "it was being exchanged: call the optimizer's synchronize() before changing "
+                    "gradients, and its zero_grad(), not the model's, to drop them"
+                )
         self._launch()
         self._wait()
         for slot in self._slots.values():
@@ -198,17 +213,22 @@ class GradientBuckets:
         return all(g is not None and not g.any() for g in gradients)
 
     def _wait(self) -> None:
+        """Ends the exchange of all buckets, or of none if a signal handler raises meanwhile."""
         error: Exception | None = None
         for bucket in self._buckets:
             try:
-                if bucket.future is not None:
-                    bucket.future.wait()
+                if bucket.work is not None:
+                    bucket.work.wait()
             except Exception as failure:
+                if not _has_failed(bucket.work):
+                    raise
                 error = error or failure
-            bucket.future = None
+        for bucket in self._buckets:
+            bucket.work = None
             bucket.missing = len(bucket.slots)
             for slot in bucket.slots:
                 slot.arrived = False
+                slot.give_up()
         self._launched = 0
         self._state.unfinished = False
         if error is not None:
@@ -255,6 +275,17 @@ class GradientBuckets:
         parameter.grad = self._slots[parameter].view
 
 
+def _has_failed(work: Work | None) -> bool:
+    """Whether the exchange itself failed, and not only the wait for it."""
+    if work is None or not work.get_future().done():
+        return False
+    try:
+        work.get_future().value()
+    except Exception:
+        return True
+    return False
+
+
 def _hook(reference: weakref.ref[GradientBuckets]) -> Callable[[Tensor], None]:
     def accumulated(parameter: Tensor) -> None:
         buckets = reference()
@@ -264,6 +295,9 @@ def _hook(reference: weakref.ref[GradientBuckets]) -> Callable[[Tensor], None]:
     return accumulated
 
 
-def _remove(handles: list[torch.utils.hooks.RemovableHandle]) -> None:
+def _remove(handles: list[torch.utils.hooks.RemovableHandle], buckets: list[_Bucket]) -> None:
     for handle in handles:
         handle.remove()
+    for bucket in buckets:
+        for slot in bucket.slots:
+            slot.give_up()

@@ -16,6 +16,7 @@ from typing_extensions import Self
 
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import CompressionState
+from sparsecomm.momentum import watch_for_adam
 from sparsecomm.optim.buckets import GradientBuckets
 from sparsecomm.optim.exchange import (
     OptimizerExchange,
@@ -53,9 +54,10 @@ class DistributedOptimizer(_Adopted):
     The optimizer itself is changed, and returned: its class becomes one that derives from this and
     from what it was, so that schedulers and whoever else holds it keep what they have. The
     exchange of a gradient starts while the backward pass goes on, as soon as a bucket of them is
-    complete; ``step()`` waits for it. Until then ``grad`` is ``None``. Gradients are accumulated
-    over several backward passes within :meth:`no_sync`, but for the last one. To clip them, or
-    with a ``GradScaler``, call :meth:`synchronize` before.
+    complete; ``step()`` waits for it. Until then ``grad`` raises when it is read or changed: to
+    clip gradients, or with a ``GradScaler``, call :meth:`synchronize` before. Gradients are
+    accumulated over several backward passes within :meth:`no_sync`, but for the last one. The model
+    must not be in ``DistributedDataParallel`` too, which would exchange the same gradients.
 
     A parameter without a gradient takes part with zeros: its ``grad`` is what the others have.
     Every rank makes the same steps. ``state_dict()`` holds the residuals of this rank too, so every
@@ -84,8 +86,9 @@ class DistributedOptimizer(_Adopted):
         TypeError: an argument of the wrong kind, or a parameter that cannot be compressed.
         ValueError: an argument outside its range, names that do not fit, or an optimizer that
             exchanges already.
-        RuntimeError: there is no process group, or the ranks disagree: in the options, or in names,
-            shapes, types or values of parameters. The same text on every rank.
+        RuntimeError: there is no process group; a parameter is in a ``DistributedDataParallel``
+            model; or the ranks disagree: in the options, or in names, shapes, types or values of
+            parameters. The same text on every rank.
     """
 
     _base: type[torch.optim.Optimizer]
@@ -171,8 +174,9 @@ class DistributedOptimizer(_Adopted):
         exchange._name([(name, p) for name, p in named if p.requires_grad])
         exchange._pending = saved
         if join:
+            # First, since this says which ranks it waits for.
+            exchange._connect(f"{type(self).__name__}()")
             exchange.compare(self._agreed(named, bucket_cap_mb))
-            exchange._connect()
         self._group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         rates = _rates(weakref.ref(self)) if lr_in_accumulator else None
         self._exchange = exchange
@@ -192,6 +196,7 @@ class DistributedOptimizer(_Adopted):
             "stall_limit": stall_limit,
         }
         self._hidden: list[Tensor] = []
+        watch_for_adam(exchange, [parameter for _, parameter in named])
         _patch_again(self)
 
     @property
@@ -309,7 +314,7 @@ class DistributedOptimizer(_Adopted):
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._exchange_arguments["process_group"] is not None:
+        if self._exchange._process_group is not None:
             raise TypeError(
                 f"this {type(self).__name__} has a process group of its own, which cannot be "
                 "pickled or copied; save state_dict() instead, or use the default group"

@@ -1,7 +1,8 @@
-"""What an optimizer's gradients are exchanged with, and what the ranks compare before."""
+"""The exchange of an optimizer's gradients, and the comparison of ranks before it."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Work
+from torch.distributed import distributed_c10d
 
 from sparsecomm import _C
 from sparsecomm.compression import Compression
@@ -55,7 +58,7 @@ class OptimizerExchange(CompressionState):
         self._pending = None
         self.loaded = True
 
-    # What has been exchanged is neither in the residuals nor in the parameters.
+    # Gradients that have been exchanged are neither in the residuals nor in the parameters.
     def _require_finished(self, what: str) -> None:
         if self.unfinished:
             raise ValueError(
@@ -63,28 +66,28 @@ class OptimizerExchange(CompressionState):
                 "had no gradient; do it after step(), or after zero_grad()"
             )
 
-    def _connect(self) -> None:
-        super()._connect()
+    def _connect(self, call: str = "the first step") -> None:
+        super()._connect(call)
         if self._pending is not None:
             super().load_state_dict(self._pending)
             self._pending = None
 
     def exchange(
         self, index: int, last: bool, buffer: Tensor, parameters: list[Tensor], views: list[Tensor]
-    ) -> torch.futures.Future[Tensor]:
+    ) -> Work:
         self._connect()
-        self.unfinished = not last
-        work = self._native.exchange(index, last, buffer, parameters, views)
-        future: torch.futures.Future[Tensor] = work.get_future()
-        return future
+        self.unfinished = True
+        try:
+            return self._native.exchange(index, last, buffer, parameters, views)
+        finally:
+            self.unfinished = not last
 
     def compare(self, mine: dict[str, str]) -> None:
         """Raises the same error on every rank of the group unless all have the same."""
-        _, size = self._place()
-        every: list[dict[str, str]] = [{}] * size
+        self._place()  # which says if there is no process group
         options = {name: repr(value) for name, value in vars(self._compression).items()}
         options["average"] = str(self._average)
-        dist.all_gather_object(every, options | mine, group=self._process_group)
+        every = _all_gather(options | mine, self._process_group)
         differing = []
         for key in dict.fromkeys(key for entries in every for key in entries):
             ranks: dict[str, list[int]] = {}
@@ -104,10 +107,29 @@ class OptimizerExchange(CompressionState):
             )
 
 
+def _all_gather(mine: dict[str, str], group: dist.ProcessGroup | None) -> list[dict[str, str]]:
+    """Returns ``mine`` of every rank, sent as JSON: all_gather_object would unpickle it."""
+    device = distributed_c10d._get_object_coll_device(group)
+    text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
+    ranks = range(dist.get_world_size(group))
+    lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in ranks]
+    dist.all_gather(lengths, torch.tensor([len(text)], device=device), group=group)
+    padded = torch.zeros(int(max(lengths)), dtype=torch.uint8, device=device)
+    padded[: len(text)] = text
+    texts = [torch.empty_like(padded) for _ in lengths]
+    dist.all_gather(texts, padded, group=group)
+    every = zip(texts, lengths, strict=True)
+    return [json.loads(bytes(text[: int(length)].tolist())) for text, length in every]
+
+
 def check_parameters(named: list[tuple[str, Tensor]]) -> None:
-    """Raises TypeError unless all that are trained can be compressed, by one device."""
+    """Raises TypeError unless all that are trained can be compressed, by one device.
+
+    RuntimeError: DDP reduces one of them.
+    """
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     for name, parameter in trained:
+        require_alone(name, parameter)
         if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
             raise TypeError(
                 f"{name} is a parameter of {parameter.dtype}, {parameter.layout}, whose gradient "
@@ -119,6 +141,16 @@ def check_parameters(named: list[tuple[str, Tensor]]) -> None:
                 f"{name} is on {parameter.device}, but {trained[0][0]} on {trained[0][1].device}; "
                 "put all parameters of an optimizer on one device"
             )
+
+
+def require_alone(name: str, parameter: Tensor) -> None:
+    """Raises RuntimeError if DDP reduces the parameter's gradient too."""
+    if _C.has_reducer(parameter):
+        raise RuntimeError(
+            f"DistributedDataParallel reduces the gradient of {name}, and this optimizer would "
+            "exchange it again: leave the model out of DDP (with accelerate, out of prepare()), or "
+            "keep DDP, with a torch.optim optimizer and sparsecomm.register_comm_hook(ddp, state)"
+        )
 
 
 def names_of(named_parameters: Iterable[tuple[str, Tensor]], parameters: list[Tensor]) -> list[str]:

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack
 
-from sparsecomm.compression import Compression, CompressionOptions, SelectionOptions
+from sparsecomm.compression import (
+    Compression,
+    CompressionOptions,
+    SelectionOptions,
+    check_options,
+)
 from sparsecomm.optim.distributed import DistributedOptimizer
 
 
@@ -32,11 +37,23 @@ class ExchangeOptions(SelectionOptions, total=False):
     stall_limit: timedelta | None
 
 
+class AdamExchangeOptions(ExchangeOptions, total=False):
+    """The same for Adam, whose own momentum is ``betas[0]``."""
+
+    momentum: float
+
+
 class _Method(DistributedOptimizer):
     _algorithm: ClassVar[str]
     _defaults: ClassVar[CompressionOptions] = {}
 
-    def _begin(self, options: ExchangeOptions, lr_in_accumulator: bool = False) -> None:
+    def _begin(
+        self,
+        options: ExchangeOptions,
+        known: type = ExchangeOptions,
+        lr_in_accumulator: bool = False,
+    ) -> None:
+        check_options(type(self), options, known)
         given: dict[str, Any] = {**self._defaults, **options}
         others = {name: given.pop(name) for name in list(given) if name in _OF_THE_EXCHANGE}
         self._attach(
@@ -83,7 +100,7 @@ class _SparseSGD(_Method, torch.optim.SGD):
             foreach=foreach,
             fused=fused,
         )
-        self._begin(options, lr_in_accumulator)
+        self._begin(options, lr_in_accumulator=lr_in_accumulator)
 
 
 class TopkSGD(_SparseSGD):
@@ -154,7 +171,7 @@ class _SparseAdam(_Method):
         maximize: bool = False,
         capturable: bool = False,
         fused: bool | None = None,
-        **options: Unpack[ExchangeOptions],
+        **options: Unpack[AdamExchangeOptions],
     ) -> None:
         decay = {} if weight_decay is None else {"weight_decay": weight_decay}
         base: Any = self._base
@@ -171,15 +188,17 @@ class _SparseAdam(_Method):
             fused=fused,
             **decay,
         )
-        self._begin(options)
+        self._begin(options, AdamExchangeOptions)
 
 
 class OkTopkAdam(_SparseAdam, torch.optim.Adam):
     """Adam on gradients that Ok-Topk exchanges (Li and Hoefler 2022, section 5).
 
-    ``first_moment=betas[0]`` chooses entries by the local first moment, which is steadier than the
-    gradient. The arguments before ``options`` are ``torch.optim.Adam``'s; ``options`` and errors
-    are as in :class:`TopkSGD`. ``weight_decay`` is 0 unless given.
+    Give it ``betas=(0.0, 0.999), momentum=0.9``: with the momentum before the selection and none in
+    Adam it trains better than with ``betas=(0.9, 0.999)``, which logs a warning. The arguments
+    before ``options`` are ``torch.optim.Adam``'s; ``options`` and errors are as in
+    :class:`TopkSGD`, and ``momentum`` is that of :class:`sparsecomm.Compression`. ``weight_decay``
+    is 0 unless given.
     """
 
     _base = torch.optim.Adam

@@ -1,22 +1,30 @@
-// Counts what a thread allocates while it asks for it. To be included by one file of a program,
-// whose operator new this replaces.
+// Counts what a thread allocates while it asks for it, and lets that fail. To be included by one
+// file of a program, whose operator new this replaces.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdlib>
+#include <limits>
 #include <new>
 
 namespace sparsecomm::test {
 
 inline thread_local bool counting = false;
 inline thread_local std::size_t allocations = 0;
+// Of those counted, the first that fail, and the first after these that succeed again.
+inline thread_local std::size_t first_refused = std::numeric_limits<std::size_t>::max();
+inline thread_local std::size_t last_refused = std::numeric_limits<std::size_t>::max();
 
 }  // namespace sparsecomm::test
 
 // Not inlined: GCC would take free() for the wrong partner of new.
 [[gnu::noinline]] void* operator new(std::size_t size) {
-  sparsecomm::test::allocations += sparsecomm::test::counting;
+  using namespace sparsecomm::test;
+  if (counting) {
+    std::size_t const number = allocations++;
+    if (number >= first_refused && number < last_refused) throw std::bad_alloc();
+  }
   if (void* const memory = std::malloc(std::max<std::size_t>(size, 1))) return memory;
   throw std::bad_alloc();
 }

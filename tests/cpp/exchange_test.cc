@@ -652,8 +652,7 @@ TEST_P(CostTest, CountedMessagesAndBytesStayUnderTheFormula) {
     Cost cost = entry.cost(
         {ranks, numel, entry.sparse ? std::max(k, std::ranges::max(selected)) : k, sizeof(float)},
         {});
-    cost.messages += agreement_cost(ranks).messages;
-    cost.bytes += agreement_cost(ranks).bytes;
+    cost = cost + agreement_cost(ranks) + commit_cost(ranks);
     std::uint64_t sent = 0, received = 0;
     for (int rank = 0; rank < ranks; ++rank) {
       SCOPED_TRACE(concat(GetParam(), ", rank ", rank, " of ", ranks));

@@ -114,9 +114,9 @@ TEST(MpiTransport, AReportEndsTheWaitOfTheOthersAtOnce) {
   auto const transport = make_mpi_transport(MPI_COMM_WORLD);
   FailureReport const report{7, FailureReport::Cause::own, {}, std::string(10'000, 'x')};
   if (transport->rank() == 0) {
-    transport->post_failure(report);
+    transport->board().post_failure(report);
     transport->abort();
-    EXPECT_THROW(transport->isend(1, 1, {}), PeerLost);
+    EXPECT_THROW(transport->isend(1, 1, {}), Interrupted);
   } else {
     Bytes in(10);
     Request receive = transport->irecv(transport->rank() ^ 1, 1, in);
@@ -126,7 +126,7 @@ TEST(MpiTransport, AReportEndsTheWaitOfTheOthersAtOnce) {
     } catch (Interrupted const& error) {
       EXPECT_EQ(error.ranks(), std::vector<int>{0});
     }
-    auto const reports = transport->failures();
+    auto const reports = transport->board().failures();
     ASSERT_TRUE(reports[0]);
     EXPECT_EQ(reports[0]->operation, 7u);
     EXPECT_EQ(reports[0]->text.front(), 'x');
@@ -142,7 +142,7 @@ TEST(MpiFailureReports, WhomAnInterruptedRankWaitedForIsNamed) {
   ASSERT_EQ(transport->size(), 3);
   Counters const counters(3);
   auto const post = [&](FailureReport::Cause cause, int suspect) {
-    transport->post_failure(
+    transport->board().post_failure(
         {7, cause, {suspect}, "", counters.sent_messages, counters.received_messages});
     transport->abort();
   };
@@ -159,10 +159,10 @@ TEST(MpiFailureReports, WhomAnInterruptedRankWaitedForIsNamed) {
     post(FailureReport::Cause::interrupted, 1);
   }
   for (auto const deadline = soon(); !deadline.passed();) {
-    auto const reports = transport->failures();
+    auto const reports = transport->board().failures();
     if (reports[0] && reports[2]) break;
   }
-  EXPECT_EQ(conclude(transport->failures()).culprits, std::vector{1});
+  EXPECT_EQ(conclude(transport->board().failures()).culprits, std::vector{1});
   MPI_Barrier(MPI_COMM_WORLD);
 }
 
@@ -191,13 +191,21 @@ TEST_P(MpiFailure, SurvivorsNameTheRank) {
     if (rank == culprit) transport = make_faulty(std::move(transport), fault);
     if (auto const wrap = test::wrap_for(algorithm)) transport = wrap(std::move(transport));
     auto const start = std::chrono::steady_clock::now();
+    std::size_t applied = 0;
     {
       Communicator communicator(std::move(transport), options);
       auto const survivor = test::run_until_failure(communicator, algorithm, numel);
       if (rank != culprit) test::expect_accused(survivor, culprit);
+      applied = test::applied_steps(survivor.log);
     }
     EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
-    MPI_Barrier(MPI_COMM_WORLD);
+    std::vector<std::uint64_t> all(ranks);
+    std::uint64_t const own = applied;
+    MPI_Allgather(&own, 1, MPI_UINT64_T, all.data(), 1, MPI_UINT64_T, MPI_COMM_WORLD);
+    for (int other = 0; other < ranks; ++other) {
+      if (other == culprit || rank == culprit) continue;
+      EXPECT_EQ(all[other], own) << "steps of rank " << other;
+    }
   }
 }
 

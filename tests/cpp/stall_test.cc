@@ -167,6 +167,13 @@ TEST(StallWatchTest, ARankThatComputesIsSaidToAndADeadlineEndsTheWarnings) {
       << last_of(logged, 0);
 }
 
+TEST(StallWatchTest, OfManyRanksFewAsk) {
+  EXPECT_TRUE(StallWatch::asks(63, 64));
+  int asking = 0;
+  for (int rank = 0; rank < 1000; ++rank) asking += StallWatch::asks(rank, 1000) ? 1 : 0;
+  EXPECT_EQ(asking, 33);
+}
+
 TEST(StallWatchTest, ALimitMustBePositiveAndWhatLoggingThrowsHarmsNobody) {
   auto transports = make_inproc_transports(1);
   EXPECT_THROW(StallWatch(*transports[0], {Duration::zero(), [](auto const&) {}}, Duration::max()),

@@ -7,19 +7,19 @@
 #include <tuple>
 
 #include "ranks.h"
+#include "transport/thread_board.h"
 #include "transport/ucx.h"
 
 namespace sparsecomm::test {
 
 // What the threads share.
 struct Meeting {
-  explicit Meeting(int size) : round(size), board(size), statuses(size), size(size) {}
+  explicit Meeting(int size) : round(size), boards(make_thread_boards(size)), size(size) {}
   std::mutex mutex;
   std::condition_variable changed;
   std::vector<std::vector<std::string>> rounds;
   std::vector<std::size_t> round;  // how many each rank has entered
-  std::vector<std::optional<FailureReport>> board;
-  std::vector<std::string> statuses;
+  std::vector<std::shared_ptr<Board>> boards;
   int size;
 };
 
@@ -28,7 +28,16 @@ class ThreadRendezvous final : public Rendezvous {
   ThreadRendezvous(int rank, std::shared_ptr<Meeting> meeting)
       : rank_(rank), meeting_(std::move(meeting)) {}
 
-  std::vector<std::string> allgather(std::string const& own) override {
+  std::string decide(std::string const& own, Conclude const& conclude) override {
+    return conclude(allgather(own));
+  }
+  std::vector<std::string> exchange(std::string const& own, std::span<const int> wanted) override {
+    std::vector<std::string> const all = allgather(own);
+    std::vector<std::string> words;
+    for (int const rank : wanted) words.push_back(all[rank]);
+    return words;
+  }
+  std::vector<std::string> allgather(std::string const& own) {
     std::unique_lock lock(meeting_->mutex);
     std::size_t const round = meeting_->round[rank_]++;
     if (meeting_->rounds.size() <= round) meeting_->rounds.resize(round + 1);
@@ -42,22 +51,7 @@ class ThreadRendezvous final : public Rendezvous {
     return meeting_->rounds[round];
   }
   void check() const override {}
-  void post_failure(FailureReport const& report) noexcept override {
-    std::lock_guard const lock(meeting_->mutex);
-    meeting_->board[rank_] = report;
-  }
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
-    std::lock_guard const lock(meeting_->mutex);
-    return meeting_->board;
-  }
-  void post_status(std::string_view status) noexcept override {
-    std::lock_guard const lock(meeting_->mutex);
-    meeting_->statuses[rank_] = status;
-  }
-  std::vector<std::string> statuses() noexcept override {
-    std::lock_guard const lock(meeting_->mutex);
-    return meeting_->statuses;
-  }
+  Board& board() override { return *meeting_->boards[rank_]; }
 
  private:
   int rank_;

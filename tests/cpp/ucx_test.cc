@@ -76,6 +76,32 @@ TEST_F(UcxTest, EveryRankSendsToEveryOtherAndLearnsHowMuchCame) {
   }
 }
 
+// Of 11 ranks, 0 has 1, 2, 4, 8 and 10, 9, 7, 3 for partners, but neither 5 nor 6.
+TEST_F(UcxTest, RanksThatAreNoPartnersConnectWhenTheyFirstTalk) {
+  constexpr int size = 11;
+  expect_no_errors(on_ranks(size, [&](std::unique_ptr<Transport> transport) {
+    int const rank = transport->rank();
+    std::vector<std::byte> const own = pattern(1000, rank);
+    for (int const distance : {5, 3}) {
+      int const to = (rank + distance) % size;
+      int const from = (rank - distance + size) % size;
+      std::vector<std::byte> came(1000);
+      Request receive = transport->irecv(from, 3, came);
+      Request send = transport->isend(to, 3, own);
+      EXPECT_EQ(transport->wait(receive, within(seconds(20))), came.size());
+      transport->wait(send, within(seconds(20)));
+      EXPECT_EQ(came, pattern(1000, from));
+    }
+    // A rank that leaves tells those that wait for it, who have sent it nothing.
+    if (rank != 5) return;
+    std::vector<std::byte> came(1);
+    Request receive = transport->irecv(0, 4, came);
+    auto const start = steady_clock().now();
+    EXPECT_THROW(transport->wait(receive, within(seconds(20))), PeerLost);
+    EXPECT_LT(steady_clock().now() - start, seconds(5));
+  }));
+}
+
 TEST_F(UcxTest, MessagesMeetTheReceiveOfTheirTagInOrder) {
   expect_no_errors(on_ranks(2, [](std::unique_ptr<Transport> transport) {
     int const peer = 1 - transport->rank();
@@ -163,30 +189,31 @@ TEST_F(UcxTest, APeerThatLeavesIsNoticedAfterWhatItHadSent) {
   }
 }
 
-TEST_F(UcxTest, AbortFromAnotherThreadBreaksOffAWaitAndThePeersNotice) {
+TEST_F(UcxTest, AnInterruptFromAnotherThreadEndsAWaitAndAnAbortIsNoticedByThePeers) {
   expect_no_errors(on_ranks(2, [](std::unique_ptr<Transport> transport) {
     std::vector<std::byte> bytes(100);
     int const peer = 1 - transport->rank();
     Request receive = transport->irecv(peer, 0, bytes);
-    std::thread aborter;
-    if (transport->rank() == 0) {
-      aborter = std::thread([&] {
+    bool const interrupted = transport->rank() == 0;
+    std::thread interrupter;
+    if (interrupted) {
+      interrupter = std::thread([&] {
         std::this_thread::sleep_for(milliseconds(100));
-        transport->abort();
+        transport->interrupt();
       });
     }
     auto const start = steady_clock().now();
     try {
       transport->wait(receive, within(seconds(20)));
       ADD_FAILURE() << "nothing was thrown";
-    } catch (PeerLost const& error) {
+    } catch (PeerError const& error) {
+      EXPECT_EQ(dynamic_cast<Interrupted const*>(&error) != nullptr, interrupted) << error.what();
       EXPECT_EQ(error.ranks(), std::vector{peer});
-      // As the communicator does.
-      transport->abort();
+      transport->abort();  // as the communicator does
     }
     EXPECT_LT(steady_clock().now() - start, seconds(2));
-    if (aborter.joinable()) aborter.join();
-    EXPECT_THROW(transport->irecv(peer, 0, bytes), PeerLost);
+    if (interrupter.joinable()) interrupter.join();
+    EXPECT_THROW(transport->irecv(peer, 0, bytes), Interrupted);
   }));
 }
 

@@ -1,4 +1,4 @@
-"""What is logged while a test runs."""
+"""Collects what is logged while a test runs."""
 
 from __future__ import annotations
 

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
+import functools
 import multiprocessing
 import os
 import random
+import resource
+import shlex
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +32,46 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
+# Sanitizers make everything slower.
+PATIENCE = float(os.environ.get("SPARSECOMM_TEST_PATIENCE", "1"))
+BUILD = Path(__file__).resolve().parents[2] / "build"
+
+
 class RankError(AssertionError):
     """One or more ranks raised; the message holds their tracebacks."""
+
+
+@functools.cache
+def _crash_tracer() -> str:
+    """The shared object made of crash_trace.cc."""
+    source = Path(__file__).with_name("crash_trace.cc")
+    library = BUILD / "crash_trace.so"
+    if not library.exists() or library.stat().st_mtime < source.stat().st_mtime:
+        BUILD.mkdir(exist_ok=True)
+        environment = {k: v for k, v in os.environ.items() if k != "LD_PRELOAD"}
+        compiler = shlex.split(os.environ.get("CXX", "c++"))
+        with tempfile.TemporaryDirectory(dir=BUILD) as folder:
+            made = Path(folder, library.name)
+            command = [*compiler, "-std=c++20", "-shared", "-fPIC", source, "-o", made]
+            subprocess.run(command, check=True, env=environment)
+            made.replace(library)  # whole, whatever other run of the tests makes it now
+    return str(library)
+
+
+def _trace_crashes(trace: str, tracer: str) -> int:
+    """Has a fatal signal write the frames of Python and C to a file, and leave a core file.
+
+    The core file lies in ``build/cores/<pid>``, unless /proc/sys/kernel/core_pattern sends it
+    elsewhere. Returns the descriptor of the open file ``trace``.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    cores = BUILD / "cores"
+    cores.mkdir(exist_ok=True)
+    file = os.open(trace, os.O_WRONLY | os.O_APPEND)
+    ctypes.CDLL(tracer).sparsecomm_trace_crashes(file, os.fsencode(cores / str(os.getpid())))
+    faulthandler.enable(file)
+    return file
 
 
 def _main(
@@ -36,12 +81,14 @@ def _main(
     backend: str,
     timeout: float,
     pipe: Connection,
+    crashes: tuple[str, str],
     environment: dict[str, str],
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
-    # Where it hangs, before it is killed.
-    faulthandler.dump_traceback_later(0.9 * timeout)
+    file = _trace_crashes(*crashes)
+    # Shows where it hangs, before it is killed.
+    faulthandler.dump_traceback_later(0.9 * timeout, file=file)
     torch.set_num_threads(1)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
@@ -53,6 +100,12 @@ def _main(
             dist.destroy_process_group()
     except BaseException:
         pipe.send(("error", traceback.format_exc()))
+
+
+def _describe(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        return f"by {signal.Signals(-exit_code).name}"
+    return f"with status {exit_code}"
 
 
 def end_soon(number: signal.Signals, generator: random.Random) -> None:
@@ -74,22 +127,27 @@ def run_ranks(
     """Calls ``function(*args)`` on every rank of an initialised process group of ``size`` ranks.
 
     The store lives in this process, as it lives in torchrun's agent. Whatever still runs after
-    ``timeout`` seconds is killed.
+    ``timeout`` seconds, times PATIENCE, is killed.
 
     Returns:
         What each rank returned; ``None`` for ranks of ``may_die`` that ended, or hung, without a
         result. Those are not waited for once all others have ended.
 
     Raises:
-        RankError: a rank raised, ended without a result, or was killed.
+        RankError: a rank raised, ended without a result, or was killed. Of one that crashed or hung
+            it holds where its threads were.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    timeout *= PATIENCE
+    tracer = _crash_tracer()
+    traces = [os.memfd_create(f"rank {rank}") for rank in range(size)]
     processes, pipes = [], []
     for rank in range(size):
         here, there = _CONTEXT.Pipe()
+        crashes = (f"/proc/{os.getpid()}/fd/{traces[rank]}", tracer)
         environment = dict(os.environ)
-        arguments = (rank, size, store.port, backend, timeout, there, environment, function, args)
-        process = _CONTEXT.Process(target=_main, args=arguments, daemon=True)
+        arguments = (rank, size, store.port, backend, timeout, there, crashes, environment)
+        process = _CONTEXT.Process(target=_main, args=(*arguments, function, args), daemon=True)
         process.start()
         there.close()
         processes.append(process)
@@ -105,7 +163,10 @@ def run_ranks(
                 try:
                     results[pipes.index(pipe)] = pipe.recv()
                 except EOFError:
-                    results[pipes.index(pipe)] = ("died", "ended without a result")
+                    rank = pipes.index(pipe)
+                    processes[rank].join(5)
+                    code = processes[rank].exitcode
+                    results[rank] = ("died", f"ended without a result, {_describe(code)}")
         for rank in needed:
             processes[rank].join(max(0.0, min(10.0, deadline - time.monotonic())))
     finally:
@@ -114,10 +175,17 @@ def run_ranks(
                 process.kill()
             process.join()
     problems = []
-    for rank in range(size):
+    # Crashes first, and C frames first: the end of a long failure is cut off where CI shows it.
+    for rank in sorted(range(size), key=lambda rank: results.get(rank, ("killed",))[0] == "error"):
         kind, value = results.get(rank, ("killed", f"still running after {timeout:g} s"))
         if kind != "result" and not (kind in ("died", "killed") and rank in may_die):
-            problems.append(f"rank {rank}: {value}")
+            text = os.pread(traces[rank], os.fstat(traces[rank]).st_size, 0).decode(
+                errors="replace"
+            )
+            python_frames, title, c_frames = text.partition("C frames:\n")
+            problems.append(f"rank {rank}: {value}\n{title}{c_frames}{python_frames}".rstrip())
+    for trace in traces:
+        os.close(trace)
     if problems:
         raise RankError("\n".join(problems))
     kept = [results.get(rank, ("killed", None)) for rank in range(size)]

@@ -708,7 +708,9 @@ def aborting_breaks_off_what_runs(_: Any) -> None:
 def a_rank_that_does_not_join(_: Any) -> None:
     last = dist.get_world_size() - 1
     for connected in (False, True):
-        group = dist.new_group(backend="sparsecomm", timeout=timedelta(seconds=1))
+        # Longer than a slow name service takes, which torch asks about each of its connections.
+        group = dist.new_group(backend="sparsecomm", timeout=timedelta(seconds=8))
+        dist.barrier()
         if connected:
             dist.all_reduce(row(0), group=group)
         if dist.get_rank() < last:
@@ -745,7 +747,8 @@ def test_case(name: str, size: int) -> None:
     assert not isinstance(outcomes, str), outcomes
     for rank, outcome in enumerate(outcomes):
         assert name in outcome, f"rank {rank} did not come to this case"
-        assert outcome[name] == "", f"rank {rank}: {outcome[name]}"
+    # An error on one rank may follow from another's.
+    assert [outcome[name] for outcome in outcomes] == [""] * size
 
 
 def lose_a_rank() -> str:

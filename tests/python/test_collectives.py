@@ -472,7 +472,16 @@ def refused(size: int) -> None:
             "without sparse dimensions",
             lambda: sparsecomm.reduce_scatter_sparse(torch.sparse_coo_tensor(size=())),
         ),
-        (TypeError, "", lambda: sparsecomm.allreduce([1.0])),  # type: ignore[call-overload]
+        (
+            TypeError,
+            "not list; call once for each",
+            lambda: sparsecomm.allreduce([dense]),  # type: ignore[call-overload]
+        ),
+        (
+            TypeError,
+            "sum, avg, product, min or max",
+            lambda: sparsecomm.allreduce(dense, op=dist.ReduceOp.MAX),  # type: ignore[call-overload]
+        ),
         *(
             (
                 ValueError,

@@ -540,6 +540,7 @@ def test_density_outside_its_range(density: float) -> None:
         ({"transport": "post"}, ValueError, "transport='post' is none of"),
         ({"process_group": "world"}, TypeError, "process_group must be .*ProcessGroup"),
         ({"partition_period": 3}, TypeError, "partition_period"),
+        ({"densty": 0.1}, TypeError, r"OkTopkState\(\) .*'densty'; did you mean 'density'"),
     ],
 )
 def test_arguments_out_of_range(
@@ -561,6 +562,7 @@ def test_arguments_out_of_range(
         (lambda: DensityWarmup(1, 0.5), TypeError, "densities=0.5 is no sequence"),
         (lambda: DensityWarmup(1, (2,)), ValueError, r"a warm-up's density=2 is not in \(0, 1\]"),
         (lambda: Compression(algorithm="best"), ValueError, "algorithm 'best' is unknown"),
+        (lambda: Compression(algorithm="topk"), ValueError, "choose one of auto, .*topk_a"),
         (lambda: Compression(algorithm=3), TypeError, "algorithm must be a name, not int"),
         (lambda: Compression(algorithm="dense"), ValueError, "give it density=1, not 0.01"),
         (
@@ -625,4 +627,4 @@ def _check_disagreement() -> str:
 def test_ranks_that_disagree_on_an_option() -> None:
     first, second = run_ranks(2, _check_disagreement)
     assert first == second
-    assert "momentum: 0 on rank 0 but 0.1" in first
+    assert "momentum: 0 on rank 0 but 0.1 on rank 1" in first

@@ -11,6 +11,7 @@ density 1 the parameters are the same without that.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -153,12 +154,17 @@ def check(
     parameters: Callable[[nn.Module], list[nn.Parameter]] = lambda module: [*module.parameters()],
     kinds: Iterable[str] = STATES,
     bucket_cap_mb: float = 0.002,
+    make_plain: Callable[[], nn.Module] | None = None,
     **options: Any,
 ) -> None:
-    """Trains with plain DDP and with each hook, by both routes, and compares."""
+    """Trains with plain DDP and with each hook, by both routes, and compares.
+
+    ``make_plain`` makes the model for plain DDP, if that cannot train the one that ``make`` makes.
+    """
 
     def run(kind: str | None, native: bool = False, density: float = 1) -> dict[str, torch.Tensor]:
-        ddp = DistributedDataParallel(whole(make()), bucket_cap_mb=bucket_cap_mb, **options)
+        module = make_plain() if kind is None and make_plain is not None else make()
+        ddp = DistributedDataParallel(whole(module), bucket_cap_mb=bucket_cap_mb, **options)
         state = None if kind is None else register(ddp, kind, native, density)
         train(ddp, torch.optim.SGD(parameters(ddp.module), lr=1.0))
         return with_residuals(ddp, None if delivers_all(kind, density) else state)
@@ -425,9 +431,11 @@ def check_checkpoints_of_sparse_gradients() -> None:
 
 def check_sparse_gradients() -> None:
     check_checkpoints_of_sparse_gradients()
-    check(Words, words)
-    check(Words, words, (0.2,), gradient_as_bucket_view=True)
-    check(Words, join_words, (0.2,))
+    # Two sparse allreduces at once damage the heap in torch's gloo (docs/troubleshooting.md).
+    plain = functools.partial(Words, sparse=False)
+    check(Words, words, make_plain=plain)
+    check(Words, words, (0.2,), gradient_as_bucket_view=True, make_plain=plain)
+    check(Words, join_words, (0.2,), make_plain=plain)
     check_clipping_of_sparse_gradients()
     check_overflow_of_sparse_gradients()
 

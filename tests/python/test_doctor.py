@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,11 +18,11 @@ import torch
 from test_exchange import EVERYWHERE, INNER
 
 import sparsecomm
-from sparsecomm import _C
+from sparsecomm import _C, torch_release
 from sparsecomm.cli import doctor, main, probe
 from sparsecomm.cli.doctor import ABSENT, ADVICE, BROKEN, OK, Finding, Outcome
 from sparsecomm.cli.ping_pong import find_mpiexec
-from sparsecomm.transports import table
+from sparsecomm.transports import connect_options, table
 
 PATIENCE = 100.0
 UCX_PROBLEM = next(row["problem"] for row in table() if row["name"] == "ucx")
@@ -187,11 +189,80 @@ def test_a_wrong_sum_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_torch_of_another_release() -> None:
     requirements = ["numpy>=1.26", "torch==2.13.*", 'pytest; extra == "test"']
-    assert doctor.check_torch("2.13.0+cpu", requirements).status == OK
-    found = doctor.check_torch("2.14.1", requirements)
+    fitting = torch_release.compiled_for(requirements)
+    assert fitting == "2.13.*"
+    assert torch_release.compiled_for(["torch>=2.11"]) == ""
+    assert torch_release.problem_with("2.15.0", "") == ""
+    assert doctor.check_torch("2.13.0+cpu", fitting).status == OK
+    found = doctor.check_torch("2.14.1", fitting)
     assert found.status == BROKEN
-    assert found.text == "2.14.1 is installed, and sparsecomm was compiled for 2.13.*"
+    assert found.text == "torch 2.14.1 is installed, and sparsecomm was compiled for 2.13.*"
     assert "--no-build-isolation" in found.remedy
+    info = sparsecomm.build_info()
+    assert info["torch"].startswith(info["compiled_for_torch"].removesuffix("*"))
+
+
+def run_with_torch(release: str, program: str) -> subprocess.CompletedProcess[str]:
+    """A program in a process whose torch says that it is of that release."""
+    prefix = f"import sys, torch; torch.__version__ = {release!r}\n"
+    return subprocess.run(
+        [sys.executable, "-c", prefix + program], capture_output=True, text=True, timeout=PATIENCE
+    )
+
+
+def test_import_under_another_torch_says_so_before_anything_compiled_is_loaded() -> None:
+    done = run_with_torch(
+        "9.99.1+cpu",
+        "try:\n"
+        "    import sparsecomm\n"
+        "except ImportError as error:\n"
+        "    print(error)\n"
+        "print([name for name in sys.modules if name.startswith('sparsecomm._')])\n",
+    )
+    text, loaded = done.stdout.splitlines()
+    assert "9.99.1+cpu" in text
+    assert torch_release.compiled_for() in text
+    assert "pip install --no-build-isolation" in text
+    assert loaded == "[]"
+
+
+@pytest.mark.parametrize("command", ["doctor", "info"])
+def test_the_command_works_although_the_package_does_not_load(command: str) -> None:
+    done = run_with_torch(
+        "9.99.1", f"import sparsecomm_command; sys.exit(sparsecomm_command.main([{command!r}]))"
+    )
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "BROKEN" in done.stdout
+    assert "9.99.1" in done.stdout
+    assert torch_release.compiled_for() in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [[], ["--version"], ["plan", "--numel", "1M"]])
+def test_other_commands_say_so_on_stderr(arguments: list[str]) -> None:
+    done = run_with_torch(
+        "9.99.1", f"import sparsecomm_command; sys.exit(sparsecomm_command.main({arguments!r}))"
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "Traceback" not in done.stderr
+    assert "9.99.1" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan"])
+def test_a_defect_of_an_import_keeps_its_traceback(command: str) -> None:
+    program = (
+        "import sys\n"
+        "sys.modules['sparsecomm.cli'] = None\n"
+        "import sparsecomm_command\n"
+        f"sparsecomm_command.main([{command!r}])\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=PATIENCE
+    )
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert "sparsecomm.cli" in done.stderr
+    assert "BROKEN" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(
@@ -232,6 +303,21 @@ def test_advice_on_the_environment() -> None:
     assert typo["SPARSECOMM_TRANPORT"][0] == ADVICE
     unknown = check(2, 2, SPARSECOMM_TRANSPORT="verbs", **set_to_one)
     assert unknown == {"SPARSECOMM_TRANSPORT": (BROKEN, "unset it, or name one of auto, ucx, c10d")}
+
+
+@pytest.mark.parametrize("seconds", ["soon", "0", "nan"])
+def test_a_wrong_time_for_connecting_is_a_finding(
+    seconds: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda *_: GOOD)
+    monkeypatch.setenv("SPARSECOMM_CONNECT_TIMEOUT", seconds)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert f"BROKEN  SPARSECOMM_CONNECT_TIMEOUT: SPARSECOMM_CONNECT_TIMEOUT={seconds!r}" in printed
+    assert "Broken: SPARSECOMM_CONNECT_TIMEOUT." in printed
+    assert main(["info"]) == 0
+    with pytest.raises(ValueError, match="SPARSECOMM_CONNECT_TIMEOUT"):
+        connect_options("ucx", timedelta(seconds=1))
 
 
 def test_it_is_not_run_under_a_launcher(

@@ -298,7 +298,7 @@ def summary_of(output: Path) -> dict[str, Any]:
 
 
 def test_a_resumed_run_learns_the_same(prose: list[str], tmp_path: Path) -> None:
-    sparse = ["--density", "0.05", "--recipe", "recommended", "--first-moment"]
+    sparse = ["--density", "0.05", "--recipe", "recommended", "--momentum-correction"]
     options = [*prose, "--hook", "oktopk", *sparse, "--epochs", "3"]
     parts = [*options, "--checkpoint-every", "1"]
     run_ranks(2, train, tmp_path, {"whole": options, "parts": [*parts, "--steps", "21"]})
@@ -307,7 +307,7 @@ def test_a_resumed_run_learns_the_same(prose: list[str], tmp_path: Path) -> None
     run_ranks(2, train, tmp_path, {"parts": [*parts, "--resume"]})
     whole, resumed = (summary_of(tmp_path / name) for name in ("whole", "parts"))
     assert whole["complete"]
-    assert whole["first_moment"]
+    assert whole["momentum_correction"]
     assert resumed["curves"] == whole["curves"]
     assert resumed["parameters_sha256"] == whole["parameters_sha256"]
     # Animals and houses are what is hard to tell, and at first everything is.

@@ -15,12 +15,12 @@ from ranks import run_ranks
 
 from sparsecomm import _C
 from sparsecomm.schedule import SOURCES
-from sparsecomm.transports import AUTO, connect, connect_options, names, warn
+from sparsecomm.transports import connect, connect_options, table, warn
 
 ALGORITHMS = [row["name"] for row in _C.algorithms()]
 INNER = [row["name"] for row in _C.algorithms() if row["inner"]]
 EVERYWHERE = [name for name in ALGORITHMS if name not in INNER]  # on any transport
-TRANSPORTS = [name for name in names() if name != AUTO]
+TRANSPORTS = [row["name"] for row in table() if row["connects_processes"] and not row["problem"]]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 PATTERNS = ["uniform", "clustered", "shared", "zero", "zero on odd ranks", "equal"]
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed.checkpoint as dcp
 from models import batch, checkpoint_of, make_model
 from ranks import run_ranks
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
@@ -25,6 +27,7 @@ import sparsecomm
 import sparsecomm.fsdp
 from sparsecomm import Compression, CompressionState, ThresholdSchedule
 from sparsecomm.checkpoint import ReshardingLoadPlanner
+from sparsecomm.fsdp_modules import reduced_dtype
 
 
 def grid() -> DeviceMesh:
@@ -263,7 +266,7 @@ def check_resuming(mesh: DeviceMesh, folder: Path) -> None:
 
 def check_mistakes(mesh: DeviceMesh) -> None:
     compression = Compression()
-    apply = sparsecomm.fsdp.apply
+    apply, apply_reduce_scatter = sparsecomm.fsdp.apply, sparsecomm.fsdp.apply_reduce_scatter
     replicas = mesh["replicate"]
     with pytest.raises(TypeError, match="no module of this Sequential is an FSDPModule"):
         apply(make_model(), compression, replicas)
@@ -280,9 +283,25 @@ def check_mistakes(mesh: DeviceMesh) -> None:
         apply(model, compression, replicas, stall_limit=timedelta(0))
     with pytest.raises(ValueError, match="FSDP sums over the replicas itself"):
         apply(shard(mesh), compression, replicas)
+    whole: Any = replicate(make_model(), mesh=replicas)
+    for use in (lambda: apply(whole, compression, replicas), lambda: apply_reduce_scatter(whole)):
+        with pytest.raises(ValueError, match=r"replicate\(\).*register_comm_hook"):
+            use()
     apply(model, compression, replicas)
     with pytest.raises(RuntimeError, match="has an all-reduce hook already"):
         apply(model, compression, replicas)
+
+
+def test_the_dtype_that_fsdp_reduces_in() -> None:
+    """From what a parameter says: of torch 2.15 on, its group knows no policy."""
+    half, full = torch.bfloat16, torch.float32
+    for policy, expected in [
+        (MixedPrecisionPolicy(), full),
+        (MixedPrecisionPolicy(param_dtype=half), half),
+        (MixedPrecisionPolicy(param_dtype=half, reduce_dtype=full), full),
+    ]:
+        parameter: Any = SimpleNamespace(mp_policy=policy, sharded_param=torch.zeros(1))
+        assert reduced_dtype(parameter) == expected
 
 
 def _check(folder: Path) -> None:

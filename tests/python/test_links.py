@@ -17,7 +17,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 from hosts import Hosts, missing  # noqa: E402
-from lab import ENVIRONMENT, PORT  # noqa: E402
 from test_exchange import TRANSPORTS  # noqa: E402
 from test_mpi import MPIEXEC, needs_mpi  # noqa: E402
 
@@ -51,20 +50,10 @@ def commands_of(transport: str, folder: Path, hosts: Hosts) -> list[list[str]]:
 def test_a_link_goes_down_and_comes_up_again(transport: str, cut: int, tmp_path: Path) -> None:
     if reason := missing():
         pytest.skip(reason)
-    environments = [
-        {
-            **ENVIRONMENT,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "host1",
-            "MASTER_PORT": str(PORT),
-            "PYTHONPATH": str(ROOT),
-        }
-        for rank in range(RANKS)
-    ]
     # The hosts are left first, which ends what runs on them.
     with ThreadPoolExecutor() as pool, Hosts(RANKS, None) as hosts:
         commands = commands_of(transport, tmp_path, hosts)
+        environments = hosts.rank_environments(PYTHONPATH=str(ROOT))
         running = pool.submit(hosts.run, commands, environments)
 
         def until_all(mark: str) -> None:

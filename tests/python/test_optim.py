@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import math
@@ -25,6 +26,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +40,7 @@ from sparsecomm.optim import (
     QuantizedTopkSGD,
     TopkSGD,
 )
+from sparsecomm.optim.travelling import TravellingGradient
 
 SMALL = 0.005  # MiB of a bucket: several for the model of the tests
 
@@ -307,7 +311,7 @@ def check_conservation() -> None:
             optimizer.zero_grad()
             reference = copy.deepcopy(model)
             backward(model, step)
-            assert all(p.grad is None for p in model.parameters()), "still on their way"
+            assert all(isinstance(p.grad, TravellingGradient) for p in model.parameters())
             backward(reference, step)
             optimizer.step()
             carried += sum(gathered(flat([p.grad for p in reference.parameters()]).double()))
@@ -370,6 +374,9 @@ def check_overlap_accumulation_and_unused() -> None:
         assert_same(model, plain, used)
 
     backward(model, 5)
+    with pytest.raises(RuntimeError, match=r"8\.bias is being exchanged.*zero_grad\(\)"):
+        backward(model, 5)
+    model.zero_grad()
     with pytest.raises(RuntimeError, match=r"8\.bias came a second time before step"):
         backward(model, 5)
     # Forgotten on every rank alike.
@@ -607,12 +614,99 @@ def check_added_groups() -> None:
     assert len(optimizer.param_groups) == groups
 
 
+def check_gradients_cannot_be_used_before_they_have_come() -> None:
+    """Reading or changing them raises: what looks at ``None`` would go on and do nothing."""
+    model = make_model()
+    optimizer = OkTopkSGD(model.named_parameters(), lr=1.0, density=1.0, bucket_cap_mb=SMALL)
+    first = next(model.parameters())
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+
+    def accumulate() -> None:
+        with optimizer.no_sync():
+            backward(model, 1)
+
+    def gradient() -> Tensor:
+        assert first.grad is not None
+        return first.grad
+
+    uses: list[Callable[[], object]] = [
+        lambda: clip_grad_norm_(model.parameters(), 1.0),
+        lambda: clip_grad_norm_(model.parameters(), 1.0, foreach=False),
+        lambda: clip_grad_value_(model.parameters(), 1.0),
+        lambda: scaler.unscale_(optimizer),
+        lambda: gradient().norm(),
+        lambda: gradient().data.norm(),
+        lambda: gradient().mul_(0.5),
+        lambda: gradient()[0, 0].item(),
+        lambda: torch.stack([gradient(), gradient()]),
+        lambda: model.zero_grad(set_to_none=False),
+        accumulate,
+        lambda: backward(model, 1),
+    ]
+    backward(model, 0)
+    for use in uses:
+        with pytest.raises(
+            RuntimeError, match=r"gradient of \d\.\w+ is being exchanged.*synchronize\(\)"
+        ):
+            use()
+    # What asks no more than whether there is one, or copies the model, goes on.
+    assert gradient().shape == first.shape
+    assert gradient().dtype == first.dtype
+    assert "synchronize()" in repr(gradient())
+    assert copy.deepcopy(model)[0].weight.grad is None  # type: ignore[index]
+    leaf = torch.zeros(3, requires_grad=True)
+    other = OkTopkSGD([leaf], lr=1.0, density=1.0)
+    leaf.sum().backward()
+    assert copy.deepcopy(leaf).grad is None
+    assert leaf.grad is not None
+    del other  # leaves nothing behind
+    assert leaf.grad is None
+    torch.save(model, io.BytesIO())
+
+    optimizer.synchronize()
+    assert clip_grad_norm_(model.parameters(), 1e-3) > 1e-3
+    before = flat(model.parameters())
+    optimizer.step()
+    assert (flat(model.parameters()) - before).norm() <= 1.001e-3
+
+    for keep in (False, True):
+        backward(model, 2)
+        optimizer.zero_grad(set_to_none=keep)
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    backward(model, 3)
+    first.grad = None
+    with pytest.raises(RuntimeError, match=r"0\.weight was replaced or taken away"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(4, 6))
+
+
+def check_ddp_does_not_reduce_too() -> None:
+    model = make_model()
+    ddp = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*register_comm_hook"):
+        OkTopkSGD(ddp.named_parameters())
+    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*register_comm_hook"):
+        DistributedOptimizer(torch.optim.SGD(ddp.parameters()))
+    del ddp
+    gc.collect()
+    optimizer = OkTopkSGD(model.named_parameters(), lr=0.1, density=1.0)
+    train(model, optimizer, range(2))
+    late = DistributedDataParallel(model)
+    with pytest.raises(RuntimeError, match=r"reduces the gradient of 8\.bias"):
+        backward(late, 2)
+    optimizer.zero_grad()
+
+
 def check_all(folder: Path) -> None:
     check_density_one_is_torch()
     check_dtypes()
     check_only_what_was_received_is_touched()
     check_the_papers_algorithms()
     check_conservation()
+    check_gradients_cannot_be_used_before_they_have_come()
+    check_ddp_does_not_reduce_too()
     check_overlap_accumulation_and_unused()
     check_closures_and_hooks()
     check_resume_and_copies()
@@ -773,7 +867,10 @@ def check_mistakes() -> list[str]:
         with pytest.raises(RuntimeError, match="ranks disagree") as raised:
             OkTopkSGD(parameters, **arguments)
         messages.append(str(raised.value))
-    optimizer = OkTopkSGD(model.named_parameters(), density=0.1)
+    # What the others send is not unpickled.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr("torch.distributed.distributed_c10d._unpickler")
+        optimizer = OkTopkSGD(model.named_parameters(), density=0.1)
     with pytest.raises(ValueError, match="exchanges its gradients already"):
         DistributedOptimizer(optimizer)
     with pytest.raises(RuntimeError, match="ranks disagree") as raised:
@@ -821,6 +918,57 @@ def test_mistakes_are_found_on_every_rank_by_name() -> None:
         strict=True,
     ):
         assert part in message
+
+
+class OnceInterrupted:
+    """Work whose first wait ends with what a signal handler has raised."""
+
+    def __init__(self, work: Any, interrupt: BaseException) -> None:
+        self.work = work
+        self.interrupt: BaseException | None = interrupt
+
+    def wait(self) -> bool:
+        if self.interrupt is not None:
+            interrupt, self.interrupt = self.interrupt, None
+            raise interrupt
+        return bool(self.work.wait())
+
+    def get_future(self) -> Any:
+        return self.work.get_future()
+
+
+def check_an_interrupted_step_loses_nothing(interrupt: BaseException | None) -> list[Tensor]:
+    """Rank 0 is interrupted as it waits for its second bucket, and repeats the call."""
+    model = make_model()
+    optimizer = TopkSGD(model.parameters(), lr=0.1, density=0.2, bucket_cap_mb=SMALL)
+    for step in range(3):
+        backward(model, step)
+        buckets = optimizer._buckets._buckets
+        assert len(buckets) > 2
+        if step == 1 and dist.get_rank() == 0 and interrupt is not None:
+            work: Any = OnceInterrupted(buckets[1].work, interrupt)
+            buckets[1].work = work
+            work.work.wait()
+            with pytest.raises(type(interrupt)):
+                optimizer.step()
+            for bucket in buckets:
+                assert all(slot.arrived for slot in bucket.slots)
+        optimizer.step()
+        optimizer.zero_grad()
+    [entry] = optimizer.exchange.state_dict().values()
+    return [*model.parameters(), *entry["residuals"].values()]
+
+
+def check_interrupted_steps() -> None:
+    expected = check_an_interrupted_step_loses_nothing(None)
+    for interrupt in (KeyboardInterrupt(), RuntimeError("of a signal's handler")):
+        result = check_an_interrupted_step_loses_nothing(interrupt)
+        for got, want in zip(result, expected, strict=True):
+            assert torch.equal(got, want), interrupt
+
+
+def test_an_interrupted_step_loses_nothing() -> None:
+    run_ranks(2, check_interrupted_steps)
 
 
 def check_a_rank_that_dies() -> str:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from models import flat
 from ranks import run_ranks
 
+import sparsecomm
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 
@@ -42,6 +44,74 @@ def _accelerate() -> None:
 @needs("accelerate")
 def test_accelerate() -> None:
     run_ranks(2, _accelerate, timeout=110)
+
+
+def _register_for_checkpointing(folder: Path) -> None:
+    import accelerate
+
+    os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = accelerator.prepare(torch.nn.Linear(40, 40))
+    state = sparsecomm.register_comm_hook(model)
+    model(torch.randn(4, 40)).sum().backward()
+    accelerator.register_for_checkpointing(state)
+    with pytest.raises(ValueError, match=r"rank 0 alone.*state_dict\(\) on every rank"):
+        accelerator.save_state(str(folder))
+    # As an argument of DDP, which accelerate copies.
+    handler = accelerate.DistributedDataParallelKwargs(comm_state_option={"state": state})
+    with pytest.raises(TypeError, match=r"sparsecomm\.register_comm_hook\(model, state\)"):
+        handler.to_dict()
+
+
+class _Subclass(sparsecomm.OkTopkState):
+    def state_dict(self) -> dict[str, Any]:
+        return {key: dict(entry) for key, entry in super().state_dict().items()}
+
+
+class _Several:
+    """Registered by a program to have several states saved."""
+
+    def __init__(self, *states: Any) -> None:
+        self.states = states
+
+    def state_dict(self) -> dict[int, Any]:
+        return {number: state.state_dict() for number, state in enumerate(self.states)}
+
+    def load_state_dict(self, state_dict: Any) -> None: ...
+
+
+def _save_by_ways(folder: Path) -> None:
+    import accelerate
+
+    os.environ.update(LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1")
+    torch.manual_seed(0)
+    optimizer = sparsecomm.optim.OkTopkSGD(torch.nn.Linear(40, 40).parameters(), lr=0.1)
+    subclass = _Subclass(0.1)
+    ways = {
+        "exchange": lambda a: a.register_for_checkpointing(optimizer.exchange),
+        "subclass": lambda a: a.register_for_checkpointing(subclass),
+        "several": lambda a: a.register_for_checkpointing(_Several(subclass)),
+        "optimizer": lambda a: a.prepare(optimizer),
+    }
+    for way, register in ways.items():
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared = register(accelerator)
+        with pytest.raises(ValueError, match=r"rank 0 alone.*state_dict\(\) on every rank"):
+            accelerator.save_state(str(folder / way))
+        if prepared is not None:
+            assert prepared.state_dict()["sparsecomm"], "every rank may save what it asks for"
+    assert subclass.state_dict()
+    assert optimizer.exchange.state_dict()
+
+
+@needs("accelerate")
+def test_accelerate_does_not_save_it_by_another_way(tmp_path: Path) -> None:
+    run_ranks(2, _save_by_ways, tmp_path)
+
+
+@needs("accelerate")
+def test_accelerate_does_not_save_what_cannot_be_loaded(tmp_path: Path) -> None:
+    run_ranks(2, _register_for_checkpointing, tmp_path)
 
 
 def _lightning(folder: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import random
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -23,8 +26,17 @@ from ranks import end_soon, run_ranks
 from test_exchange import ALGORITHMS, EVERYWHERE, exchange_ones, make_options
 
 import sparsecomm
-from sparsecomm import _C
-from sparsecomm.transports import AUTO, connect, connect_options, names, table
+from sparsecomm import _C, transports
+from sparsecomm.transports import (
+    AUTO,
+    connect,
+    connect_options,
+    is_loopback,
+    listening,
+    names,
+    store_host,
+    table,
+)
 
 PATIENCE = timedelta(seconds=30)
 NOWHERE = "/nowhere/libucp.so.0"
@@ -90,6 +102,130 @@ def test_the_environment_says_what_calls_leave_open() -> None:
     assert connect_options("ucx", PATIENCE, environment).transport == "ucx"
     options = connect_options(AUTO, PATIENCE, {})
     assert (options.transport, options.ucx.library, options.ucx.settings) == (AUTO, "", [])
+
+
+def test_ranks_on_loopback_use_that_interface_alone() -> None:
+    for host, here in [
+        *(("127.0.0.1", True), ("127.1.2.3", True), ("::1", True), ("localhost", True)),
+        *(("192.0.2.1", False), ("node0", False), ("", False)),  # a name may mean another host
+    ]:
+        assert is_loopback(host) == here, host
+    with_store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert store_host(dist.PrefixStore("a", dist.PrefixStore("b", with_store))) == "127.0.0.1"
+    assert store_host(dist.HashStore()) == ""
+    for environment, loopback, settings in [
+        ({}, True, [("NET_DEVICES", "lo")]),
+        ({}, False, []),
+    ]:
+        options = connect_options(AUTO, PATIENCE, environment, loopback=loopback)
+        assert options.ucx.settings == settings
+    chosen = {"GLOO_SOCKET_IFNAME": "eth0", "UCX_TCP_PORT_RANGE": "41000-41010"}
+    options = connect_options(AUTO, PATIENCE, chosen, loopback=True)
+    assert options.ucx.settings[0][1].split(",")[0] == "eth0"
+    assert "eth0" in listening(True, chosen)["ucx"]
+    assert "41000-41010" in listening(True, chosen)["ucx"]
+    assert "loopback" in listening(True, {})["ucx"]
+    assert "loopback" in listening(True, {})["c10d"]
+    assert "all interfaces" in listening(False, {})["ucx"]
+
+
+def test_what_is_said_of_listening_tells_interfaces_from_rdma(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def ucx(**variables: str) -> str:
+        return listening(False, variables)["ucx"]
+
+    monkeypatch.setattr(transports, "_rdma_devices", list)
+    assert "RDMA" not in ucx()
+    assert ucx(UCX_NET_DEVICES="mlx5_0:1") == "RDMA on mlx5_0:1"
+    assert "all interfaces" in ucx(UCX_NET_DEVICES="all")
+    monkeypatch.setattr(transports, "_rdma_devices", lambda: ["mlx5_0:1", "mlx5_1:1"])
+    assert "RDMA on mlx5_0:1, mlx5_1:1" in ucx()
+    tcp, rdma = ucx(GLOO_SOCKET_IFNAME="eth0,eth1", UCX_TCP_PORT_RANGE="5-9").split("; ")
+    assert (tcp, rdma) == ("TCP on eth0, eth1, ports 5-9", "RDMA on mlx5_0:1, mlx5_1:1")
+    tcp, rdma = ucx(UCX_NET_DEVICES="eth0,mlx5_1:1").split("; ")
+    assert tcp.startswith("TCP on eth0,")
+    assert rdma == "RDMA on mlx5_1:1"
+    assert "RDMA" not in listening(True, {})["ucx"]
+    assert "UCX_TLS=posix" in ucx(UCX_TLS="posix")
+    info = sparsecomm.build_info()
+    assert info["listening"] == listening(False)
+    assert info["listening_on_loopback"] == listening(True)
+
+
+def _listening_sockets() -> set[str]:
+    """The addresses that this process listens on, as the kernel writes them."""
+    inodes = set()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one of this very listing
+            inodes.add(os.readlink(link))
+    found = set()
+    for name in ("tcp", "tcp6"):
+        for line in Path("/proc/self/net", name).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                found.add(fields[1])
+    return found
+
+
+def _in_a_clean_environment() -> Collect:
+    for name in [name for name in os.environ if name.startswith(("UCX_", "GLOO_"))]:
+        del os.environ[name]
+    os.environ["UCX_TLS"] = "tcp"  # shared memory would not listen
+    log = Collect()
+    logging.getLogger("sparsecomm").addHandler(log)
+    logging.getLogger("sparsecomm").setLevel(logging.INFO)
+    return log
+
+
+def _listen(transport: str) -> tuple[set[str], list[str]]:
+    log = _in_a_clean_environment()
+    before = _listening_sockets()  # of torch's own gloo, at this host's name
+    total = Sum(connect(None, PATIENCE, transport, call="this test"))
+    total.run()
+    return _listening_sockets() - before, log.texts
+
+
+def _listen_in_the_backend(transport: str) -> tuple[set[str], list[str]]:
+    log = _in_a_clean_environment()
+    os.environ["SPARSECOMM_TRANSPORT"] = transport
+    found = set()
+    for timeout in (timedelta(minutes=1), timedelta.max):
+        before = _listening_sockets()
+        group = dist.new_group(backend="sparsecomm", timeout=timeout)
+        tensor = torch.eye(2).to_sparse()
+        dist.all_reduce(tensor, group=group)
+        dist.all_reduce(torch.ones(2), group=group)
+        assert torch.equal(tensor.to_dense(), 2 * torch.eye(2))
+        found |= _listening_sockets() - before
+    return found, log.texts
+
+
+def _is_loopback_address(address: str) -> bool:
+    """Reads an address as in /proc/net: words in hexadecimal, in the host's byte order."""
+    host = address.split(":")[0]
+    return host.endswith("7F") or host == "00000000" * 3 + "01000000"
+
+
+@pytest.mark.parametrize("transport", [pytest.param("ucx", marks=needs_ucx), "c10d"])
+def test_where_the_store_is_on_loopback_nothing_listens_elsewhere(transport: str) -> None:
+    for rank, (addresses, texts) in enumerate(run_ranks(2, _listen, transport)):
+        assert addresses
+        assert all(map(_is_loopback_address, addresses)), addresses
+        (text,) = texts
+        for operand in (f"rank {rank} of 2", transport, "this test", "loopback"):
+            assert operand in text
+
+
+@pytest.mark.parametrize("transport", [pytest.param("ucx", marks=needs_ucx), "c10d"])
+def test_the_backend_too_listens_on_loopback_alone(transport: str) -> None:
+    for rank, (addresses, texts) in enumerate(run_ranks(2, _listen_in_the_backend, transport)):
+        assert addresses
+        assert all(map(_is_loopback_address, addresses)), addresses
+        assert len(texts) >= 2, "one for each group"
+        for text in texts:
+            for operand in (f"rank {rank} of 2", "process group", "loopback"):
+                assert operand in text
 
 
 def test_hooks_refuse_a_transport_that_there_is_not() -> None:
@@ -160,6 +296,28 @@ def test_ucx_by_name_fails_with_the_same_text_on_all_ranks() -> None:
     assert text.startswith("TransportError: transport ucx cannot be used: rank 0: libucp cannot")
     assert "libm.so.6 has no function" in text
     assert f"; rank 2: libucp cannot be opened ({NOWHERE}" in text
+
+
+def _connect_with_few_descriptors() -> tuple[float, str]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if dist.get_rank() == 1:
+        open_files = len(os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 3, limits[1]))
+    start = time.monotonic()
+    with pytest.raises(_C.TransportError) as error:
+        connect(None, PATIENCE, "ucx")
+    took = time.monotonic() - start
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    Sum(connect(None, PATIENCE, "ucx")).run()  # nothing of the first attempt is in the way
+    return took, str(error.value)
+
+
+def test_a_rank_with_too_few_descriptors_is_named_by_all_at_once() -> None:
+    outcomes = run_ranks(3, _connect_with_few_descriptors)
+    for took, text in outcomes:
+        assert took < PATIENCE.total_seconds() / 2
+        assert text == outcomes[0][1]
+        assert re.search(r"rank 1: it needs \d+ file descriptors, \d+ of .* ulimit -n \d+", text)
 
 
 def _disagree() -> str:
@@ -319,9 +477,10 @@ def _fail(name: str) -> list[tuple[str, str, bool]]:
         communicator = _C.Communicator(transport, timedelta(seconds=2))
         exchange = _C.Exchange(communicator, 1000, torch.float32, make_options(algorithm, 0.1))
         text, conserved = "", False
-        # A rank that needs nothing more from the culprit may complete the step at hand.
-        for step in range(3):
-            gradient = torch.arange(1000.0) + step
+        # Fewer messages than in the first step of an exchange go into its later ones.
+        for step in range(6):
+            # No half of a message is all zeros, which what a truncated one lacks may be as well.
+            gradient = torch.randn(1000, generator=torch.Generator().manual_seed(step))
             before = exchange.residual + gradient
             try:
                 exchange.run(gradient)
@@ -476,3 +635,33 @@ def test_the_c_library_and_the_environment_are_left_alone(tmp_path: Path, asked_
     command = [sys.executable, str(script)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.stdout == ("rewritten\n" if asked_for else "untouched\n"), done.stderr
+
+
+# ---- a queue that a killed process holds up
+
+
+def _wait_for_a_rank_that_is_late(waiting: int) -> str:
+    communicator = sparsecomm.Communicator.from_process_group(transport="ucx", timeout=PATIENCE)
+    tensor = torch.eye(4).to_sparse()
+    sparsecomm.allreduce(tensor, communicator=communicator)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    store = dist.distributed_c10d._get_default_store()
+    if dist.get_rank() != waiting:
+        store.wait(["done"], PATIENCE)
+    text = ""
+    try:
+        sparsecomm.allreduce(tensor, communicator=communicator)
+    except RuntimeError as error:
+        text = str(error)
+    store.set("done", "")
+    return text
+
+
+@needs_ucx
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_a_rank_that_waits_for_another_notices_who_was_killed(waiting: int) -> None:
+    texts = run_ranks(3, _wait_for_a_rank_that_is_late, waiting, may_die=(1,))
+    for rank in (0, 2):
+        assert texts[rank].startswith("rank 1 left"), texts

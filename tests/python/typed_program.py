@@ -61,6 +61,8 @@ def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> d
     ddp.register_comm_hook(sparsecomm.TopkDsaState(), sparsecomm.topk_dsa_hook)
     state.follow(torch.amp.GradScaler("cpu"))
     state.load_state_dict(state.state_dict())
+    state.reconnect(dist.new_group([0, 2]))
+    state.reconnect("gloo")  # type: ignore[arg-type]
     return state.stats()
 
 
@@ -87,7 +89,7 @@ def optimizers(model: torch.nn.Module, group: dist.ProcessGroup) -> list[torch.o
         optim.TopkSGD(model.parameters(), 0.1, 0.9, nesterov=True),
         optim.QuantizedTopkSGD(named, quantize=2, average=False),
         optim.OkTopkAdam(named, betas=(0.9, 0.99), first_moment=0.9),
-        optim.OkTopkAdamW([{"params": named, "lr": 0.1}], weight_decay=0.1),
+        optim.OkTopkAdamW([{"params": named, "lr": 0.1}], betas=(0.0, 0.99), momentum=0.9),
     ]
 
 

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <bit>
 #include <mutex>
+#include <random>
 #include <thread>
 #include <utility>
 
@@ -47,6 +48,7 @@ std::string const& leave_to_mpi(std::string bytes) { return *new std::string(std
 struct Place {
   MPI_Comm communicator;
   int rank, size;
+  std::uint32_t run;
   bool serialized;
 };
 
@@ -81,6 +83,8 @@ Place take_place(MPI_Comm parent, MpiOptions const& options) {
   check(MPI_Comm_set_errhandler(place.communicator, MPI_ERRORS_RETURN), "MPI_Comm_set_errhandler");
   check(MPI_Comm_rank(place.communicator, &place.rank), "MPI_Comm_rank");
   check(MPI_Comm_size(place.communicator, &place.size), "MPI_Comm_size");
+  if (place.rank == 0) place.run = std::random_device()();
+  check(MPI_Bcast(&place.run, 1, MPI_UINT32_T, 0, place.communicator), "MPI_Bcast");
   place.serialized = level < MPI_THREAD_MULTIPLE;
   return place;
 }
@@ -130,10 +134,11 @@ class Layout {
   MPI_Datatype type_ = MPI_BYTE;
 };
 
-class MpiTransport final : public Transport {
+// Is its own board, whose reports are messages: only a rank that waits hears of them.
+class MpiTransport final : public Transport, public Board {
  public:
   MpiTransport(Place const& place, MpiOptions const& options)
-      : Transport(place.rank, place.size),
+      : Transport(place.rank, place.size, place.run),
         options_(options),
         serialized_(place.serialized),
         report_tag_(report_tag()),
@@ -148,6 +153,7 @@ class MpiTransport final : public Transport {
   }
 
   std::string_view name() const override { return "mpi"; }
+  bool interruptible() const override { return options_.poll; }
 
   std::size_t wait(Request& request, Deadline const& deadline) override {
     Slot slot = std::exchange(slots_.at(request.slot), Slot{});
@@ -159,15 +165,17 @@ class MpiTransport final : public Transport {
     return slot.receives ? received(slot, status) : 0;
   }
 
+  void interrupt() noexcept override { aborted_ = true; }
   void abort() noexcept override {
-    aborted_ = true;
-    if (user_ != std::thread::id() && user_ != std::this_thread::get_id()) return;
+    interrupt();
     for (Slot& slot : slots_) withdraw(std::exchange(slot, Slot{}));
     slots_.clear();
     free_.clear();
   }
 
-  void post_failure(FailureReport const& report) noexcept override {
+  Board& board() override { return *this; }
+
+  bool post_failure(FailureReport const& report) noexcept override try {
     FailureReport shortened = report;
     shortened.text.resize(std::min(report.text.size(), max_report_text));
     std::string const& bytes = leave_to_mpi(serialize_report(shortened));
@@ -182,9 +190,12 @@ class MpiTransport final : public Transport {
       });
       if (error == MPI_SUCCESS) call([&] { return MPI_Request_free(&request); });
     }
+    return true;
+  } catch (std::bad_alloc const&) {
+    return false;
   }
 
-  std::vector<std::optional<FailureReport>> failures() noexcept override {
+  std::vector<std::optional<FailureReport>> failures() override {
     std::lock_guard const lock(board_mutex_);
     read_reports();
     auto known = reports_;
@@ -198,6 +209,9 @@ class MpiTransport final : public Transport {
       if (std::ranges::any_of(known[peer]->suspects, missing)) known[peer].reset();
     }
     return known;
+  }
+  std::vector<std::string> statuses() override {
+    return std::vector<std::string>(static_cast<std::size_t>(size()));
   }
 
  protected:
@@ -236,8 +250,7 @@ class MpiTransport final : public Transport {
 
   template <class F>
   Request post(Slot slot, F&& start) {
-    user_ = std::this_thread::get_id();
-    if (aborted_) throw PeerLost("this rank's transport was aborted", {slot.peer});
+    if (aborted_) throw Interrupted("this rank's transport was aborted", {slot.peer});
     int const error =
         call([&] { return start(Layout(slot.bytes, options_.max_count), slot.request); });
     if (error != MPI_SUCCESS) fail(error, slot);
@@ -273,11 +286,17 @@ class MpiTransport final : public Transport {
   void give_up_on_failure(Slot& slot, Deadline const& deadline) {
     if (aborted_) {
       withdraw(slot);
-      throw PeerLost("this rank's transport was aborted", {slot.peer});
+      throw Interrupted("this rank's transport was aborted", {slot.peer});
     }
     if (auto const reporter = first_reporter()) {
       withdraw(slot);
       throw Interrupted(concat("rank ", *reporter, " has given up"), {slot.peer});
+    }
+    try {
+      deadline.poll_interrupt(std::chrono::steady_clock::now());
+    } catch (...) {
+      withdraw(slot);
+      throw;
     }
     if (deadline.passed()) {
       withdraw(slot);
@@ -358,7 +377,6 @@ class MpiTransport final : public Transport {
   bool serialized_;
   int report_tag_;
   MPI_Comm communicator_;
-  std::atomic<std::thread::id> user_;  // the thread that sends and receives
   std::atomic<bool> aborted_ = false;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;

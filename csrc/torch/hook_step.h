@@ -1,0 +1,150 @@
+// What hook_state.cc and hook_submit.cc share: buckets on their way, and the step they belong to.
+#pragma once
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "distributed_error.h"
+#include "hook_state.h"
+
+namespace sparsecomm {
+
+// A bucket is done when all groups that have parameters in it are.
+struct HookState::PendingBucket {
+  c10::IValue value;
+  c10::intrusive_ptr<c10::ivalue::Future> future;
+  SideStream const* side = nullptr;
+  std::shared_ptr<c10::Event const> made;  // on a device: what makes the bucket
+  std::mutex mutex;
+  std::size_t open_groups = 0;
+  std::exception_ptr error;
+
+  // Throws nothing: whatever fails here fails the future.
+  void group_done(std::exception_ptr const& group_error) {
+    {
+      std::lock_guard const lock(mutex);
+      if (group_error && !error) error = group_error;
+      if (--open_groups > 0) return;
+    }
+    if (!error) {
+      try {
+        complete();
+        return;
+      } catch (...) {
+        error = std::current_exception();
+      }
+    }
+    try {
+      future->setErrorIfNeeded(as_distributed_error(error));
+    } catch (...) {
+      // A callback's: the future has its own error.
+    }
+  }
+
+  // On a device the result has been enqueued: whoever waits for the future waits for the stream
+  // that is current now.
+  void complete() {
+    if (!side) {
+      future->markCompleted(value);
+      return;
+    }
+    auto const current = side->make_current();
+    // A future that fails to record its event never wakes who waits for it: fail before.
+    side->mark_current();
+    future->markCompleted(value);
+  }
+};
+
+// The exchanges between two optimizer steps stand or fall together: when one of them failed, or
+// carried a NaN, the optimizer will not use the others' results, so what they delivered is taken
+// back.
+struct HookState::Step {
+  std::mutex mutex;
+  std::size_t open_groups = 0;
+  bool begun = false;
+  bool last_bucket_seen = false;
+  bool unusable = false;  // a part of it failed or was not finite
+  bool failed = false;
+  std::vector<ParameterGroup*> delivered;
+  TimePoint last_bucket_came{};
+  Duration exposed{};
+  std::weak_ptr<void const> backward;  // the pass that brings the gradients, as long as it goes on
+
+  // Called on the pass's own thread, if there is one.
+  void follow_backward() {
+    if (torch::autograd::get_current_graph_task_id() == -1) return;
+    // The pass drops its callbacks as it ends, in whatever way.
+    auto const going_on = std::make_shared<int const>();
+    backward = going_on;
+    torch::autograd::Engine::get_default_engine().queue_callback([going_on] {});
+  }
+  void begin(std::size_t groups, bool last_bucket) {
+    std::lock_guard const lock(mutex);
+    open_groups += groups;
+    begun = begun || groups > 0;
+    last_bucket_seen = last_bucket_seen || last_bucket;
+    if (last_bucket) last_bucket_came = steady_clock().now();
+    if (open_groups == 0) finish();  // of a last bucket without parameters
+  }
+  bool has_begun() {
+    std::lock_guard const lock(mutex);
+    return begun;
+  }
+  // `group`: null for an operation of which nothing is kept.
+  void end(ParameterGroup* group, bool usable, bool with_error) {
+    std::lock_guard const lock(mutex);
+    failed = failed || with_error;
+    if (!usable) {
+      unusable = true;
+    } else if (group) {
+      delivered.push_back(group);
+    }
+    if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
+    if (group) group->set_exposed(exposed);
+    if (--open_groups == 0) finish();
+  }
+  // Ends `groups` of those that began, which could not be submitted.
+  void give_up(std::size_t groups) {
+    std::lock_guard const lock(mutex);
+    unusable = failed = true;
+    open_groups -= groups;
+    if (open_groups == 0) finish();
+  }
+  bool open() {
+    std::lock_guard const lock(mutex);
+    return !last_bucket_seen;
+  }
+  void break_off() {
+    std::lock_guard const lock(mutex);
+    if (last_bucket_seen) return;
+    failed = true;
+    take_back();
+  }
+  Duration time_exposed() {
+    std::lock_guard const lock(mutex);
+    return exposed;
+  }
+
+ private:
+  void finish() {
+    if (last_bucket_seen && unusable) take_back();
+  }
+  void take_back() {
+    std::exception_ptr error;
+    for (ParameterGroup* const group : std::exchange(delivered, {})) {
+      try {
+        group->withdraw(failed);
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
+    }
+    if (error) std::rethrow_exception(error);
+  }
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,111 @@
+// How a hook's groups and buckets go to the communicator, and what becomes of them.
+#include "coo_allreduce.h"
+#include "hook_step.h"
+
+namespace sparsecomm {
+namespace {
+
+// Ends a step whose last bucket completes no group, so that the step stands on all ranks or on
+// none.
+class EndOfStep final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = "operation=end of a step"}; }
+  void run(Channel& channel, Agreement const& /*agreement*/) override { channel.commit(); }
+  bool commits() const override { return true; }
+};
+
+}  // namespace
+
+// Buckets that wait for one that will not come would wait forever.
+void HookState::fail_waiting(std::exception_ptr const& error) {
+  for (auto const& [group, buckets] : std::exchange(waiting_, {})) {
+    for (auto const& bucket : buckets) bucket->group_done(error);
+  }
+  for (auto const& [gradient, bucket] : std::exchange(held_sparse_, {})) bucket->group_done(error);
+}
+
+void HookState::submit_sparse() {
+  while (!held_sparse_.empty()) {
+    auto const& [gradient, pending] = held_sparse_.front();
+    submit_groupless(std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_),
+                     pending,
+                     [gradient] { return gradient._values().isfinite().all().item<bool>(); });
+    held_sparse_.erase(held_sparse_.begin());
+  }
+}
+
+void HookState::submit_end_of_step(std::shared_ptr<PendingBucket> const& pending) {
+  step_->begin(1, false);
+  try {
+    submit_groupless(std::make_shared<EndOfStep>(), pending, [] { return true; });
+  } catch (...) {
+    step_->give_up(1);
+    pending->group_done(std::current_exception());
+    throw;
+  }
+}
+
+void HookState::submit_groupless(std::shared_ptr<Operation> operation,
+                                 std::shared_ptr<PendingBucket> const& pending,
+                                 std::function<bool()> const& usable) {
+  auto const finish = [this, pending, usable, step = step_](std::exception_ptr error) {
+    try {
+      step->end(nullptr, !error && usable(), error != nullptr);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+    --groupless_in_flight_;  // before whoever waits for the bucket may begin the next step
+    pending->group_done(error);
+  };
+  ++groupless_in_flight_;
+  try {
+    communicator_->submit(std::move(operation), finish);
+  } catch (...) {
+    --groupless_in_flight_;
+    throw;
+  }
+}
+
+void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket) {
+  std::size_t left = groups.size();
+  step_->begin(left + held_sparse_.size(), last_bucket);
+  try {
+    submit_sparse();
+    submit_groups(groups, last_bucket, left);
+  } catch (...) {
+    step_->give_up(left + held_sparse_.size());
+    throw;
+  }
+}
+
+// Counts `left` down. Of a group that cannot be submitted the buckets go on waiting.
+void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, bool last_bucket,
+                              std::size_t& left) {
+  std::shared_ptr<c10::Event const> clipped;
+  if (side_ && options_.clip_norm > 0) clipped = side_->mark_current();
+  for (ParameterGroup* const group : groups) {
+    auto const buckets = waiting_.at(group);
+    std::function<void()> ready;
+    if (side_) {
+      std::vector<std::shared_ptr<c10::Event const>> made;
+      for (auto const& waiting : buckets) made.push_back(waiting->made);
+      if (clipped) made.push_back(clipped);
+      ready = [side = side_.get(), made = std::move(made)] {
+        for (auto const& event : made) side->wait(*event);
+      };
+    }
+    group->submit(
+        std::move(ready),
+        [group, step = step_](std::exception_ptr const& error) {
+          step->end(group, !error && group->delivered(), error != nullptr);
+        },
+        [buckets](std::exception_ptr const& error) {
+          for (auto const& waiting : buckets) waiting->group_done(error);
+        },
+        last_bucket && group == groups.back());
+    waiting_.erase(group);
+    --left;
+  }
+}
+
+}  // namespace sparsecomm
