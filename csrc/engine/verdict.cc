@@ -25,25 +25,39 @@ bool waits_for_no_rank(FailureReport const& report) {
   return report.cause == FailureReport::Cause::interrupted && report.suspects.empty();
 }
 
-// [rank]: whether its report counts: it is of the earliest operation that failed, or a suspect's
-// who failed in a later one, and not by itself. That a rank was interrupted says nothing unless
-// somebody waited for it.
+// How directly a report speaks of what failed: the first that any report has is the one to go by.
+enum class Directness : std::uint8_t {
+  cause,        // it saw the failure, or waited for a rank that made no report
+  consequence,  // it lost ranks that reported why they left
+  interrupted,  // another rank's report ended its wait
+  none,
+};
+
+Directness directness(FailureReport const& report,
+                      std::span<const std::optional<FailureReport>> reports) {
+  if (waits_for_no_rank(report)) return Directness::none;
+  if (report.cause == FailureReport::Cause::interrupted) return Directness::interrupted;
+  bool const explained = report.cause == FailureReport::Cause::lost &&
+                         std::ranges::all_of(report.suspects, [&](int suspect) {
+                           return reports[suspect].has_value();
+                         });
+  return explained ? Directness::consequence : Directness::cause;
+}
+
+// [rank]: whether its report counts: it is of the earliest operation of those that speak most
+// directly, or a suspect's, and not of a failure of its own.
 std::vector<bool> reports_that_count(std::span<const std::optional<FailureReport>> reports) {
-  auto const is_first_hand = [](std::optional<FailureReport> const& report) {
-    return report && report->cause != FailureReport::Cause::interrupted;
-  };
-  bool const any_first_hand = std::ranges::any_of(reports, is_first_hand);
-  auto const begins = [&](std::optional<FailureReport> const& report) {
-    return any_first_hand ? is_first_hand(report) : report && !waits_for_no_rank(*report);
-  };
-  std::uint64_t operation = UINT64_MAX;
-  for (auto const& report : reports) {
-    if (begins(report)) operation = std::min(operation, report->operation);
+  auto most_direct = std::pair(Directness::none, std::uint64_t{0});
+  std::vector<std::optional<decltype(most_direct)>> places(reports.size());
+  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
+    if (!reports[rank]) continue;
+    places[rank] = std::pair(directness(*reports[rank], reports), reports[rank]->operation);
+    if (places[rank]->first != Directness::none) most_direct = std::min(most_direct, *places[rank]);
   }
   std::vector<bool> counts(reports.size());
   std::vector<std::size_t> added;
   for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-    counts[rank] = begins(reports[rank]) && reports[rank]->operation == operation;
+    counts[rank] = places[rank] == most_direct;
     if (counts[rank]) added.push_back(rank);
   }
   while (!added.empty()) {

@@ -572,6 +572,22 @@ TEST(VerdictTest, WhoHadCompletedTheOperationAndLeftForSomebodyElseIsNotToBlame)
   EXPECT_EQ(conclude(reports).culprits, std::vector{1});
 }
 
+// Rank 1 died in operation 8, and rank 2 saw it. Its alarm ended rank 0's wait for the last word of
+// operation 7; ranks 3 and 4 lost rank 0 for that.
+TEST(VerdictTest, WhoIsLostInAnEarlierOperationThanTheFailureIsNotToBlame) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(5);
+  reports[0] = {7, Cause::interrupted, {4}, "", {0, 9, 9, 9, 9}, {0, 9, 9, 9, 8}};
+  reports[2] = {8, Cause::lost, {1}, "", {9, 9, 0, 9, 9}, {9, 9, 0, 9, 9}};
+  reports[3] = {7, Cause::lost, {4}, "", {9, 9, 9, 0, 9}, {9, 9, 9, 0, 9}};
+  reports[4] = {7, Cause::lost, {0}, "", {9, 9, 9, 9, 0}, {9, 9, 9, 9, 0}};
+  EXPECT_TRUE(settled(reports));
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  // Without rank 2 there are only the three whose waits form a circle.
+  reports[1] = reports[2] = {8, Cause::interrupted};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{4}) << "its message did not arrive";
+}
+
 TEST(VerdictTest, AnOperationStandsIfAllThatReportedHaveItsResult) {
   using Cause = FailureReport::Cause;
   std::vector<std::optional<FailureReport>> reports(4);
