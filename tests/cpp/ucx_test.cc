@@ -250,7 +250,7 @@ TEST_F(UcxTest, SeveralAtOnceAndOneAfterTheOther) {
   }
 }
 
-TEST(UcxUnavailableTest, EveryRankSaysTheSame) {
+TEST_F(UcxTest, EveryRankSaysTheSameIfOneLacksTheLibrary) {
   auto const errors = on_ranks(
       3, [](std::unique_ptr<Transport> const&) {},
       [](int rank) {
