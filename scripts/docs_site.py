@@ -20,7 +20,7 @@ OUTSIDE = {
     "regret.md": "benchmarks/results/regret.md",
 }
 ADDRESSES = {source: address for address, source in OUTSIDE.items()}
-LINK = re.compile(r"(?<=\]\()([^)#\s]+\.md)")
+LINK = re.compile(r"(?<=\]\()([^)#\s]+\.(?:md|svg))")
 ROLE = re.compile(r":(?:class|func|meth):`~?([\w.]+)`")
 
 
