@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" makes DDP bring gradients one by one; '
     'these hooks exchange buckets: set optimize_ddp = "ddp_optimizer" before making the model'
 )
+_State = TypeVar("_State", bound="CompressionState")
 
 
 class LossScaler(Protocol):
@@ -595,70 +596,36 @@ class DenseOverlapState(CompressionState):
         )
 
 
-def compression_hook(
-    state: CompressionState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook of any :class:`CompressionState`."""
-    return _run_hook(state, CompressionState, "compression_hook", bucket)
+_HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Tensor]]] = {}
 
 
-def auto_hook(state: AutoState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(AutoState(), auto_hook)``."""
-    return _run_hook(state, AutoState, "auto_hook", bucket)
+def _hook_of(
+    kind: type[_State], name: str
+) -> Callable[[_State, GradBucket], torch.futures.Future[torch.Tensor]]:
+    """Makes the DDP communication hook of the states of class ``kind``."""
+
+    def hook(state: _State, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if not isinstance(bucket, GradBucket):
+            raise RuntimeError(_PYTHON_REDUCER)
+        if not isinstance(state, kind):
+            return _failed(TypeError(f"{name} needs a {kind.__name__}, not {type(state).__name__}"))
+        return state._run(bucket)
+
+    hook.__name__ = hook.__qualname__ = name
+    hook.__doc__ = f"DDP communication hook: ``ddp.register_comm_hook({kind.__name__}(), {name})``."
+    _HOOKS[kind] = hook
+    return hook
 
 
-def dense_overlap_hook(
-    state: DenseOverlapState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook, for a :class:`DenseOverlapState`."""
-    return _run_hook(state, DenseOverlapState, "dense_overlap_hook", bucket)
-
-
-def gaussian_k_hook(
-    state: GaussianKState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(GaussianKState(), gaussian_k_hook)``."""
-    return _run_hook(state, GaussianKState, "gaussian_k_hook", bucket)
-
-
-def gtopk_hook(state: GTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(GTopkState(), gtopk_hook)``."""
-    return _run_hook(state, GTopkState, "gtopk_hook", bucket)
-
-
-def oktopk_hook(state: OkTopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(OkTopkState(), oktopk_hook)``."""
-    return _run_hook(state, OkTopkState, "oktopk_hook", bucket)
-
-
-def quantized_topk_hook(
-    state: QuantizedTopkState, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook, for a :class:`QuantizedTopkState`."""
-    return _run_hook(state, QuantizedTopkState, "quantized_topk_hook", bucket)
-
-
-def topk_dsa_hook(state: TopkDsaState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(TopkDsaState(), topk_dsa_hook)``."""
-    return _run_hook(state, TopkDsaState, "topk_dsa_hook", bucket)
-
-
-def topk_hook(state: TopkState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP communication hook: ``ddp.register_comm_hook(TopkState(), topk_hook)``."""
-    return _run_hook(state, TopkState, "topk_hook", bucket)
-
-
-_HOOKS: dict[type[CompressionState], Callable[..., torch.futures.Future[torch.Tensor]]] = {
-    CompressionState: compression_hook,
-    AutoState: auto_hook,
-    DenseOverlapState: dense_overlap_hook,
-    GaussianKState: gaussian_k_hook,
-    GTopkState: gtopk_hook,
-    OkTopkState: oktopk_hook,
-    QuantizedTopkState: quantized_topk_hook,
-    TopkDsaState: topk_dsa_hook,
-    TopkState: topk_hook,
-}
+compression_hook = _hook_of(CompressionState, "compression_hook")
+auto_hook = _hook_of(AutoState, "auto_hook")
+dense_overlap_hook = _hook_of(DenseOverlapState, "dense_overlap_hook")
+gaussian_k_hook = _hook_of(GaussianKState, "gaussian_k_hook")
+gtopk_hook = _hook_of(GTopkState, "gtopk_hook")
+oktopk_hook = _hook_of(OkTopkState, "oktopk_hook")
+quantized_topk_hook = _hook_of(QuantizedTopkState, "quantized_topk_hook")
+topk_dsa_hook = _hook_of(TopkDsaState, "topk_dsa_hook")
+topk_hook = _hook_of(TopkState, "topk_hook")
 
 
 def register_comm_hook(
@@ -748,16 +715,6 @@ def _remedy(model: Any) -> str:
         "prepare(), and may keep the wrapped model in another attribute. With one process trainers "
         "do not wrap it: there is nothing to exchange then"
     )
-
-
-def _run_hook(
-    state: CompressionState, kind: type[CompressionState], hook: str, bucket: GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    if not isinstance(bucket, GradBucket):
-        raise RuntimeError(_PYTHON_REDUCER)
-    if not isinstance(state, kind):
-        return _failed(TypeError(f"{hook} needs a {kind.__name__}, not {type(state).__name__}"))
-    return state._run(bucket)
 
 
 def _failed(error: Exception) -> torch.futures.Future[torch.Tensor]:
