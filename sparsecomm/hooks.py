@@ -618,14 +618,23 @@ def _hook_of(
 
 
 compression_hook = _hook_of(CompressionState, "compression_hook")
+"""DDP communication hook of a :class:`CompressionState`."""
 auto_hook = _hook_of(AutoState, "auto_hook")
+"""DDP communication hook of an :class:`AutoState`."""
 dense_overlap_hook = _hook_of(DenseOverlapState, "dense_overlap_hook")
+"""DDP communication hook of a :class:`DenseOverlapState`."""
 gaussian_k_hook = _hook_of(GaussianKState, "gaussian_k_hook")
+"""DDP communication hook of a :class:`GaussianKState`."""
 gtopk_hook = _hook_of(GTopkState, "gtopk_hook")
+"""DDP communication hook of a :class:`GTopkState`."""
 oktopk_hook = _hook_of(OkTopkState, "oktopk_hook")
+"""DDP communication hook of an :class:`OkTopkState`."""
 quantized_topk_hook = _hook_of(QuantizedTopkState, "quantized_topk_hook")
+"""DDP communication hook of a :class:`QuantizedTopkState`."""
 topk_dsa_hook = _hook_of(TopkDsaState, "topk_dsa_hook")
+"""DDP communication hook of a :class:`TopkDsaState`."""
 topk_hook = _hook_of(TopkState, "topk_hook")
+"""DDP communication hook of a :class:`TopkState`."""
 
 
 def register_comm_hook(

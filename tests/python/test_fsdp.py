@@ -27,7 +27,7 @@ import sparsecomm
 import sparsecomm.fsdp
 from sparsecomm import Compression, CompressionState, ThresholdSchedule
 from sparsecomm.checkpoint import ReshardingLoadPlanner
-from sparsecomm.fsdp_modules import reduced_dtype
+from sparsecomm.fsdp.modules import reduced_dtype
 
 
 def grid() -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""A sparse reduce-scatter for FSDP2; ``sparsecomm.fsdp`` has its public names."""
+"""A sparse reduce-scatter of FSDP2's gradients, which needs no replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
-from sparsecomm.fsdp_modules import groups_of, part_of
+from sparsecomm.fsdp.modules import groups_of, part_of
 from sparsecomm.rank_entries import (
     entry_of,
     rank_key,

@@ -1,17 +1,4 @@
-"""Sparse exchange between the replicas of models that FSDP2 shards: hybrid sharding (HSDP).
-
-Within a group of ranks FSDP2 shards the model and reduces gradients as ever; between such groups,
-which are replicas of one another, the gradient shards are exchanged sparsely::
-
-    mesh = init_device_mesh("cuda", (4, 8), mesh_dim_names=("replicate", "shard"))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh["shard"])
-    fully_shard(model, mesh=mesh["shard"])
-    state = sparsecomm.fsdp.apply(model, sparsecomm.Compression(density=0.01), mesh["replicate"])
-
-Fast links, within a host say, are for sharding; the slow ones carry 1% of the gradient. Without
-replicas there is :func:`apply_reduce_scatter`.
-"""
+"""Sparse averages of FSDP2's gradient shards over replicas."""
 
 from __future__ import annotations
 
@@ -23,13 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from sparsecomm.compression import Compression
-from sparsecomm.fsdp_modules import groups_of, part_of, reduced_dtype
+from sparsecomm.fsdp.modules import groups_of, part_of, reduced_dtype
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_for_adam
-from sparsecomm.reduce_scatter import ReduceScatterState, apply_reduce_scatter
 from sparsecomm.transports import AUTO, STALL_LIMIT
-
-__all__ = ["ReduceScatterState", "apply", "apply_reduce_scatter"]
 
 
 def apply(
