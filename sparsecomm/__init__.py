@@ -45,6 +45,7 @@ from sparsecomm.hooks import (
     topk_dsa_hook,
     topk_hook,
 )
+from sparsecomm.options import CommunicatorOptions
 from sparsecomm.planning import Explanation, Link, Prediction, explain
 from sparsecomm.reporting import report, report_at_exit, write_stats
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
@@ -56,6 +57,7 @@ __all__ = [
     "AutoState",
     "CancelledError",
     "Communicator",
+    "CommunicatorOptions",
     "Compression",
     "CompressionState",
     "DenseOverlapState",

@@ -32,6 +32,7 @@ from torch.distributed import distributed_c10d
 from sparsecomm import _C
 from sparsecomm._C import CancelledError
 from sparsecomm.communicator import Communicator
+from sparsecomm.options import CommunicatorOptions
 from sparsecomm.transports import require_initialised
 
 __all__ = ["CancelledError", "Work", "allgather_sparse", "allreduce", "reduce_scatter_sparse"]
@@ -280,6 +281,8 @@ def _collectives(
         group = distributed_c10d._get_default_group()
     found = _of_group.get(group) if isinstance(group, dist.ProcessGroup) else None
     if found is None:
-        found = Communicator._connected_in("the group's first sparse collective", group)
+        found = Communicator._connected_in(
+            "the group's first sparse collective", group, CommunicatorOptions()
+        )
         _of_group[group] = found
     return found._collectives

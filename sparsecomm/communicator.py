@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import default_pg_timeout
+from typing_extensions import Unpack
 
 from sparsecomm import _C
-from sparsecomm.transports import (
-    AUTO,
-    MPI_LIBRARY,
-    STALL_LIMIT,
-    checked_stall_limit,
-    connect,
-    log_stall,
-    table,
-)
+from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
+from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_stall, table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -44,10 +36,7 @@ class Communicator:
     def from_process_group(
         cls,
         process_group: dist.ProcessGroup | None = None,
-        *,
-        transport: str = AUTO,
-        timeout: timedelta | None = None,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        **keywords: Unpack[CommunicatorKeywords],
     ) -> Communicator:
         """Connects the ranks of ``process_group``, the default group if ``None``.
 
@@ -55,42 +44,35 @@ class Communicator:
 
         Args:
             process_group: of torch.distributed, over any backend.
-            transport: ``"auto"`` takes the first that works on all ranks; ``"ucx"``, ``"c10d"``.
-            timeout: of connecting, and of one operation; torch.distributed's default if ``None``,
-                and ``timedelta.max`` for never.
-            stall_limit: a rank that waits longer for others, without any progress, logs a warning
-                that says for whom, and where they are; again when it has waited twice as long, and
-                so on until the timeout. ``None``: never.
+            keywords: ``timeout``, ``transport``, ``stall_limit``: fields of
+                :class:`CommunicatorOptions`; or ``communicator_options``, such an object, whose
+                ``threads`` are not used: a communicator selects nothing.
 
         Raises:
             RuntimeError: torch.distributed is not initialised, this rank is not in the group, or
                 the ranks did not all connect in time, or the transport cannot be used.
             ValueError: there is no such transport, or a duration is not positive.
         """
-        call = "Communicator.from_process_group"
-        return cls._connected_in(call, process_group, transport, timeout, stall_limit)
+        options = communicator_options(cls.from_process_group, keywords)
+        return cls._connected_in("Communicator.from_process_group", process_group, options)
 
     @classmethod
     def _connected_in(
         cls,
         call: str,
-        process_group: dist.ProcessGroup | None = None,
-        transport: str = AUTO,
-        timeout: timedelta | None = None,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        process_group: dist.ProcessGroup | None,
+        options: CommunicatorOptions,
     ) -> Communicator:
         """As :meth:`from_process_group`, for ``call``, which messages name."""
-        limit, stall_limit = _checked_timeout(timeout), checked_stall_limit(stall_limit)
-        made = connect(process_group, limit, transport, call=call, stall_limit=stall_limit)
+        limit, stall_limit = options.limit, options.stall_limit
+        made = connect(process_group, limit, options.transport, call=call, stall_limit=stall_limit)
         return cls(_C.Communicator(made, limit, 1, stall_limit, log_stall))
 
     @classmethod
     def from_mpi(
         cls,
         comm: MPI.Comm,
-        *,
-        timeout: timedelta | None = None,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        **keywords: Unpack[CommunicatorKeywords],
     ) -> Communicator:
         """Uses the ranks of an mpi4py communicator; torch.distributed is not needed.
 
@@ -105,8 +87,8 @@ class Communicator:
 
         Args:
             comm: an intracommunicator.
-            timeout: of one operation; torch.distributed's default if ``None``.
-            stall_limit: as in :meth:`from_process_group`; a rank knows only whom it waits for.
+            keywords: as in :meth:`from_process_group`, but for ``transport``, which is MPI. A
+                warning of a stall names only the rank that is waited for.
 
         Raises:
             RuntimeError: sparsecomm was built without MPI.
@@ -116,13 +98,18 @@ class Communicator:
         """
         from mpi4py import MPI
 
-        limit, stall_limit = _checked_timeout(timeout), checked_stall_limit(stall_limit)
+        options = communicator_options(cls.from_mpi, keywords)
+        if options.transport not in (AUTO, "mpi"):
+            raise ValueError(
+                f"transport={options.transport!r}: from_mpi exchanges over MPI; for another one "
+                "use from_process_group"
+            )
         if not isinstance(comm, MPI.Comm) or comm == MPI.COMM_NULL:
             raise ValueError(f"{comm!r} is not a communicator of mpi4py with this rank in it")
         if problem := next(row["problem"] for row in table() if row["name"] == "mpi"):
             raise RuntimeError(f"sparsecomm has no MPI transport: {problem}")
         transport = _C.mpi_transport(str(MPI_LIBRARY), MPI.Get_library_version(), comm.py2f())
-        return cls(_C.Communicator(transport, limit, 1, stall_limit, log_stall))
+        return cls(_C.Communicator(transport, options.limit, 1, options.stall_limit, log_stall))
 
     @property
     def engine(self) -> _C.Communicator:
@@ -187,10 +174,3 @@ class Communicator:
         if self._engine is None:
             return "<sparsecomm.Communicator, closed>"
         return f"<sparsecomm.Communicator, rank {self.rank} of {self.size}, {self.transport}>"
-
-
-def _checked_timeout(timeout: timedelta | None) -> timedelta:
-    timeout = default_pg_timeout if timeout is None else timeout
-    if timeout <= timedelta(0):
-        raise ValueError(f"timeout={timeout} is not positive")
-    return timeout

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.distributed_c10d import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
@@ -18,6 +17,7 @@ from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions, check_options
 from sparsecomm.momentum import watch_for_adam
+from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
     rank_key,
@@ -26,12 +26,8 @@ from sparsecomm.rank_entries import (
 )
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import (
-    AUTO,
-    STALL_LIMIT,
-    checked_stall_limit,
     connect,
     log_stall,
-    names,
     require_initialised,
 )
 
@@ -66,18 +62,11 @@ class CompressionState:
         compression: what is sent, and how.
         process_group: the ranks that exchange; the default group if ``None``. Give DDP the same
             one.
-        threads: how many of torch's threads find the threshold and select; ``None`` takes
-            ``torch.get_num_threads()``. The result does not depend on it.
-        timeout: of one exchange, and of connecting; torch.distributed's default if ``None``, and
-            ``timedelta.max`` for never.
-        transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
-            of them that works on all ranks and logs a warning where that is not UCX.
         named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
             ``state_dict()``; without them, parameters are numbered in the order in which DDP's
             first buckets hold them. :func:`register_comm_hook` sets them itself.
-        stall_limit: a rank that waits longer for others, without any progress, logs a warning to
-            the logger ``"sparsecomm"`` that says for whom, and where they are; again when it has
-            waited twice as long, and so on until the timeout. ``None``: never.
+        keywords: ``timeout``, ``threads``, ``transport``, ``stall_limit``: fields of
+            :class:`CommunicatorOptions`; or ``communicator_options``, such an object.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -91,12 +80,10 @@ class CompressionState:
         compression: Compression,
         process_group: dist.ProcessGroup | None = None,
         *,
-        threads: int | None = None,
-        timeout: timedelta | None = None,
-        transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        **keywords: Unpack[CommunicatorKeywords],
     ) -> None:
+        self._communicator_options = communicator_options(type(self), keywords)
         if not isinstance(compression, Compression):
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
@@ -104,17 +91,6 @@ class CompressionState:
                 "process_group must be a torch.distributed.ProcessGroup that this process is part "
                 f"of, not {type(process_group).__name__}"
             )
-        if threads is not None and (not isinstance(threads, int) or threads < 1):
-            raise ValueError(f"threads={threads!r} is not a number of threads; use 1 or more")
-        if timeout is not None and not isinstance(timeout, timedelta):
-            raise TypeError(f"timeout must be a timedelta, not {type(timeout).__name__}")
-        self._timeout = default_pg_timeout if timeout is None else timeout
-        if self._timeout <= timedelta(0):
-            raise ValueError(f"timeout={self._timeout} is not positive")
-        if transport not in names():
-            raise ValueError(f"transport={transport!r} is none of {', '.join(names())}")
-        self._transport = transport
-        self._stall_limit = checked_stall_limit(stall_limit)
         self._process_group = process_group
         self._registered = False
         self._reconnected = False
@@ -124,12 +100,12 @@ class CompressionState:
         self._compression = compression
         self._native = _C.HookState(
             compression.native(average=self._average),
-            self._timeout,
-            torch.get_num_threads() if threads is None else threads,
+            self._communicator_options.limit,
+            self._communicator_options.threads or torch.get_num_threads(),
             str(CUDA_LIBRARY),
             compression.dense_below,
             compression.clip_norm or 0.0,
-            self._stall_limit,
+            self._communicator_options.stall_limit,
             log_stall,
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
@@ -245,12 +221,13 @@ class CompressionState:
         require_initialised()
         group = process_group if process_group is not None else dist.group.WORLD
         assert group is not None
+        options = self._communicator_options
         transport = connect(
             process_group,
-            self._timeout,
-            self._transport,
+            options.limit,
+            options.transport,
             call=call,
-            stall_limit=self._stall_limit,
+            stall_limit=options.stall_limit,
         )
         self._connected_group = weakref.ref(group)
         return transport
@@ -437,6 +414,10 @@ class CompressionState:
         return _failed(self._error)
 
 
+class _MethodOptions(CompressionOptions, CommunicatorKeywords, total=False):
+    """What the states of one method take by keyword."""
+
+
 class _Method(CompressionState):
     _algorithm: ClassVar[str]
     _defaults: ClassVar[CompressionOptions] = {}
@@ -446,23 +427,17 @@ class _Method(CompressionState):
         density: float = 0.01,
         process_group: dist.ProcessGroup | None = None,
         *,
-        threads: int | None = None,
-        timeout: timedelta | None = None,
-        transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        stall_limit: timedelta | None = STALL_LIMIT,
-        **options: Unpack[CompressionOptions],
+        **options: Unpack[_MethodOptions],
     ) -> None:
-        check_options(type(self), options, CompressionOptions)
-        chosen: CompressionOptions = {**self._defaults, **options}
+        check_options(type(self), options, _MethodOptions)
+        chosen: dict[str, Any] = {**self._defaults, **options}
+        keywords: Any = {k: chosen.pop(k) for k in COMMUNICATOR_KEYWORDS if k in chosen}
         super().__init__(
             Compression(algorithm=self._algorithm, density=density, **chosen),
             process_group,
-            threads=threads,
-            timeout=timeout,
-            transport=transport,
             named_parameters=named_parameters,
-            stall_limit=stall_limit,
+            **keywords,
         )
 
 
@@ -570,29 +545,23 @@ class DenseOverlapState(CompressionState):
     there are several; ``bucket_cap_mb`` of DDP is their size.
 
     Args:
-        process_group: as in :class:`CompressionState`, and so are the others.
-        timeout: of one exchange, and of connecting.
-        transport: what moves the bytes.
+        process_group: as in :class:`CompressionState`.
         named_parameters: for error messages.
-        stall_limit: as in :class:`CompressionState`.
+        keywords: as in :class:`CompressionState`.
     """
 
     def __init__(
         self,
         process_group: dist.ProcessGroup | None = None,
         *,
-        timeout: timedelta | None = None,
-        transport: str = AUTO,
         named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        **keywords: Unpack[CommunicatorKeywords],
     ) -> None:
         super().__init__(
             Compression(algorithm="dense_overlap", density=1),
             process_group,
-            timeout=timeout,
-            transport=transport,
             named_parameters=named_parameters,
-            stall_limit=stall_limit,
+            **keywords,
         )
 
 

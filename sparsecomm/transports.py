@@ -212,17 +212,6 @@ def warn(text: str) -> None:
     _LOG.warning("%s", text)
 
 
-def checked_stall_limit(limit: timedelta | None) -> timedelta | None:
-    """Returns ``limit``; raises TypeError or ValueError unless it is a positive timedelta."""
-    if limit is None:
-        return None
-    if not isinstance(limit, timedelta):
-        raise TypeError(f"stall_limit must be a timedelta or None, not {type(limit).__name__}")
-    if limit <= timedelta(0):
-        raise ValueError(f"stall_limit={limit} is not positive; None: no stall is logged")
-    return limit
-
-
 def log_stall(text: str) -> None:
     """Logs a warning of a rank that waits, every time."""
     _LOG.warning("%s", text)

@@ -2,29 +2,24 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
 from sparsecomm.fsdp.modules import groups_of, part_of, reduced_dtype
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_for_adam
-from sparsecomm.transports import AUTO, STALL_LIMIT
+from sparsecomm.options import CommunicatorKeywords, communicator_options
 
 
 def apply(
     model: nn.Module,
     compression: Compression,
     mesh: DeviceMesh,
-    *,
-    threads: int | None = None,
-    timeout: timedelta | None = None,
-    transport: str = AUTO,
-    stall_limit: timedelta | None = STALL_LIMIT,
+    **keywords: Unpack[CommunicatorKeywords],
 ) -> CompressionState:
     """Averages the gradient shards of ``model`` over its replicas, sparsely.
 
@@ -48,10 +43,7 @@ def apply(
         compression: what is sent, and how. No ``clip_norm``: the norm of all gradients is not
             known when the first of them are exchanged.
         mesh: of one dimension: the ranks that have the same shard as this one.
-        threads: as in :class:`sparsecomm.CompressionState`, and so are the others.
-        timeout: of one exchange, and of connecting.
-        transport: what moves the bytes.
-        stall_limit: when to say in the log which ranks are waited for.
+        keywords: as in :class:`sparsecomm.CompressionState`.
 
     Returns:
         The state, for ``stats()``, ``follow()``, ``density`` and checkpoints.
@@ -62,6 +54,7 @@ def apply(
             model itself, or shards its modules over different numbers of ranks.
         RuntimeError: the model has an all-reduce hook already.
     """
+    options = communicator_options(apply, keywords)
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"mesh must be a DeviceMesh, not {type(mesh).__name__}")
     if mesh.ndim != 1:
@@ -84,10 +77,7 @@ def apply(
     state = CompressionState(
         compression,
         mesh.get_group(),
-        threads=threads,
-        timeout=timeout,
-        transport=transport,
-        stall_limit=stall_limit,
+        communicator_options=options,
     )
     parts = {part_of(group) for _, group in groups}
     if len(parts) != 1:

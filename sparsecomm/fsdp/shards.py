@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -13,11 +12,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
+from typing_extensions import Unpack
 
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
 from sparsecomm.fsdp.modules import groups_of, part_of
+from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
     rank_key,
@@ -25,7 +26,6 @@ from sparsecomm.rank_entries import (
     refuse_to_copy,
 )
 from sparsecomm.schedule import check_density
-from sparsecomm.transports import AUTO, STALL_LIMIT
 
 _FORMAT = 1  # of state_dict()
 
@@ -43,20 +43,14 @@ class ReduceScatterState:
         names: Mapping[int, str],
         density: float,
         dense_below: int,
-        timeout: timedelta | None,
-        transport: str,
-        stall_limit: timedelta | None,
+        options: CommunicatorOptions,
     ) -> None:
         info = groups[0][1].mesh_info
         assert isinstance(info, FSDPMeshInfo)
         self._density = density
         self._place = info.shard_mesh_rank, info.shard_mesh_size
         communicator = Communicator._connected_in(
-            "sparsecomm.fsdp.apply_reduce_scatter",
-            info.shard_process_group,
-            transport,
-            timeout,
-            stall_limit,
+            "sparsecomm.fsdp.apply_reduce_scatter", info.shard_process_group, options
         )
         step = _Step()
         self._comms = [
@@ -262,9 +256,7 @@ def apply_reduce_scatter(
     density: float = 0.01,
     *,
     dense_below: int = 2,
-    timeout: timedelta | None = None,
-    transport: str = AUTO,
-    stall_limit: timedelta | None = STALL_LIMIT,
+    **keywords: Unpack[CommunicatorKeywords],
 ) -> ReduceScatterState:
     """Reduces and scatters the gradients of a model that FSDP2 shards sparsely, without replicas.
 
@@ -285,9 +277,7 @@ def apply_reduce_scatter(
         model: with ``fully_shard`` applied, on a mesh of one dimension, along dimension 0.
         density: share of a module's entries, in (0, 1].
         dense_below: parameters with fewer dimensions are sent whole.
-        timeout: of one exchange, and of connecting; torch.distributed's default if ``None``.
-        transport: what moves the bytes, as in :class:`sparsecomm.CompressionState`.
-        stall_limit: when to say in the log which ranks are waited for, likewise.
+        keywords: as in :class:`sparsecomm.CompressionState`, but for ``threads``, which are not used.
 
     Raises:
         TypeError: no module of ``model`` is an ``FSDPModule``.
@@ -295,6 +285,7 @@ def apply_reduce_scatter(
             modules over different ranks or another dimension.
         RuntimeError: this release of torch lets nobody replace the reduce-scatter.
     """
+    options = communicator_options(apply_reduce_scatter, keywords)
     density = check_density(density)
     if isinstance(dense_below, bool) or not isinstance(dense_below, int) or dense_below < 0:
         raise ValueError(f"dense_below={dense_below!r} is no number of dimensions; use 0 or more")
@@ -307,4 +298,4 @@ def apply_reduce_scatter(
     if len({part_of(group) for _, group in groups}) != 1:
         raise ValueError("modules are sharded over different numbers of ranks")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return ReduceScatterState(groups, names, density, dense_below, timeout, transport, stall_limit)
+    return ReduceScatterState(groups, names, density, dense_below, options)

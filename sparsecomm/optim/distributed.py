@@ -6,13 +6,12 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import CompressionState
@@ -25,7 +24,7 @@ from sparsecomm.optim.exchange import (
     described_parameters,
     names_of,
 )
-from sparsecomm.transports import AUTO, STALL_LIMIT
+from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 
 _SAVED = "sparsecomm"  # the key in state_dict()
 _MEBIBYTE = 1 << 20
@@ -77,10 +76,7 @@ class DistributedOptimizer(_Adopted):
         bucket_cap_mb: MiB of a bucket, whose entries are selected together; more than 0.
             ``math.inf``: of all of the gradient, as in the papers, exchanged once it is complete.
             Parameters that are sent whole have one of their own.
-        threads: as in :class:`sparsecomm.CompressionState`.
-        timeout: of one exchange, and of connecting.
-        transport: what moves the bytes.
-        stall_limit: when to say in the log which ranks are waited for.
+        keywords: as in :class:`sparsecomm.CompressionState`.
 
     Raises:
         TypeError: an argument of the wrong kind, or a parameter that cannot be compressed.
@@ -102,10 +98,7 @@ class DistributedOptimizer(_Adopted):
         process_group: dist.ProcessGroup | None = None,
         average: bool = True,
         bucket_cap_mb: float = 25.0,
-        threads: int | None = None,
-        timeout: timedelta | None = None,
-        transport: str = AUTO,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        **keywords: Unpack[CommunicatorKeywords],
     ) -> None:
         try:
             self._attach(
@@ -114,10 +107,7 @@ class DistributedOptimizer(_Adopted):
                 named_parameters,
                 average=average,
                 bucket_cap_mb=bucket_cap_mb,
-                threads=threads,
-                timeout=timeout,
-                transport=transport,
-                stall_limit=stall_limit,
+                options=communicator_options(DistributedOptimizer, keywords),
             )
         except BaseException:
             self.__class__ = self._base  # type: ignore[assignment]
@@ -132,10 +122,7 @@ class DistributedOptimizer(_Adopted):
         average: bool = True,
         bucket_cap_mb: float = 25.0,
         lr_in_accumulator: bool = False,
-        threads: int | None = None,
-        timeout: timedelta | None = None,
-        transport: str = AUTO,
-        stall_limit: timedelta | None = STALL_LIMIT,
+        options: CommunicatorOptions,
         saved: dict[str, Any] | None = None,
         join: bool = True,
     ) -> None:
@@ -156,10 +143,7 @@ class DistributedOptimizer(_Adopted):
             compression,
             process_group,
             average=average,
-            threads=threads,
-            timeout=timeout,
-            transport=transport,
-            stall_limit=stall_limit,
+            options=options,
         )
         self._lr_in_accumulator = lr_in_accumulator
         for group in self.param_groups:
@@ -190,10 +174,7 @@ class DistributedOptimizer(_Adopted):
             "average": average,
             "bucket_cap_mb": bucket_cap_mb,
             "lr_in_accumulator": lr_in_accumulator,
-            "threads": threads,
-            "timeout": timeout,
-            "transport": transport,
-            "stall_limit": stall_limit,
+            "options": options,
         }
         self._hidden: list[Tensor] = []
         watch_for_adam(exchange, [parameter for _, parameter in named])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch.distributed import distributed_c10d
 from sparsecomm import _C
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import CompressionState
+from sparsecomm.options import CommunicatorOptions
 
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SHOWN = 8  # differences between ranks
@@ -30,23 +30,13 @@ class OptimizerExchange(CompressionState):
         process_group: dist.ProcessGroup | None,
         *,
         average: bool,
-        threads: int | None,
-        timeout: timedelta | None,
-        transport: str,
-        stall_limit: timedelta | None,
+        options: CommunicatorOptions,
     ) -> None:
         self._average = average
         self._pending: dict[str, Any] | None = None
         self.unfinished = False  # some buckets of a step have been exchanged, and others not
         self.loaded = False  # and the optimizer not yet
-        super().__init__(
-            compression,
-            process_group,
-            threads=threads,
-            timeout=timeout,
-            transport=transport,
-            stall_limit=stall_limit,
-        )
+        super().__init__(compression, process_group, communicator_options=options)
 
     def state_dict(self) -> dict[str, Any]:
         self._require_finished("save")

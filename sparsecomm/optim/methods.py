@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any, ClassVar
 
 import torch
@@ -18,9 +17,10 @@ from sparsecomm.compression import (
     check_options,
 )
 from sparsecomm.optim.distributed import DistributedOptimizer
+from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 
 
-class ExchangeOptions(SelectionOptions, total=False):
+class ExchangeOptions(SelectionOptions, CommunicatorKeywords, total=False):
     """What the optimizers by method take by keyword.
 
     The keywords of :class:`sparsecomm.optim.DistributedOptimizer`, and fields of
@@ -31,10 +31,6 @@ class ExchangeOptions(SelectionOptions, total=False):
     process_group: dist.ProcessGroup | None
     average: bool
     bucket_cap_mb: float
-    threads: int | None
-    timeout: timedelta | None
-    transport: str
-    stall_limit: timedelta | None
 
 
 class AdamExchangeOptions(ExchangeOptions, total=False):
@@ -55,19 +51,16 @@ class _Method(DistributedOptimizer):
     ) -> None:
         check_options(type(self), options, known)
         given: dict[str, Any] = {**self._defaults, **options}
-        others = {name: given.pop(name) for name in list(given) if name in _OF_THE_EXCHANGE}
+        keywords = {name: given.pop(name) for name in COMMUNICATOR_KEYWORDS if name in given}
+        others = {name: given.pop(name) for name in ("average", "bucket_cap_mb") if name in given}
+        process_group = given.pop("process_group", None)
         self._attach(
             Compression(algorithm=self._algorithm, **given),
-            others.pop("process_group", None),
+            process_group,
             lr_in_accumulator=lr_in_accumulator,
+            options=communicator_options(type(self), keywords),
             **others,
         )
-
-
-_OF_THE_EXCHANGE = (
-    *("process_group", "average", "bucket_cap_mb"),
-    *("threads", "timeout", "transport", "stall_limit"),
-)
 
 
 class _SparseSGD(_Method, torch.optim.SGD):

@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm import (
     AutoState,
+    CommunicatorOptions,
     Compression,
     CompressionState,
     DenseOverlapState,
@@ -536,7 +537,7 @@ def test_density_outside_its_range(density: float) -> None:
         ({"seed": -1}, ValueError, "seed=-1 is out of range"),
         ({"threads": 0}, ValueError, "threads=0 is not a number of threads"),
         ({"timeout": timedelta(0)}, ValueError, "timeout=0:00:00 is not positive"),
-        ({"timeout": 30}, TypeError, "timeout must be a timedelta, not int"),
+        ({"timeout": 30}, TypeError, "timeout must be a timedelta or None, not int"),
         ({"transport": "post"}, ValueError, "transport='post' is none of"),
         ({"process_group": "world"}, TypeError, "process_group must be .*ProcessGroup"),
         ({"partition_period": 3}, TypeError, "partition_period"),
@@ -576,6 +577,13 @@ def test_arguments_out_of_range(
             "does not round values to qsgd4; these do: topk_a, gaussian_k, oktopk",
         ),
         (lambda: GaussianKState(select="bucket"), ValueError, "finds its own thresholds"),
+        (lambda: CommunicatorOptions(threads=0), ValueError, "threads=0"),
+        (
+            lambda: OkTopkState(communicator_options=timedelta(seconds=5)),
+            TypeError,
+            "must be CommunicatorOptions, not timedelta",
+        ),
+        (lambda: DenseOverlapState(stal_limit=None), TypeError, "did you mean 'stall_limit'"),
         (lambda: CompressionState(0.01), TypeError, "must be a Compression, not float"),
         (lambda: OkTopkState().follow(1024.0), TypeError, "float has no get_scale()"),
         (
@@ -590,6 +598,15 @@ def test_arguments_out_of_range(
 def test_what_does_not_fit(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
+
+
+@pytest.mark.parametrize("make", [OkTopkState, DenseOverlapState])
+def test_a_keyword_replaces_a_field_of_communicator_options(make: Any) -> None:
+    options = CommunicatorOptions(timeout=timedelta(seconds=7), threads=2, transport="c10d")
+    state = make(communicator_options=options, threads=1)
+    assert state._communicator_options == replace(options, threads=1)
+    assert options.threads == 2
+    assert make()._communicator_options == CommunicatorOptions()
 
 
 def _check_late_mistakes() -> None:

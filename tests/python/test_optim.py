@@ -803,7 +803,7 @@ def wrapped(**arguments: Any) -> Any:
             "lr_in_accumulator=True and clip_norm=1.0 exclude each other",
         ),
         (sgd, {"threads": 0}, ValueError, "threads=0 .* 1 or more"),
-        (sgd, {"timeout": 3}, TypeError, "timeout must be a timedelta, not int"),
+        (sgd, {"timeout": 3}, TypeError, "timeout must be a timedelta or None, not int"),
         (sgd, {"transport": "pigeon"}, ValueError, "transport='pigeon' is none of auto"),
         (sgd, {"process_group": "all"}, TypeError, "process_group must be .* not str"),
         (sgd, {"quantize": 3}, ValueError, "quantize=3 bits: choose 2, 4 or 8"),

@@ -38,6 +38,10 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
         sparsecomm.TopkState(0.02, value_codec="bf16", threads=2, seed=1),
         sparsecomm.AutoState(named_parameters=[("weight", torch.zeros(3))]),
         sparsecomm.DenseOverlapState(transport="c10d", stall_limit=None),
+        sparsecomm.OkTopkState(
+            communicator_options=sparsecomm.CommunicatorOptions(transport="c10d", threads=2)
+        ),
+        sparsecomm.DenseOverlapState(stal_limit=None),  # type: ignore[call-arg]
         sparsecomm.CompressionState(compression, group),
         sparsecomm.QuantizedTopkState(quantize=8),
         sparsecomm.GaussianKState(dense_steps=10),

@@ -1,0 +1,96 @@
+"""How the ranks of a state, an optimizer or a communicator are connected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, TypedDict
+
+from torch.distributed.distributed_c10d import default_pg_timeout
+
+from sparsecomm.compression import check_options
+from sparsecomm.transports import AUTO, STALL_LIMIT, names
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommunicatorOptions:
+    """What every state, optimizer and communicator can be told of its connections.
+
+    All of them take these fields as keywords too, and ``communicator_options``, an object of this
+    class; a keyword replaces the field of that object.
+
+    Args:
+        timeout: of one exchange, and of connecting; torch.distributed's default if ``None``, and
+            ``timedelta.max`` for never.
+        threads: how many of torch's threads find the threshold and select; ``None`` takes
+            ``torch.get_num_threads()``. The result does not depend on it.
+        transport: what moves the bytes: ``"ucx"``, ``"c10d"``, or ``"auto"``, which takes the first
+            of them that works on all ranks and logs a warning if that is not UCX.
+        stall_limit: a rank that waits longer for others, without any progress, logs a warning to
+            the logger ``"sparsecomm"`` that names them and says where they are; again when it has
+            waited twice as long, and so on until the timeout. ``None``: never.
+
+    Raises:
+        TypeError: a duration that is not a ``timedelta``.
+        ValueError: an argument outside its range.
+    """
+
+    timeout: timedelta | None = None
+    threads: int | None = None
+    transport: str = AUTO
+    stall_limit: timedelta | None = STALL_LIMIT
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "stall_limit"):
+            duration = getattr(self, name)
+            if duration is None:
+                continue
+            if not isinstance(duration, timedelta):
+                raise TypeError(
+                    f"{name} must be a timedelta or None, not {type(duration).__name__}"
+                )
+            if duration <= timedelta(0):
+                never = "; None: no stall is logged" if name == "stall_limit" else ""
+                raise ValueError(f"{name}={duration} is not positive{never}")
+        if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
+            raise ValueError(f"threads={self.threads!r} is not a number of threads; use 1 or more")
+        if self.transport not in names():
+            raise ValueError(f"transport={self.transport!r} is none of {', '.join(names())}")
+
+    @property
+    def limit(self) -> timedelta:
+        """The timeout, torch.distributed's default if none was given."""
+        return default_pg_timeout if self.timeout is None else self.timeout
+
+
+class CommunicatorKeywords(TypedDict, total=False):
+    """:class:`CommunicatorOptions`, or its fields, as keywords."""
+
+    communicator_options: CommunicatorOptions | None
+    timeout: timedelta | None
+    threads: int | None
+    transport: str
+    stall_limit: timedelta | None
+
+
+COMMUNICATOR_KEYWORDS = tuple(CommunicatorKeywords.__annotations__)
+
+
+def communicator_options(owner: Any, keywords: Mapping[str, Any]) -> CommunicatorOptions:
+    """Returns the options that ``keywords`` of ``owner``, a class or function, come to.
+
+    Raises:
+        TypeError: an unknown keyword, or one of the wrong kind.
+        ValueError: an argument outside its range.
+    """
+    check_options(owner, keywords, CommunicatorKeywords)
+    fields = dict(keywords)
+    options = fields.pop("communicator_options", None)
+    if options is None:
+        options = CommunicatorOptions()
+    elif not isinstance(options, CommunicatorOptions):
+        raise TypeError(
+            f"communicator_options must be CommunicatorOptions, not {type(options).__name__}"
+        )
+    return replace(options, **fields)
