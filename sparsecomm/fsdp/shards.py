@@ -277,7 +277,7 @@ def apply_reduce_scatter(
         model: with ``fully_shard`` applied, on a mesh of one dimension, along dimension 0.
         density: share of a module's entries, in (0, 1].
         dense_below: parameters with fewer dimensions are sent whole.
-        keywords: as in :class:`sparsecomm.CompressionState`, but for ``threads``, which are not used.
+        keywords: as in :class:`sparsecomm.CompressionState`; ``threads`` are not used.
 
     Raises:
         TypeError: no module of ``model`` is an ``FSDPModule``.
