@@ -8,17 +8,16 @@ namespace sparsecomm {
 namespace {
 
 // The blocking form and the one that returns a work, of one kind.
-template <CollectiveKind kind>
+template <CollectiveKind K>
 at::Tensor run_one(Collectives& self, at::Tensor tensor, std::string_view algorithm,
                    std::string_view op) {
-  return std::move(
-      self.run(CollectiveRequest::make(kind, std::move(tensor), algorithm, op)).front());
+  return std::move(self.run(CollectiveRequest::make(K, std::move(tensor), algorithm, op)).front());
 }
 
-template <CollectiveKind kind>
+template <CollectiveKind K>
 c10::intrusive_ptr<CollectiveWork> start(Collectives& self, at::Tensor tensor,
                                          std::string_view algorithm, std::string_view op) {
-  return self.start(CollectiveRequest::make(kind, std::move(tensor), algorithm, op));
+  return self.start(CollectiveRequest::make(K, std::move(tensor), algorithm, op));
 }
 
 }  // namespace

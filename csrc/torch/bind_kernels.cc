@@ -180,27 +180,27 @@ class Kernels {
 template <class T>
 void bind(py::module_& module, char const* name) {
   using K = Kernels<T>;
-  using released = py::call_guard<py::gil_scoped_release>;
+  using Released = py::call_guard<py::gil_scoped_release>;
   py::class_<K>(module, name)
       .def(py::init<std::string const&, std::int64_t>(), py::arg("target"), py::arg("threads"))
-      .def("all_finite", &K::all_finite, released(), py::arg("x"))
-      .def("select", &K::select, released(), py::arg("x"), py::arg("magnitude"), py::arg("indices"),
+      .def("all_finite", &K::all_finite, Released(), py::arg("x"))
+      .def("select", &K::select, Released(), py::arg("x"), py::arg("magnitude"), py::arg("indices"),
            py::arg("values"))
-      .def("fused_error_feedback", &K::fused_error_feedback, released(), py::arg("gradient"),
+      .def("fused_error_feedback", &K::fused_error_feedback, Released(), py::arg("gradient"),
            py::arg("residual"), py::arg("magnitude"), py::arg("indices"), py::arg("values"))
-      .def("exact_threshold", &K::exact_threshold, released(), py::arg("gradient"),
+      .def("exact_threshold", &K::exact_threshold, Released(), py::arg("gradient"),
            py::arg("residual"), py::arg("k"))
-      .def("sampled_threshold", &K::sampled_threshold, released(), py::arg("gradient"),
+      .def("sampled_threshold", &K::sampled_threshold, Released(), py::arg("gradient"),
            py::arg("residual"), py::arg("k"), py::arg("stride"), py::arg("phase"))
-      .def("exact_top_k", &K::exact_top_k, released(), py::arg("x"), py::arg("k"),
+      .def("exact_top_k", &K::exact_top_k, Released(), py::arg("x"), py::arg("k"),
            py::arg("indices"), py::arg("values"))
-      .def("top_k_per_bucket", &K::top_k_per_bucket, released(), py::arg("x"), py::arg("bucket"),
+      .def("top_k_per_bucket", &K::top_k_per_bucket, Released(), py::arg("x"), py::arg("bucket"),
            py::arg("k"), py::arg("indices"), py::arg("values"))
-      .def("block_scan", &K::block_scan, released(), py::arg("x"), py::arg("block_bytes"),
+      .def("block_scan", &K::block_scan, Released(), py::arg("x"), py::arg("block_bytes"),
            py::arg("bitmap"), py::arg("numbers"), py::arg("blocks"))
-      .def("qsgd_quantize", &K::qsgd_quantize, released(), py::arg("x"), py::arg("bits"),
+      .def("qsgd_quantize", &K::qsgd_quantize, Released(), py::arg("x"), py::arg("bits"),
            py::arg("bucket"), py::arg("seed"), py::arg("codes"))
-      .def("qsgd_add", &K::qsgd_add, released(), py::arg("codes"), py::arg("bits"),
+      .def("qsgd_add", &K::qsgd_add, Released(), py::arg("codes"), py::arg("bits"),
            py::arg("bucket"), py::arg("dense"));
 }
 

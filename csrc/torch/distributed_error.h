@@ -12,9 +12,9 @@ namespace sparsecomm {
 // A lost peer, a timeout or an aborted operation becomes torch.distributed.DistBackendError, in
 // Python too; other errors stay what they are.
 inline std::exception_ptr as_distributed_error(std::exception_ptr const& error) {
-  auto const convert = [](std::exception const& exception) {
+  auto const convert = [function = __func__](std::exception const& exception) {
     return std::make_exception_ptr(
-        c10::DistBackendError(c10::SourceLocation{__func__, __FILE__, __LINE__}, exception.what()));
+        c10::DistBackendError(c10::SourceLocation{function, __FILE__, __LINE__}, exception.what()));
   };
   try {
     std::rethrow_exception(error);

@@ -62,17 +62,18 @@ HookState::HookState(HookOptions options, CommunicatorOptions communicator_optio
     : options_((validate(options.exchange), std::move(options))),
       by_bucket_(options_.exchange.algorithm != auto_algorithm &&
                  !find_algorithm(options_.exchange.algorithm).sparse),
-      communicator_options_(communicator_options),
+      communicator_options_(std::move(communicator_options)),
       cuda_library_(std::move(cuda_library)) {}
 
 std::shared_ptr<HookState> HookState::make(HookOptions options,
                                            CommunicatorOptions communicator_options,
                                            std::string cuda_library) {
-  return {new HookState(std::move(options), communicator_options, std::move(cuda_library)),
-          [](HookState const* state) {
-            run_off_own_threads(state->communicator_ && state->communicator_->on_own_thread(),
-                                [state] { delete state; });
-          }};
+  return {
+      new HookState(std::move(options), std::move(communicator_options), std::move(cuda_library)),
+      [](HookState const* state) {
+        run_off_own_threads(state->communicator_ && state->communicator_->on_own_thread(),
+                            [state] { delete state; });
+      }};
 }
 
 HookState::~HookState() { close(); }
@@ -376,6 +377,7 @@ std::vector<std::string> HookState::algorithms() const {
   Entry const entry(*this);
   require_idle("read the algorithms");
   std::vector<std::string> names;
+  names.reserve(groups_.size());
   for (auto const& group : groups_) names.emplace_back(group->algorithm());
   return names;
 }
