@@ -12,6 +12,7 @@
 #include "interpreter.h"
 #include "parameter_group.h"
 #include "planner_dict.h"
+#include "python_duration.h"
 #include "stall_log.h"
 #include "torch_executor.h"
 #include "transport_holder.h"
@@ -20,8 +21,6 @@ namespace py = pybind11;
 
 namespace sparsecomm {
 namespace {
-
-double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 std::shared_ptr<Communicator> make_communicator(std::unique_ptr<Transport> transport,
                                                 CommunicatorOptions const& options) {
@@ -119,14 +118,13 @@ py::dict counters_of(Counters const& counters) {
   return result;
 }
 
-ExchangeOptions make_options(std::string algorithm, double density, std::string const& between,
-                             std::uint64_t threshold_period, std::uint64_t partition_period,
-                             double balance_factor, std::string const& index_codec, bool average,
-                             std::string const& value_codec, std::string const& dense_codec,
-                             std::uint64_t seed, std::uint64_t overlap_chunk, std::size_t bucket,
-                             double momentum, bool mask_momentum, double first_moment,
-                             std::uint64_t dense_steps, std::uint64_t warmup_steps,
-                             std::vector<double> warmup_densities) {
+ExchangeOptions make_exchange_options(
+    std::string algorithm, double density, std::string const& between,
+    std::uint64_t threshold_period, std::uint64_t partition_period, double balance_factor,
+    std::string const& index_codec, bool average, std::string const& value_codec,
+    std::string const& dense_codec, std::uint64_t seed, std::uint64_t overlap_chunk,
+    std::size_t bucket, double momentum, bool mask_momentum, double first_moment,
+    std::uint64_t dense_steps, std::uint64_t warmup_steps, std::vector<double> warmup_densities) {
   ExchangeOptions options;
   options.algorithm = std::move(algorithm);
   options.density = density;
@@ -195,12 +193,12 @@ py::dict build_info() {
 
 void bind_engine(py::module_& module) {
   py::class_<ExchangeOptions>(module, "ExchangeOptions")
-      .def(py::init(&make_options), py::kw_only(), py::arg("algorithm"), py::arg("density"),
-           py::arg("between"), py::arg("threshold_period"), py::arg("partition_period"),
-           py::arg("balance_factor"), py::arg("index_codec"), py::arg("average"),
-           py::arg("value_codec") = "raw", py::arg("dense_codec") = "raw", py::arg("seed") = 0,
-           py::arg("overlap_chunk") = AlgorithmOptions{}.overlap_chunk, py::arg("bucket") = 0,
-           py::arg("momentum") = 0.0, py::arg("mask_momentum") = true,
+      .def(py::init(&make_exchange_options), py::kw_only(), py::arg("algorithm"),
+           py::arg("density"), py::arg("between"), py::arg("threshold_period"),
+           py::arg("partition_period"), py::arg("balance_factor"), py::arg("index_codec"),
+           py::arg("average"), py::arg("value_codec") = "raw", py::arg("dense_codec") = "raw",
+           py::arg("seed") = 0, py::arg("overlap_chunk") = AlgorithmOptions{}.overlap_chunk,
+           py::arg("bucket") = 0, py::arg("momentum") = 0.0, py::arg("mask_momentum") = true,
            py::arg("first_moment") = 0.0, py::arg("dense_steps") = 0, py::arg("warmup_steps") = 1,
            py::arg("warmup_densities") = std::vector<double>{});
 

@@ -11,6 +11,7 @@
 #include "hook_state.h"
 #include "interpreter.h"
 #include "planner_dict.h"
+#include "python_duration.h"
 #include "signal_check.h"
 #include "stall_log.h"
 #include "torch_executor.h"
@@ -76,7 +77,7 @@ class PythonValue final : public c10::ivalue::PyObjectHolder {
     object_.release();  // what is left is the process's
   }
   PyObject* getPyObject() override { return object_.ptr(); }
-  c10::InferredType tryToInferType() override { return c10::InferredType("a hook's result"); }
+  c10::InferredType tryToInferType() override { return {"a hook's result"}; }
   c10::IValue toIValue(c10::TypePtr const&, std::optional<int32_t>) override { unsupported(); }
   std::string toStr() override { return "a hook's result"; }
   std::vector<at::Tensor> extractTensors() override { return {tensor_}; }
@@ -167,8 +168,6 @@ HookCheckpoint from_dict(py::dict const& saved) {
         concat("the state_dict to load holds what no state saves: ", error.what()));
   }
 }
-
-double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
 
 double share(std::uint64_t count, std::uint64_t numel) {
   return numel == 0 ? 0.0 : static_cast<double>(count) / static_cast<double>(numel);

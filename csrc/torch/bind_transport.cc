@@ -29,10 +29,10 @@ UcxOptions make_ucx_options(std::string library, std::vector<std::string> altern
   return options;
 }
 
-ConnectOptions make_options(std::string transport, UcxOptions const& ucx, std::string mpi,
-                            PythonDuration timeout, std::string call,
-                            std::optional<PythonDuration> stall_limit,
-                            std::function<void(std::string const&)> log_stall) {
+ConnectOptions make_connect_options(std::string transport, UcxOptions const& ucx, std::string mpi,
+                                    PythonDuration timeout, std::string call,
+                                    std::optional<PythonDuration> stall_limit,
+                                    std::function<void(std::string const&)> log_stall) {
   ConnectOptions options;
   options.transport = std::move(transport);
   options.libraries.ucx = ucx;
@@ -102,7 +102,7 @@ void bind_transport(py::module_& module) {
       .def_readonly("settings", &UcxOptions::settings)
       .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<ConnectOptions>(module, "ConnectOptions")
-      .def(py::init(&make_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
+      .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),
            py::arg("log_stall"))
       .def_readonly("transport", &ConnectOptions::transport)

@@ -20,11 +20,11 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Bytes = std::vector<std::uint8_t>;
 using Keys = std::vector<std::string>;
 
-constexpr Duration answering_time = std::chrono::seconds(30);
+constexpr Duration longest_call = std::chrono::seconds(30);
 constexpr Duration checking_time = std::chrono::milliseconds(50);
 // Between two looks for keys that are waited for.
-constexpr Duration shortest_pause = std::chrono::milliseconds(1);
-constexpr Duration longest_pause = std::chrono::milliseconds(50);
+constexpr Duration shortest_key_pause = std::chrono::milliseconds(1);
+constexpr Duration longest_key_pause = std::chrono::milliseconds(50);
 
 // Outlives the store in the thread of a call that was given up.
 class Connection {
@@ -62,7 +62,7 @@ class BoundedStore final : public c10d::Store {
       : Store(std::chrono::duration_cast<std::chrono::milliseconds>(timeout)),
         extended_(store->hasExtendedApi()),
         connection_(std::make_shared<Connection>(std::move(store))),
-        limit_(std::min(timeout, answering_time)),
+        limit_(std::min(timeout, longest_call)),
         check_(std::move(check)) {}
 
   StorePtr clone() override { return connection_->clone(); }
@@ -104,8 +104,8 @@ class BoundedStore final : public c10d::Store {
   void wait(Keys const& keys) override { wait(keys, getTimeout()); }
   void wait(Keys const& keys, std::chrono::milliseconds const& timeout) override {
     Deadline const deadline(steady_clock(), timeout);
-    for (Duration pause = shortest_pause; !check(keys);
-         pause = std::min(2 * pause, longest_pause)) {
+    for (Duration pause = shortest_key_pause; !check(keys);
+         pause = std::min(2 * pause, longest_key_pause)) {
       if (deadline.passed()) {
         throw Error(concat("another rank did not set '", keys.front(), "' in the store within ",
                            deadline.allowance_seconds(), " s"));

@@ -13,7 +13,7 @@
 namespace sparsecomm {
 namespace {
 
-at::ScalarType torch_type(DType dtype) {
+at::ScalarType reduced_type(DType dtype) {
   switch (dtype) {
     case DType::f32:
       return at::kFloat;
@@ -99,7 +99,7 @@ class C10dTransport final : public Transport {
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
                  Deadline const& deadline) override {
     auto const elements = static_cast<std::int64_t>(bytes.size() / size_of(dtype));
-    std::vector<at::Tensor> tensors{at::from_blob(bytes.data(), {elements}, torch_type(dtype))};
+    std::vector<at::Tensor> tensors{at::from_blob(bytes.data(), {elements}, reduced_type(dtype))};
     c10d::AllreduceOptions options;
     options.reduceOp = torch_reduction(reduction);
     options.timeout = time_left(deadline);

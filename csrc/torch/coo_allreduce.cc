@@ -20,7 +20,7 @@ struct CooReduction {
   at::Tensor (*fold)(at::Tensor const& reduced, at::Tensor const& next);
 };
 
-constexpr CooReduction reductions[] = {
+constexpr CooReduction coo_reductions[] = {
     {ReduceOp::SUM, "sum", true, true, true, nullptr},
     {ReduceOp::AVG, "avg", true, false, true, nullptr},
     {ReduceOp::PRODUCT, "product", true, true, false, [](auto& a, auto& b) { return a.mul(b); }},
@@ -32,7 +32,7 @@ constexpr CooReduction reductions[] = {
 };
 
 CooReduction const& find_reduction(ReduceOp::RedOpType op, at::ScalarType dtype) {
-  for (CooReduction const& reduction : reductions) {
+  for (CooReduction const& reduction : coo_reductions) {
     if (reduction.op != op) continue;
     bool const defined = c10::isComplexType(dtype)    ? reduction.complex
                          : c10::isFloatingType(dtype) ? reduction.floating

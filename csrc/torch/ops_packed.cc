@@ -401,7 +401,7 @@ void scatter_op(at::Tensor const& dense, at::Tensor const& indices, at::Tensor c
   });
 }
 
-void implement(torch::Library& library) {
+void implement_packed(torch::Library& library) {
   library.impl("qsgd_quantize", TORCH_FN(Operator<&qsgd_quantize>::call));
   library.impl("qsgd_dequantize", TORCH_FN(Operator<&qsgd_dequantize>::call));
   library.impl("qsgd_dequantize_add", TORCH_FN(Operator<&qsgd_dequantize_add>::call));
@@ -413,7 +413,7 @@ void implement(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) { implement(library); }
-TORCH_LIBRARY_IMPL(sparsecomm, CUDA, library) { implement(library); }
+TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) { implement_packed(library); }
+TORCH_LIBRARY_IMPL(sparsecomm, CUDA, library) { implement_packed(library); }
 
 }  // namespace sparsecomm::ops

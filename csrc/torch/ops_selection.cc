@@ -352,7 +352,7 @@ Pair threshold_gaussian(at::Tensor const& gradient, std::int64_t k,
       });
 }
 
-void implement(torch::Library& library) {
+void implement_selection(torch::Library& library) {
   library.impl("fused_error_feedback", TORCH_FN(Operator<&fused_feedback>::call));
   library.impl("select", TORCH_FN(Operator<&select_entries>::call));
   library.impl("top_k", TORCH_FN(Operator<&top_k>::call));
@@ -363,7 +363,7 @@ void implement(torch::Library& library) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) { implement(library); }
-TORCH_LIBRARY_IMPL(sparsecomm, CUDA, library) { implement(library); }
+TORCH_LIBRARY_IMPL(sparsecomm, CPU, library) { implement_selection(library); }
+TORCH_LIBRARY_IMPL(sparsecomm, CUDA, library) { implement_selection(library); }
 
 }  // namespace sparsecomm::ops

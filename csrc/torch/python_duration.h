@@ -19,6 +19,8 @@ struct PythonDuration {
   Duration value{};
 };
 
+inline double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
+
 // For torch's own timeouts, of which zero would be "never".
 inline std::chrono::milliseconds to_milliseconds(Duration duration) {
   return std::max(std::chrono::ceil<std::chrono::milliseconds>(duration),

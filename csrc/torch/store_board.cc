@@ -23,8 +23,8 @@ using StorePtr = c10::intrusive_ptr<c10d::Store>;
 constexpr Duration answering_time = std::chrono::seconds(1);
 constexpr Duration answering_time_per_rank = std::chrono::milliseconds(10);
 // Between two looks at the store after a failure.
-constexpr Duration shortest_pause = std::chrono::milliseconds(1);
-constexpr Duration longest_pause = std::chrono::milliseconds(500);
+constexpr Duration shortest_look_pause = std::chrono::milliseconds(1);
+constexpr Duration longest_look_pause = std::chrono::milliseconds(500);
 constexpr Duration reading_time = std::chrono::seconds(30);
 // Only these ranks read the reports at once; the others wait that long for what they decide.
 constexpr int deciding_ranks = 16;
@@ -134,7 +134,7 @@ class Session {
     if (!failing_ && !shared_->posted) {
       return std::max(alarm_pause, shared_->size * alarm_pause_per_rank);
     }
-    return std::exchange(pause_, std::min(2 * pause_, longest_pause));
+    return std::exchange(pause_, std::min(2 * pause_, longest_look_pause));
   }
 
   void look(c10d::Store& store, bool posted) {
@@ -170,7 +170,7 @@ class Session {
   StorePtr store_;
   ReportReader reader_;
   std::optional<Deadline> failing_, decided_;  // since this rank knows of a failure
-  Duration pause_ = shortest_pause;
+  Duration pause_ = shortest_look_pause;
   bool over_ = false;  // nothing more is to be read
 };
 
