@@ -78,6 +78,7 @@ class Place {
 
   std::vector<std::string> keys_of_ranks(std::string const& prefix) const {
     std::vector<std::string> keys;
+    keys.reserve(static_cast<std::size_t>(size_));
     for (int rank = 0; rank < size_; ++rank) keys.push_back(prefix + std::to_string(rank));
     return keys;
   }
@@ -337,6 +338,7 @@ class StoreRendezvous final : public Rendezvous {
     place_.put(done_with_.back(), own);
     if (wanted.empty()) return {};
     std::vector<std::string> keys;
+    keys.reserve(wanted.size());
     for (int const rank : wanted) keys.push_back(prefix + std::to_string(rank));
     place_.until_there(keys, prefix);
     return place_.get(keys);
