@@ -30,12 +30,18 @@ VENV := .venv
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 export MAX_JOBS := $(JOBS)
-# The core is built under build/ and again for the Python module: let the second build find the first's objects.
+# Objects found in the compiler cache by any clone of this repository.
 export CCACHE_NOHASHDIR := 1
+
+# Where setup.py has CMake build the Python module; the C++ tests link with the same core.
+BUILD := build/python
+CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,-G Ninja) -DSPARSECOMM_BUILD_TESTS=ON
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name CMakeLists.txt)
 CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-TIDIED := $(shell find csrc -name '*.cc' -not -path 'csrc/torch/*')
+# Files of csrc/torch in the batches in which they are compiled, so that torch's headers are read once for each.
+BATCHES = sed -nE 's|.*"file": "(.*/Unity/.*)".*|\1|p' $(BUILD)/compile_commands.json
+TIDIED = $(BATCHES); find csrc -name '*.cc' -not -path 'csrc/torch/*'
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -96,16 +102,16 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 test: cuda test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run every test and check
 
 test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
-	cmake -S csrc -B build -G Ninja
-	cmake --build build --parallel $(JOBS)
-	ctest --test-dir build --output-on-failure --parallel $(JOBS)
+	$(CONFIGURE)
+	cmake --build $(BUILD) --parallel $(JOBS)
+	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
 
 cuda: setup ## compile the CUDA kernels, and their tests for a device, where there is an nvcc
 	@if ! command -v nvcc > /dev/null; then \
 	  echo "Not installed, and done without: nvcc (the CUDA kernels)"; \
 	else \
-	  cmake -S csrc -B build -G Ninja && \
-	  cmake --build build --parallel $(JOBS) --target sparsecomm_cuda cuda_device_tests; \
+	  $(CONFIGURE) && \
+	  cmake --build $(BUILD) --parallel $(JOBS) --target sparsecomm_cuda cuda_device_tests; \
 	fi
 
 test-cuda: build cuda ## run the CUDA tests and benchmarks on a GPU; torch must have CUDA (ARGS are pytest's)
@@ -125,9 +131,9 @@ test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest $(ARGS)
 
 lint: build ## check the format and the usual mistakes
-	cmake -S csrc -B build -G Ninja > build/configure.log
+	$(CONFIGURE) > build/configure.log
 	clang-format --dry-run -Werror $(CPP)
-	printf '%s\n' $(TIDIED) | xargs -P $(JOBS) -n 1 clang-tidy -p build --quiet 2>&1 \
+	{ $(TIDIED); } | xargs -P $(JOBS) -n 1 clang-tidy -p $(BUILD) --quiet 2>&1 \
 	  | { grep -v 'warnings generated' || true; }
 	ruff check .
 	ruff format --check .

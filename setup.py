@@ -1,8 +1,9 @@
-"""Builds sparsecomm._C: the C++ core by CMake, then csrc/torch against the torch that is installed.
+"""Builds sparsecomm._C and its companions by CMake, against the torch that is installed.
 
-Everything compiled stays under build/ between runs, of editable and of ordinary installs alike, so
-that a rebuild compiles only what changed. With SPARSECOMM_SANITIZE=address or =thread everything is
-compiled for that sanitizer, in a folder of its own; `make sanitize-torch` runs tests of it.
+Everything compiled stays under build/python between runs, of editable and of ordinary installs
+alike, so that a rebuild compiles only what changed. With SPARSECOMM_SANITIZE=address or =thread
+everything is compiled for that sanitizer, in a folder of its own; `make sanitize-torch` runs tests
+of it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
 SANITIZE = os.environ.get("SPARSECOMM_SANITIZE", "")
-PARTS = ["python", sysconfig.get_platform(), sys.implementation.cache_tag, SANITIZE]
-BUILD = ROOT / "build" / "-".join(filter(None, PARTS))
+BUILD = ROOT / "build" / "-".join(filter(None, ["python", SANITIZE]))
 COMPILER_CACHES = ("ccache", "sccache")
 # Commands that handle source files only, and so run on a machine that cannot compile. None stands
 # for options without a command, such as --version.
@@ -84,92 +85,57 @@ def missing() -> list[str]:
     return lines
 
 
-def prepare_compiler() -> None:
-    """Settles CXX for CMake and torch, with a compiler cache where there is one."""
-    from torch.utils import cpp_extension
+def build_modules() -> list[Path]:
+    """Compiles the shared objects of the package, and returns where they are."""
+    from torch.utils.cpp_extension import include_paths, library_paths
 
-    compiler = find_compiler()
-    assert compiler is not None
-    cache = next((name for name in COMPILER_CACHES if shutil.which(name)), None)
-    # Newer torch puts the cache in front by itself, and would take "ccache g++" for one program.
-    if cache and not hasattr(cpp_extension, "_wrap_compiler"):
-        compiler = [cache, *compiler]
-    os.environ["CXX"] = shlex.join(compiler)
-
-
-def build_core() -> tuple[list[str], list[str]]:
-    """Builds the C++ core; returns the files to link with, and the modules to install beside."""
-    directory = BUILD / "core"
-    compiler = find_compiler()
-    assert compiler is not None
-    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
-    configure = ["cmake", "-S", ROOT / "csrc", "-B", directory]
-    if not (directory / "CMakeCache.txt").exists():
-        configure += generator
-    configure += ["-DCMAKE_BUILD_TYPE=RelWithDebInfo", "-DSPARSECOMM_BUILD_TESTS=OFF"]
-    configure += [f"-DPython3_EXECUTABLE={sys.executable}"]  # whose packages may hold UCX's headers
-    configure += [f"-DSPARSECOMM_SANITIZE={SANITIZE}"]
+    includes = dict.fromkeys(
+        [*include_paths(), sysconfig.get_path("include"), sysconfig.get_path("platinclude")]
+    )
+    variables = {
+        "SPARSECOMM_SANITIZE": SANITIZE,
+        "SPARSECOMM_TORCH_INCLUDE_DIRS": ";".join(includes),
+        "SPARSECOMM_TORCH_LIBRARY_DIRS": ";".join(library_paths()),
+        "SPARSECOMM_MODULE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+        "Python3_EXECUTABLE": sys.executable,  # whose packages may hold UCX's headers
+    }
     # mpi4py prefers the MPI of the interpreter's environment, and so do we.
     mpicxx = Path(sysconfig.get_path("scripts")) / "mpicxx"
     if mpicxx.exists():
-        configure.append(f"-DMPI_CXX_COMPILER={mpicxx}")
+        variables["MPI_CXX_COMPILER"] = str(mpicxx)
+    configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(BUILD)]
+    if not (BUILD / "CMakeCache.txt").exists():
+        variables["SPARSECOMM_BUILD_TESTS"] = "OFF"  # `make test-cpp` turns them on, to stay
+        if shutil.which("ninja"):
+            configure += ["-G", "Ninja"]
+    configure += [f"-D{name}={value}" for name, value in variables.items()]
     jobs = os.environ.get("MAX_JOBS") or str(os.cpu_count() or 1)
-    build = ["cmake", "--build", directory, "--parallel", jobs]
-    environment = {**os.environ, "CXX": shlex.join(compiler)}
+    build = ["cmake", "--build", str(BUILD), "--parallel", jobs, "--target", "python_modules"]
+    compiler = find_compiler()
+    assert compiler is not None
     for command in (configure, build):
-        subprocess.run(list(map(str, command)), check=True, env=environment)
-    link_files, modules = (
-        (directory / name).read_text().split("\n")[:-1]
-        for name in ("link_files.txt", "modules.txt")
-    )
-    return link_files, modules
+        subprocess.run(command, check=True, env={**os.environ, "CXX": shlex.join(compiler)})
+    return [Path(line) for line in (BUILD / "python_modules.txt").read_text().splitlines()]
+
+
+class BuildModules(build_ext):
+    """Has CMake compile, and copies the results into the package."""
+
+    def run(self) -> None:
+        package = Path(self.get_ext_fullpath("sparsecomm._C")).parent
+        self.mkpath(str(package))
+        for module in build_modules():
+            self.copy_file(str(module), str(package / module.name))
 
 
 def extension_arguments() -> dict[str, Any]:
     """The arguments of setup() that compile sparsecomm._C."""
     import torch
-    from torch.utils.cpp_extension import BuildExtension, CppExtension, include_paths
 
-    class BuildCoreThenExtension(BuildExtension):
-        def finalize_options(self) -> None:
-            super().finalize_options()
-            # An editable install asks for a temporary directory, which would lose the object files.
-            self.build_temp = str(BUILD)
-
-        def run(self) -> None:
-            link_files, modules = build_core()
-            for extension in self.extensions:
-                extension.extra_objects = link_files
-            super().run()
-            package = Path(self.get_ext_fullpath("sparsecomm._C")).parent
-            for module in modules:
-                self.copy_file(module, str(package / Path(module).name))
-
-    extension = CppExtension(
-        "sparsecomm._C",
-        [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("csrc/torch/*.cc"))],
-        extra_compile_args=[
-            *("-std=c++20", "-O2", "-g1", "-fvisibility=hidden", "-ffp-contract=off"),
-            *("-Wall", "-Wextra", "-Werror"),
-            # Without it at::parallel_for is a plain loop. The runtime is torch's, loaded before.
-            "-fopenmp",
-            # "base/error.h" is ours; <torch/library.h> never is, whatever csrc/torch holds.
-            *("-iquote", str(ROOT / "csrc")),
-        ],
-    )
-    # Warnings are errors in our files, not in torch's.
-    extension.include_dirs = [d for d in extension.include_dirs if d not in include_paths()]
-    extension.extra_compile_args += [f"-isystem{directory}" for directory in include_paths()]
-    if SANITIZE:
-        # Optimised less, as in csrc/CMakeLists.txt; GCC sees some of pybind11 as uninitialised.
-        flags = ["-O1", f"-fsanitize={SANITIZE}", "-fno-omit-frame-pointer"]
-        flags.append("-Wno-maybe-uninitialized")
-        extension.extra_compile_args += flags
-        extension.extra_link_args = [f"-fsanitize={SANITIZE}"]
     release = torch.__version__.split("+")[0].split(".")
     return {
-        "ext_modules": [extension],
-        "cmdclass": {"build_ext": BuildCoreThenExtension.with_options(use_ninja=True)},
+        "ext_modules": [Extension("sparsecomm._C", [])],
+        "cmdclass": {"build_ext": BuildModules},
         # Torch's C++ interface changes with every minor release: a build fits one.
         "install_requires": ["numpy>=1.26", f"torch=={release[0]}.{release[1]}.*"],
     }
@@ -180,6 +146,5 @@ command = next((argument for argument in sys.argv[1:] if not argument.startswith
 if command not in SOURCE_COMMANDS:
     if lines := missing():
         sys.exit("\n  - ".join(["\nsparsecomm cannot be built here. Missing:", *lines]))
-    prepare_compiler()
     arguments = extension_arguments()
 setup(**arguments)

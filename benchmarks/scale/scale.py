@@ -76,10 +76,12 @@ def build() -> Path:
     """
     if shutil.which("smpirun") is None or shutil.which("smpicxx") is None:
         raise RuntimeError("SimGrid is missing: apt-get install libsimgrid-dev")
-    folder = ROOT / "build"
-    generator = [] if (folder / "CMakeCache.txt").exists() else ["-G", "Ninja"]
+    folder = ROOT / "build" / "python"
+    configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder)]
+    if not (folder / "CMakeCache.txt").exists():
+        configure += ["-G", "Ninja"]
     for command in (
-        ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder), *generator],
+        [*configure, "-DSPARSECOMM_BUILD_TESTS=ON"],
         ["cmake", "--build", str(folder), "--target", "scale_ranks", "--parallel"],
     ):
         done = subprocess.run(command, capture_output=True, text=True)

@@ -27,7 +27,7 @@ from sparsecomm.build import CUDA_LIBRARY, build_info
 from sparsecomm.cli import doctor
 from sparsecomm.fake_kernels import packed_dtype
 
-BUILD = Path(__file__).resolve().parents[2] / "build" / "tests"
+BUILD = Path(__file__).resolve().parents[2] / "build" / "python" / "tests"
 PROBLEM = (
     "this torch has no CUDA, or no device"
     if not torch.cuda.is_available()
