@@ -32,7 +32,7 @@ struct AlgorithmOptions {
   ThresholdSchedule schedule;           // of the global threshold
   std::uint64_t partition_period = 64;  // tau: steps between repartitions
   double balance_factor = 4;  // largest share over average above which shares are evened out
-  int window = 8;             // receives posted at once while the former ones are reduced
+  int window = 8;  // messages that are reduced together while the next window of them arrives
   // The density above which a partial result turns dense, decided by an upper bound on its entries;
   // 0: where index-value pairs would be larger than all values, V / (4 + V) for values of V bytes
   // (SparCML section 5.1).
@@ -135,28 +135,32 @@ std::uint64_t sparse_limit(AlgorithmOptions const& options, std::uint64_t extent
 template <class V>
 using MakeAllreduce = std::unique_ptr<SparseAllreduce<V>> (*)(AlgorithmOptions const&);
 
+// One sparse allreduce for every type of value; those of integers are null unless it is lossless.
+struct SparseMakers {
+  MakeAllreduce<float> f32 = nullptr;
+  MakeAllreduce<double> f64 = nullptr;
+  MakeAllreduce<std::int32_t> i32 = nullptr;
+  MakeAllreduce<std::int64_t> i64 = nullptr;
+};
+
 struct AlgorithmEntry {
-  std::string_view name;
-  std::string_view description;
-  std::string_view words;   // the leading term of the words received per rank, for the docs
-  std::string_view source;  // paper and section
-  bool sparse;              // exchanges selections; otherwise the whole gradient
-  bool top_k_result;        // the result is cut to the k largest
-  Cost (*cost)(CostShape const& shape, AlgorithmOptions const& options);
-  // Null unless sparse; those of integers are null where the result is cut or rounded.
-  MakeAllreduce<float> make_f32;
-  MakeAllreduce<double> make_f64;
-  MakeAllreduce<std::int32_t> make_i32;
-  MakeAllreduce<std::int64_t> make_i64;
-  DenseMakers const* dense = nullptr;  // null where sparse
-  // Where the local threshold comes from, whatever the schedule says.
+  std::string_view name = {};
+  std::string_view description = {};
+  std::string_view words = {};   // the leading term of the words received per rank, for the docs
+  std::string_view source = {};  // paper and section
+  bool sparse = false;           // exchanges selections; otherwise the whole gradient
+  bool top_k_result = false;     // the result is cut to the k largest
+  Cost (*cost)(CostShape const& shape, AlgorithmOptions const& options) = nullptr;
+  SparseMakers make = {};              // if sparse
+  DenseMakers const* dense = nullptr;  // if not sparse
+  // Replaces the schedule's source of the local threshold.
   std::optional<ThresholdSource> selection = {};
   bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
-  // The allreduce of the transport's engine: only where Transport::reduces(), and not counted.
+  // The allreduce of the transport's engine: only if Transport::reduces(), and not counted.
   bool inner = false;
 
   // The result is the exact reduction of the contributions, for every reduction; with raw values.
-  bool lossless() const { return make_i32 != nullptr; }
+  bool lossless() const { return make.i32 != nullptr; }
 };
 
 std::span<const AlgorithmEntry> algorithms();
@@ -168,10 +172,10 @@ AlgorithmEntry const& find_algorithm(std::string_view name);
 template <class V>
 std::unique_ptr<SparseAllreduce<V>> make_sparse_allreduce(AlgorithmEntry const& entry,
                                                           AlgorithmOptions const& options) {
-  if constexpr (std::is_same_v<V, float>) return entry.make_f32(options);
-  if constexpr (std::is_same_v<V, double>) return entry.make_f64(options);
-  if constexpr (std::is_same_v<V, std::int32_t>) return entry.make_i32(options);
-  if constexpr (std::is_same_v<V, std::int64_t>) return entry.make_i64(options);
+  if constexpr (std::is_same_v<V, float>) return entry.make.f32(options);
+  if constexpr (std::is_same_v<V, double>) return entry.make.f64(options);
+  if constexpr (std::is_same_v<V, std::int32_t>) return entry.make.i32(options);
+  if constexpr (std::is_same_v<V, std::int64_t>) return entry.make.i64(options);
 }
 
 // The cost of a Bruck allgather whose frames have at most `frame_bytes` bytes.

@@ -1,11 +1,20 @@
-#include "collectives/dense.h"
-
+// Reduce-scatter by pairwise exchange, then a Bruck allgather; in chunks for dense_overlap.
+//
+// 1. A chunk (for `dense` the whole vector) is split into P even parts, one for each rank. A rank
+//    sends to each other rank its values of that rank's part, in rotated order.
+// 2. It adds what arrives for its own part, in the same order and in accumulate_t<T>, then divides
+//    and rounds once, so that all ranks get one owner's bits.
+// 3. dense_overlap starts step 1 of the next chunk.
+// 4. A Bruck allgather of the finished parts completes the chunk on every rank.
+//
+// P-1 + ceil(log2 P) messages and 2N(P-1)/P elements per chunk. Sources: Chan, Heimlich,
+// Purkayastha and van de Geijn 2007; for dense_overlap, Ok-Topk Table 1 (DenseOvlp).
 #include <algorithm>
 #include <array>
 #include <cmath>
 
-#include "collectives/algorithm.h"
 #include "collectives/dense_frames.h"
+#include "collectives/entries.h"
 #include "collectives/patterns.h"
 
 namespace sparsecomm {
@@ -174,18 +183,34 @@ Cost chunked_cost(CostShape const& shape, double chunks) {
   return cost;
 }
 
-}  // namespace
+constexpr DenseMakers whole_makers = MakeDenseOf<WholePairwise>::makers(largest_region, true);
+constexpr DenseMakers overlap_makers = MakeDenseOf<ChunkedPairwise>::makers(largest_region, true);
 
-DenseMakers const dense_pairwise = MakeDenseOf<WholePairwise>::makers(largest_region, true);
-DenseMakers const dense_overlap = MakeDenseOf<ChunkedPairwise>::makers(largest_region, true);
+Cost whole_cost(CostShape const& shape, AlgorithmOptions const&) { return chunked_cost(shape, 1); }
 
-Cost dense_pairwise_cost(CostShape const& shape, AlgorithmOptions const&) {
-  return chunked_cost(shape, 1);
-}
-
-Cost dense_overlap_cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost overlap_cost(CostShape const& shape, AlgorithmOptions const& options) {
   auto const chunk = static_cast<double>(options.overlap_chunk);
   return chunked_cost(shape, std::max(1.0, std::ceil(static_cast<double>(shape.extent) / chunk)));
 }
+
+}  // namespace
+
+AlgorithmEntry const dense = {
+    .name = "dense",
+    .description = "every element, reduce-scatter then allgather",
+    .words = "2N(P-1)/P",
+    .source = "Chan et al. 2007",
+    .cost = whole_cost,
+    .dense = &whole_makers,
+};
+
+AlgorithmEntry const dense_overlap = {
+    .name = "dense_overlap",
+    .description = "every element, a chunk reduced while the previous one is gathered",
+    .words = "2N(P-1)/P",
+    .source = "Ok-Topk Table 1",
+    .cost = overlap_cost,
+    .dense = &overlap_makers,
+};
 
 }  // namespace sparsecomm

@@ -1,22 +1,7 @@
-// Dense allreduces: every element, with the same bits on all ranks. All but dense_inner go over the
-// same messages as the sparse ones: these carry T, sums are made in accumulate_t<T>, and each
-// element is finished by one owner.
-//
-// dense             Reduce-scatter by pairwise exchange with rotated destinations, then a Bruck
-//                   allgather. P-1 + ceil(log2 P) messages. Rounds once. Chan et al. 2007.
-// dense_ring        Reduce-scatter and allgather around a ring: 2(P-1) messages, one at a time.
-//                   A sum is rounded at each hop. Patarasuk and Yuan 2009.
-// dense_rabenseifner Recursive halving, then doubling: 2 log2 P messages; where P is no power of
-//                   two, the ranks beyond it hand their vector to a neighbour first and get the
-//                   result last, N words more. A sum is rounded at each of the halvings.
-//                   Rabenseifner 2004.
-// dense_overlap     dense in chunks: the reduce-scatter of a chunk is under way while the former
-//                   one is gathered.
-// dense_inner       The allreduce of the transport's engine, where it has one. Gloo's is a ring, of
-//                   segments of at most 1 MiB, which sums in T; like torch's, it need not give NaN
-//                   for the min or max of a NaN and a number.
-//
-// Each but the folded ranks of dense_rabenseifner receives 2N(P-1)/P elements.
+// The interface of the dense allreduces: every element, with the same bits on all ranks. All but
+// dense_inner send the same kind of messages as the sparse ones: these carry T, sums are made in
+// accumulate_t<T>, and each element is finished by one owner. Each algorithm is described in its
+// own file, dense*.cc.
 #pragma once
 
 #include <cstdint>
@@ -30,8 +15,6 @@
 namespace sparsecomm {
 
 struct AlgorithmOptions;
-struct Cost;
-struct CostShape;
 
 template <class T>
 class DenseAllreduce {
@@ -68,18 +51,5 @@ struct DenseMakers {
     if constexpr (dtype_of<T>() == DType::i64) return i64(options);
   }
 };
-
-extern DenseMakers const dense_pairwise;
-extern DenseMakers const dense_ring;
-extern DenseMakers const dense_rabenseifner;
-extern DenseMakers const dense_overlap;
-extern DenseMakers const dense_inner;
-
-Cost dense_pairwise_cost(CostShape const& shape, AlgorithmOptions const& options);
-Cost dense_ring_cost(CostShape const& shape, AlgorithmOptions const& options);
-Cost dense_rabenseifner_cost(CostShape const& shape, AlgorithmOptions const& options);
-Cost dense_overlap_cost(CostShape const& shape, AlgorithmOptions const& options);
-// Gloo's; predicted, since what an engine sends is not counted.
-Cost dense_inner_cost(CostShape const& shape, AlgorithmOptions const& options);
 
 }  // namespace sparsecomm

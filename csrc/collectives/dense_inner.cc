@@ -1,8 +1,17 @@
+// The allreduce of the transport's engine, if it has one (Transport::reduces()).
+//
+// 1. The data is copied, since it must be as it was if the engine fails half-way.
+// 2. The engine reduces the copy in place.
+// 3. The result is divided and written to the data.
+//
+// Gloo's is a ring of segments of at most 1 MiB, which sums in T. As with torch's, the min or max
+// of a NaN and a number need not be NaN. What it sends is not counted. Source: Patarasuk and Yuan
+// 2009.
 #include <algorithm>
 #include <cmath>
 
-#include "collectives/algorithm.h"
 #include "collectives/dense_frames.h"
+#include "collectives/entries.h"
 
 namespace sparsecomm {
 namespace {
@@ -33,14 +42,13 @@ class Inner final : public DenseAllreduce<T> {
   Buffer<T> result_;
 };
 
-}  // namespace
-
-DenseMakers const dense_inner =
+constexpr DenseMakers makers =
     MakeDenseOf<Inner>::makers([](std::uint64_t, int) { return std::uint64_t{0}; });
 
-// Of a rank's share two segments at least are under way. An entry is copied and added, but not
-// encoded and decoded, which is half of what the others do.
-Cost dense_inner_cost(CostShape const& shape, AlgorithmOptions const&) {
+// Gloo's, predicted, since what an engine sends is not counted. At least two segments per share are
+// in flight. An entry is copied and added, but not encoded and decoded, which is half of what the
+// other algorithms do.
+Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   double const steps = 2.0 * (shape.ranks - 1);
   auto const extent = static_cast<double>(shape.extent);
   double const share = extent * shape.value_bytes / shape.ranks;
@@ -49,5 +57,17 @@ Cost dense_inner_cost(CostShape const& shape, AlgorithmOptions const&) {
           .bytes = steps * share,
           .dense_entries = extent};
 }
+
+}  // namespace
+
+AlgorithmEntry const dense_inner = {
+    .name = "dense_inner",
+    .description = "every element, by the transport's own allreduce: gloo's, over c10d",
+    .words = "2N(P-1)/P",
+    .source = "Patarasuk and Yuan 2009",
+    .cost = cost,
+    .dense = &makers,
+    .inner = true,
+};
 
 }  // namespace sparsecomm

@@ -1,7 +1,19 @@
+// Rabenseifner's allreduce: recursive halving, then recursive doubling.
+//
+// 1. If P is not a power of two, the even one of each of the first pairs of ranks sends its vector
+//    to its neighbour, which works for both, and waits for step 4. A power of two is left.
+// 2. Ranks 1, 2, 4, ... apart exchange halves of the range that they still reduce: each keeps one
+//    half and adds the peer's sum of it. Each ends with the sum of one range in full, and divides
+//    and rounds it.
+// 3. The same exchanges backwards, each rank sending the range that it has in full.
+// 4. The ranks of step 1 receive the result.
+//
+// 2 log2 P messages and 2N(P-1)/P elements; a rank that works for two sends and receives one vector
+// more. Half precision is rounded at each halving. For small N. Source: Rabenseifner 2004.
 #include <bit>
 
-#include "collectives/algorithm.h"
 #include "collectives/dense_frames.h"
+#include "collectives/entries.h"
 
 namespace sparsecomm {
 namespace {
@@ -46,7 +58,7 @@ class Rabenseifner final : public DenseAllreduce<T> {
     auto const incoming = receive_.take(Frames::bytes(data.size()));
     std::span<T> const result = result_.take(data.size());
 
-    if (!fold.works(rank)) {
+    if (!fold.works(rank)) {  // steps 1 and 4
       int const partner = rank + 1;
       Request receive = channel.irecv(partner, Phase::gather, incoming);
       Request send =
@@ -61,13 +73,13 @@ class Rabenseifner final : public DenseAllreduce<T> {
 
     std::span<V> const sum = sum_.take(data.size());
     Frames::widen(data, sum);
-    if (fold.paired(rank)) {
+    if (fold.paired(rank)) {  // step 1
       Request receive = channel.irecv(rank - 1, Phase::reduce, incoming);
       FrameView const frame = channel.wait_frame(receive, rank - 1, incoming);
       frames_.reduce(channel, rank - 1, frame, 0, sum, reduction);
     }
 
-    // Neighbours first, so that the last and smallest exchanges are the farthest.
+    // Step 2. Neighbours first, so that the last and smallest exchanges are the farthest.
     int const corner = fold.corner(rank);
     Range own = whole;
     halves_.clear();
@@ -89,6 +101,7 @@ class Rabenseifner final : public DenseAllreduce<T> {
     }
 
     Frames::finish(own.of(sum), divisor, own.of(result));
+    // Step 3.
     for (auto half = halves_.rbegin(); half != halves_.rend(); ++half) {
       Request receive = channel.irecv(half->peer, Phase::gather, incoming);
       Request send =
@@ -99,7 +112,7 @@ class Rabenseifner final : public DenseAllreduce<T> {
       channel.wait(send);
       own = {std::min(own.first, half->given.first), std::max(own.last, half->given.last)};
     }
-    if (fold.paired(rank)) {
+    if (fold.paired(rank)) {  // step 4
       Request send = channel.isend(rank - 1, Phase::gather,
                                    Frames::encode_as_is(channel, 0, result, outgoing));
       channel.wait(send);
@@ -121,16 +134,14 @@ class Rabenseifner final : public DenseAllreduce<T> {
   Frames frames_;
 };
 
-}  // namespace
-
-DenseMakers const dense_rabenseifner =
+constexpr DenseMakers makers =
     MakeDenseOf<Rabenseifner>::makers([](std::uint64_t extent, int ranks) {
       Fold const fold{ranks};
       return fold.cube == fold.size ? (extent + 1) / 2 : extent;
     });
 
 // A rank that works for two receives a whole vector more.
-Cost dense_rabenseifner_cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   Fold const fold{shape.ranks};
   double const halvings = std::bit_width(static_cast<unsigned>(fold.cube)) - 1;
   double const folded = fold.cube == fold.size ? 0 : 1;
@@ -146,5 +157,16 @@ Cost dense_rabenseifner_cost(CostShape const& shape, AlgorithmOptions const&) {
           .dense_entries = (2 + folded) * extent,
           .exact = folded == 0 && even};
 }
+
+}  // namespace
+
+AlgorithmEntry const dense_rabenseifner = {
+    .name = "dense_rabenseifner",
+    .description = "every element, recursive halving then doubling",
+    .words = "2N(P-1)/P",
+    .source = "Rabenseifner 2004",
+    .cost = cost,
+    .dense = &makers,
+};
 
 }  // namespace sparsecomm

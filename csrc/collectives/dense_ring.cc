@@ -1,7 +1,19 @@
+// Reduce-scatter and allgather around a ring.
+//
+// 1. The vector is split into P even parts. In round s = 0 .. P-2 a rank sends its partial sum of
+//    part rank - s to the rank after it, receives that of part rank - s - 1 and adds its own. It
+//    ends with part rank + 1 in full, and divides and rounds it.
+// 2. In round s = 0 .. P-2 a rank passes on the finished part rank + 1 - s and receives the part
+//    before that.
+//
+// With P = 3, part 0: 0 -> 1 -> 2 sums, 2 -> 0 -> 1 spreads. 2(P-1) messages that wait for one
+// another, as a round sends what the round before it received; 2N(P-1)/P elements, all between
+// neighbours. A round is not pipelined: a rank encodes, waits and adds in turn. Half precision is
+// rounded at each hop. Source: Patarasuk and Yuan 2009.
 #include <cmath>
 
-#include "collectives/algorithm.h"
 #include "collectives/dense_frames.h"
+#include "collectives/entries.h"
 #include "collectives/patterns.h"
 
 namespace sparsecomm {
@@ -32,6 +44,7 @@ class Ring final : public DenseAllreduce<T> {
 
     std::span<V> const sum = sum_.take(data.size());
     Frames::widen(data, sum);
+    // Step 1.
     for (int step = 0; step < size - 1; ++step) {
       Request receive = channel.irecv(left, Phase::reduce, incoming);
       Request send = channel.isend(
@@ -45,6 +58,7 @@ class Ring final : public DenseAllreduce<T> {
 
     std::span<T> const result = result_.take(data.size());
     Frames::finish(part_of(rank + 1, sum), divisor, part_of(rank + 1, result));
+    // Step 2.
     for (int step = 0; step < size - 1; ++step) {
       Request receive = channel.irecv(left, Phase::gather, incoming);
       int const sent = rank + 1 - step;
@@ -66,12 +80,10 @@ class Ring final : public DenseAllreduce<T> {
   Frames frames_;
 };
 
-}  // namespace
-
-DenseMakers const dense_ring = MakeDenseOf<Ring>::makers(
+constexpr DenseMakers makers = MakeDenseOf<Ring>::makers(
     [](std::uint64_t extent, int ranks) { return (extent + ranks - 1) / ranks; });
 
-Cost dense_ring_cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   double const steps = 2.0 * (shape.ranks - 1);
   double const region = std::ceil(static_cast<double>(shape.extent) / shape.ranks);
   return {.rounds = steps,
@@ -80,5 +92,16 @@ Cost dense_ring_cost(CostShape const& shape, AlgorithmOptions const&) {
           .dense_entries = 2.0 * static_cast<double>(shape.extent),
           .exact = shape.extent % static_cast<std::uint64_t>(shape.ranks) == 0};
 }
+
+}  // namespace
+
+AlgorithmEntry const dense_ring = {
+    .name = "dense_ring",
+    .description = "every element, reduce-scatter and allgather around a ring",
+    .words = "2N(P-1)/P",
+    .source = "Patarasuk and Yuan 2009",
+    .cost = cost,
+    .dense = &makers,
+};
 
 }  // namespace sparsecomm

@@ -1,7 +1,20 @@
-#include "collectives/gtopk.h"
-
+// gTop-k: a reduction up a binomial tree that keeps k entries at each rank, and a broadcast down
+// it.
+//
+// 1. Each rank cuts its selection to the k largest.
+// 2. Rank r receives from r + 1, r + 2, r + 4, ..., up to its own lowest set bit, adds each to what
+//    it holds and cuts the sum to the k largest. It then sends that to r without its lowest set
+//    bit.
+// 3. The root's entries are the result. Each rank sends the frame that it got to its children, the
+//    farthest first, since its subtree is the deepest.
+//
+// What a rank cuts it returns as rejected, so that nothing is lost, which it would be if only the
+// selections that missed the result were kept. Any P; 2 ceil(log2 P) rounds of 2k words. The result
+// has k entries, but not those of TopK(sum): a sum that is small in every subtree is cut before its
+// parts meet. Sources: Shi et al. 2019, Ok-Topk Table 1.
 #include <utility>
 
+#include "collectives/entries.h"
 #include "collectives/pair_frames.h"
 #include "collectives/pairs.h"
 #include "collectives/patterns.h"
@@ -91,18 +104,9 @@ class GTopK final : public SparseAllreduce<V> {
   std::vector<Request> sends_;
 };
 
-}  // namespace
-
-template <class V>
-std::unique_ptr<SparseAllreduce<V>> make_gtopk(AlgorithmOptions const& options) {
-  return std::make_unique<GTopK<V>>(options);
-}
-template std::unique_ptr<SparseAllreduce<float>> make_gtopk(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<double>> make_gtopk(AlgorithmOptions const&);
-
 // The root receives a selection in each round up and sends the result in each round down; the
 // others receive the result once, and fewer selections.
-Cost gtopk_cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   double const rounds = bruck_rounds(shape.ranks);
   auto const k = static_cast<double>(shape.k);
   double const frame = header_bytes + k * shape.pair_bytes();
@@ -111,5 +115,18 @@ Cost gtopk_cost(CostShape const& shape, AlgorithmOptions const&) {
           .bytes = rounds * frame,
           .entries = k * (2 + 4 * rounds)};
 }
+
+}  // namespace
+
+AlgorithmEntry const gtopk = {
+    .name = "gtopk",
+    .description = "summed up a tree, cut to the k largest at each rank, and sent down",
+    .words = "2k log2 P",
+    .source = "Shi et al. 2019, Ok-Topk Table 1",
+    .sparse = true,
+    .top_k_result = true,
+    .cost = cost,
+    .make = MakeSparseOf<GTopK>::floating,
+};
 
 }  // namespace sparsecomm

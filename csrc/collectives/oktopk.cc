@@ -1,8 +1,36 @@
-#include "collectives/oktopk.h"
-
+// Ok-Topk's O(k) sparse allreduce: u = TopK(sum of the ranks' selections). Source: Ok-Topk (Li and
+// Hoefler 2022), Algorithm 1.
+//
+// 1. Regions, every tau steps and whenever the sizes of step 2 demand it: those that hold even
+//    shares of all ranks' selections together, found from histograms of their positions
+//    (collectives/regions.h).
+// 2. Sizes: the largest selection, and the most that each rank has for any other, by a census
+//    (collectives/figures.h). Where the regions no longer fit, so that a rank might receive more
+//    than (2 - 3/P) times the largest selection in step 3, they are found anew. Up to three ranks
+//    then gather all selections instead, and each sums them and takes the k largest for itself,
+//    which ends the call.
+// 3. Split and reduce: rank j receives everyone's part of region j, in rotated order, a window of
+//    receives at a time, and sums it.
+// 4. Global threshold: a census of the histograms of the sums' magnitudes names the bin that holds
+//    the k-th largest; refined to a single bit pattern where the schedule says exact, the former
+//    threshold where it says reused. Each rank then says how many it has above and in that bin,
+//    which makes the sizes of all shares.
+// 5. Shares are evened out where the largest exceeds balance_factor times the average, then
+//    allgathered.
+//
+// Words received: at most 6k(P-1)/P whatever is selected where, plus frame headers, the sizes, the
+// histograms and, where they are found, the regions: in step 3 (2 - 3/P) k pairs, or where the
+// regions are new (for P > 3) k + k/6 + 2P, which is no more for k > 24P; in step 5 k pairs. k
+// stands for the largest of k and the selections; where the schedule says reused the result may
+// have more than k entries, and the words of step 5 are those. 2k(P-1)/P in step 5 alone is the
+// least there can be (section 3.2): so it is where each rank selects in its own region only.
+// Messages: P-1, at most 2P-1 in balancing, and ceil(log2 P) for each allgather and census.
+// With P grow the headers of the split and of the last allgather, 2(P-1), and two words per rank in
+// step 4; regions take O(P) words where they are found.
 #include <algorithm>
 #include <cmath>
 
+#include "collectives/entries.h"
 #include "collectives/global_cut.h"
 #include "collectives/pair_frames.h"
 #include "collectives/pairs.h"
@@ -396,19 +424,10 @@ void OkTopk<V>::gather(Channel& channel, SparseProblem const& problem) {
   }
 }
 
-}  // namespace
-
-template <class V>
-std::unique_ptr<SparseAllreduce<V>> make_oktopk(AlgorithmOptions const& options) {
-  return std::make_unique<OkTopk<V>>(options);
-}
-template std::unique_ptr<SparseAllreduce<float>> make_oktopk(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<double>> make_oktopk(AlgorithmOptions const&);
-
 // Pairs received: in split and reduce (2 - 3/P) k at most, or k(1 + 1/6) + 2P where regions are
 // new; k in balance and allgather together, since a rank that is given an even share does not
 // receive it again. A prediction is an average over the steps, of even shares.
-Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {};
   double const ranks = shape.ranks;
   double const peers = ranks - 1;
@@ -442,5 +461,19 @@ Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const& options) {
   return split + sizes + gather + cut +
          once_in(options.partition_period) * regions_cost(shape.ranks, shape.extent);
 }
+
+}  // namespace
+
+AlgorithmEntry const oktopk = {
+    .name = "oktopk",
+    .description = "split and reduce, then balance and allgather the k largest sums",
+    .words = "6k(P-1)/P",
+    .source = "Ok-Topk Algorithm 1",
+    .sparse = true,
+    .top_k_result = true,
+    .cost = cost,
+    .make = MakeSparseOf<OkTopk>::floating,
+    .rounds = true,
+};
 
 }  // namespace sparsecomm

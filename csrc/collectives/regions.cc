@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "collectives/entries.h"
 #include "collectives/patterns.h"
 
 namespace sparsecomm {
@@ -20,7 +21,7 @@ std::uint64_t RegionSearch::Interval::edge(std::uint64_t bin, std::uint64_t bins
   return first + even_split(last - first, bins, bin);
 }
 
-RegionSearch::RegionSearch() : sum_(dense_rabenseifner.make<std::int64_t>({})) {}
+RegionSearch::RegionSearch() : sum_(dense_rabenseifner.dense->make<std::int64_t>({})) {}
 
 // Sums every rank's counts of `bins` bins in each of divided_.
 void RegionSearch::count(Channel& channel, std::span<const std::uint32_t> indices,
@@ -108,7 +109,7 @@ Cost regions_cost(int ranks, std::uint64_t extent) {
   if (ranks == 1) return {};
   auto const regions = static_cast<std::uint64_t>(ranks);
   auto const sum = [&](std::uint64_t bins) {
-    return dense_rabenseifner_cost({.ranks = ranks, .extent = bins, .value_bytes = 8}, {});
+    return dense_rabenseifner.cost({.ranks = ranks, .extent = bins, .value_bytes = 8}, {});
   };
   auto const parts = [](std::uint64_t width, std::uint64_t bins) {
     return (width + bins - 1) / bins;

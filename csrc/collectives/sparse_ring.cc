@@ -1,8 +1,18 @@
-#include "collectives/sparse_ring.h"
-
+// Reduce-scatter and allgather of sparse regions around a ring.
+//
+// 1. The positions are split into P even regions. Each rank sends its entries of the region of the
+//    rank before it to the rank after it.
+// 2. P - 1 times, a rank receives the partial sum of a region from the rank before it, adds its own
+//    entries and, but for the last, which is its own region in full, sends the sum on.
+// 3. P - 1 times, a rank passes on the frame of a finished region as it came, its own first.
+//
+// 2(P-1) messages that wait for one another, all between neighbours. The partial sums grow with
+// fill-in: 4k(P-1)/P words if the ranks share their positions, 3k(P-1) if they share none and
+// spread them evenly. Sources: SparCML section 8.1, Patarasuk and Yuan 2009.
 #include <algorithm>
 #include <cmath>
 
+#include "collectives/entries.h"
 #include "collectives/region_gather.h"
 
 namespace sparsecomm {
@@ -32,8 +42,8 @@ class SparseRing final : public SparseAllreduce<V> {
     return (channel.rank() + channel.size() - 1) % channel.size();
   }
 
-  // In step s a rank receives the sum of the s ranks before it of region rank - 1 - s, so that it
-  // ends with its own region in full.
+  // Steps 1 and 2. In round s the sum of the s ranks before this one arrives, of region
+  // rank - 1 - s, so that the last is this rank's own region in full.
   void scatter(Channel& channel, SparseView<V> contribution, std::size_t capacity) {
     int const size = channel.size();
     auto const add_own = [&](int part) {
@@ -58,7 +68,7 @@ class SparseRing final : public SparseAllreduce<V> {
     }
   }
 
-  // frames_[r] becomes rank r's region; each is passed on as it came.
+  // Step 3. frames_[r] becomes rank r's region.
   void pass_on(Channel& channel, std::size_t capacity) {
     int const rank = channel.rank();
     int const size = channel.size();
@@ -84,18 +94,7 @@ class SparseRing final : public SparseAllreduce<V> {
   std::vector<FrameView> frames_;
 };
 
-}  // namespace
-
-template <class V>
-std::unique_ptr<SparseAllreduce<V>> make_sparse_ring(AlgorithmOptions const& options) {
-  return std::make_unique<SparseRing<V>>(options);
-}
-template std::unique_ptr<SparseAllreduce<float>> make_sparse_ring(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<double>> make_sparse_ring(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<std::int32_t>> make_sparse_ring(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<std::int64_t>> make_sparse_ring(AlgorithmOptions const&);
-
-Cost sparse_ring_cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   double const peers = shape.ranks - 1;
   auto const k = static_cast<double>(shape.k);
@@ -118,5 +117,17 @@ Cost sparse_ring_cost(CostShape const& shape, AlgorithmOptions const& options) {
   }
   return cost;
 }
+
+}  // namespace
+
+AlgorithmEntry const sparse_ring = {
+    .name = "sparse_ring",
+    .description = "sparse reduce-scatter and allgather around a ring",
+    .words = "4k(P-1)/P to 3k(P-1)",
+    .source = "SparCML section 8.1",
+    .sparse = true,
+    .cost = cost,
+    .make = MakeSparseOf<SparseRing>::all,
+};
 
 }  // namespace sparsecomm

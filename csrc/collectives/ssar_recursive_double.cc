@@ -1,8 +1,19 @@
-#include "collectives/ssar_recursive_double.h"
-
+// Recursive doubling of sparse streams.
+//
+// 1. If P is not a power of two, the ranks beyond the largest one below P send their entries to
+//    the rank that many places before them, which adds them to its own, and wait for step 3.
+// 2. In round t = 0, 1, ... ranks 2^t apart exchange all they have reduced so far. Both add in rank
+//    order, and so hold the same bits.
+// 3. The ranks of step 1 receive the result.
+//
+// log2 P messages if P is a power of two, else log2 P + 2 rounds; 2k log2 P words if the ranks
+// share their positions, 2k(P-1) if they share none, and never much more than N log2 P, since
+// streams denser than delta are sent dense. Few messages: for small k. Source: SparCML
+// section 5.3.1.
 #include <algorithm>
 #include <utility>
 
+#include "collectives/entries.h"
 #include "collectives/stream_codec.h"
 
 namespace sparsecomm {
@@ -23,7 +34,7 @@ class SsarRecursiveDouble final : public SparseAllreduce<V> {
     auto const incoming = receive_.take(capacity(channel.size()));
     codec_.reset(sum_, whole_);
     sum_.add(contribution);
-    if (rank >= core) {
+    if (rank >= core) {  // steps 1 and 3
       Request send = post(channel, rank - core, Phase::reduce);
       channel.wait(send);
       codec_.reset(sum_, whole_);
@@ -31,7 +42,8 @@ class SsarRecursiveDouble final : public SparseAllreduce<V> {
       return {.reduced = sum_.view(), .rejected = {}};
     }
     bool const folds = rank + core < channel.size();
-    if (folds) receive(channel, rank + core, Phase::reduce, 1, incoming, sum_);
+    if (folds) receive(channel, rank + core, Phase::reduce, 1, incoming, sum_);  // step 1
+    // Step 2.
     for (int distance = 1; distance < core; distance *= 2) {
       int const partner = rank ^ distance;
       int const theirs = folded_ranks(partner & ~(distance - 1), distance, channel.size());
@@ -47,7 +59,7 @@ class SsarRecursiveDouble final : public SparseAllreduce<V> {
       }
       channel.wait(send);
     }
-    if (folds) {
+    if (folds) {  // step 3
       Request send = post(channel, rank + core, Phase::gather);
       channel.wait(send);
     }
@@ -74,24 +86,9 @@ class SsarRecursiveDouble final : public SparseAllreduce<V> {
   SparseStream<V> sum_, merged_;
 };
 
-}  // namespace
-
-template <class V>
-std::unique_ptr<SparseAllreduce<V>> make_ssar_recursive_double(AlgorithmOptions const& options) {
-  return std::make_unique<SsarRecursiveDouble<V>>(options);
-}
-template std::unique_ptr<SparseAllreduce<float>> make_ssar_recursive_double(
-    AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<double>> make_ssar_recursive_double(
-    AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<std::int32_t>> make_ssar_recursive_double(
-    AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<std::int64_t>> make_ssar_recursive_double(
-    AlgorithmOptions const&);
-
 // Of rank 0, which folds where any does, or of the rank that it folds, which gets the whole result
 // at once.
-Cost ssar_recursive_double_cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   int const core = core_ranks(shape.ranks);
   bool const folds = core < shape.ranks;
@@ -122,5 +119,17 @@ Cost ssar_recursive_double_cost(CostShape const& shape, AlgorithmOptions const& 
   }
   return cost;
 }
+
+}  // namespace
+
+AlgorithmEntry const ssar_recursive_double = {
+    .name = "ssar_recursive_double",
+    .description = "exchange of all reduced so far with ranks 1, 2, 4, ... away",
+    .words = "2k log P to 2k(P-1)",
+    .source = "SparCML section 5.3.1",
+    .sparse = true,
+    .cost = cost,
+    .make = MakeSparseOf<SsarRecursiveDouble>::all,
+};
 
 }  // namespace sparsecomm

@@ -1,7 +1,17 @@
-#include "collectives/topk_a.h"
-
+// Allgather of all selections, each rank summing all of them.
+//
+// 1. Each rank encodes its selection as one frame; with a lossy value codec it rounds the values
+//    first and rejects what rounding took.
+// 2. A Bruck allgather passes every frame to every rank.
+// 3. Each rank decodes all frames, its own too, and sums them in rank order, so that all get the
+//    same bits. The sum turns dense beyond delta.
+//
+// ceil(log2 P) messages, 2k(P-1) words: quick for small k P, and linear in P. gaussian_k is the
+// same exchange of selections made by another threshold. Sources: Ok-Topk Table 1 (TopkA), SparCML
+// section 8.1.
 #include <algorithm>
 
+#include "collectives/entries.h"
 #include "collectives/pair_frames.h"
 #include "collectives/rounding.h"
 
@@ -20,6 +30,7 @@ class TopkA final : public SparseAllreduce<V> {
     std::size_t const capacity = max_sparse_frame_bytes<V>(problem.limit, extent);
     auto const own = send_.take(capacity);
     rejected_.clear();
+    // Step 1.
     SparseView<V> sent = selection;
     if (rounding_.lossy()) {
       rounded_.assign(selection.values.begin(), selection.values.end());
@@ -30,7 +41,9 @@ class TopkA final : public SparseAllreduce<V> {
     }
     std::size_t const length = encode_sparse<V>(channel.stamp(), 0, extent, sent.indices,
                                                 sent.values, frame_options(options_, problem), own);
+    // Step 2.
     auto const frames = gather_.run(channel, Phase::gather, own.first(length), capacity);
+    // Step 3.
     sum_.reset(0, extent, sparse_limit<V>(options_, extent), problem.reduction);
     for (int rank = 0; rank < channel.size(); ++rank) {
       indices_.clear();
@@ -53,19 +66,8 @@ class TopkA final : public SparseAllreduce<V> {
   SparseStream<V> sum_;
 };
 
-}  // namespace
-
-template <class V>
-std::unique_ptr<SparseAllreduce<V>> make_topk_a(AlgorithmOptions const& options) {
-  return std::make_unique<TopkA<V>>(options);
-}
-template std::unique_ptr<SparseAllreduce<float>> make_topk_a(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<double>> make_topk_a(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<std::int32_t>> make_topk_a(AlgorithmOptions const&);
-template std::unique_ptr<SparseAllreduce<std::int64_t>> make_topk_a(AlgorithmOptions const&);
-
 // Counted where all contributions have k entries.
-Cost topk_a_cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   auto const k = static_cast<double>(shape.k);
   double const payload =
       std::min(k * shape.pair_bytes(), static_cast<double>(shape.extent) * shape.value_bytes);
@@ -76,5 +78,30 @@ Cost topk_a_cost(CostShape const& shape, AlgorithmOptions const&) {
   for (int rank = 1; rank <= shape.ranks; ++rank) cost.entries += shape.merged(rank);
   return cost;
 }
+
+}  // namespace
+
+AlgorithmEntry const topk_a = {
+    .name = "topk_a",
+    .description = "allgather of all selections, summed locally",
+    .words = "2k(P-1)",
+    .source = "Ok-Topk Table 1",
+    .sparse = true,
+    .cost = cost,
+    .make = MakeSparseOf<TopkA>::all,
+    .rounds = true,
+};
+
+AlgorithmEntry const gaussian_k = {
+    .name = "gaussian_k",
+    .description = "topk_a of selections by a threshold of the normal distribution",
+    .words = "2k(P-1)",
+    .source = "Shi et al. 2019, Ok-Topk Table 1",
+    .sparse = true,
+    .cost = cost,
+    .make = MakeSparseOf<TopkA>::floating,
+    .selection = ThresholdSource::gaussian,
+    .rounds = true,
+};
 
 }  // namespace sparsecomm

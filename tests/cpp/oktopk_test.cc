@@ -1,7 +1,5 @@
 // What oktopk promises beyond the contracts of every algorithm: its result, and how little it
 // receives wherever ranks select.
-#include "collectives/oktopk.h"
-
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -238,8 +236,8 @@ TEST(OkTopkTest, NoRankReceivesMoreThanSixKWordsWhereverRanksSelect) {
       for_each_call(support, ranks, 3, [&](Measured const& call) {
         // Two words each.
         std::uint64_t const most = 3 * wanted * (ranks - 1) / ranks;
-        Cost const cost =
-            oktopk_cost({ranks, extent, wanted}, call.options) + agreement_cost(ranks);
+        Cost const cost = find_algorithm("oktopk").cost({ranks, extent, wanted}, call.options) +
+                          agreement_cost(ranks);
         for (int rank = 0; rank < ranks; ++rank) {
           EXPECT_LE(call.pairs[rank], most) << "on rank " << rank;
           EXPECT_LE(call.bytes[rank], cost.bytes) << "on rank " << rank;

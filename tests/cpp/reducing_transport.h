@@ -22,7 +22,7 @@ class ReducingTransport final : public WrappedTransport {
     auto const reduce = [&]<class T>() {
       Channel channel(*this, ++operation_, deadline);
       std::span const data(reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T));
-      dense_pairwise.make<T>({})->run(channel, data, reduction, 1);
+      find_algorithm("dense").dense->make<T>({})->run(channel, data, reduction, 1);
     };
     if (dtype == DType::i32) return reduce.template operator()<std::int32_t>();
     if (dtype == DType::i64) return reduce.template operator()<std::int64_t>();
