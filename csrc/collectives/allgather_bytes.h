@@ -6,7 +6,7 @@
 
 #include <limits>
 
-#include "collectives/figures.h"
+#include "collectives/frame_allgather.h"
 
 namespace sparsecomm {
 

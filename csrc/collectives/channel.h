@@ -117,30 +117,4 @@ class Channel {
   Commit* commit_;
 };
 
-// Bruck allgather of one frame per rank: ceil(log2 P) messages, and every frame crosses P - 1 links
-// in all. Where the worst frames of all ranks would take more than `lengths_first_above` bytes, the
-// ranks tell each other their frames' lengths first, in as many messages, and make room for those.
-class FrameAllgather {
- public:
-  FrameAllgather() = default;
-  explicit FrameAllgather(std::size_t lengths_first_above)
-      : lengths_first_above_(lengths_first_above) {}
-
-  // `max_frame_bytes` bounds each rank's frame. Element r of the result is rank r's frame, own
-  // included; it and the result are valid until the next run().
-  std::span<const FrameView> run(Channel& channel, Phase phase, std::span<const std::byte> own,
-                                 std::size_t max_frame_bytes);
-
- private:
-  // Fills blocks_ with the frames of rank, rank + 1, ... (mod size): each no longer than rooms_
-  // says.
-  void gather(Channel& channel, Phase phase, std::span<const std::byte> own, ByteBuffer& buffer);
-
-  std::size_t lengths_first_above_ = std::size_t{256} << 20;
-  ByteBuffer buffer_, lengths_buffer_;
-  std::vector<std::size_t> rooms_;  // [step]: of the frame of rank + step
-  std::vector<std::size_t> ends_;
-  std::vector<FrameView> blocks_, frames_;
-};
-
 }  // namespace sparsecomm

@@ -15,6 +15,7 @@
 
 #include "collectives/dense_frames.h"
 #include "collectives/entries.h"
+#include "collectives/frame_allgather.h"
 #include "collectives/patterns.h"
 
 namespace sparsecomm {

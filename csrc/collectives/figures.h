@@ -114,20 +114,17 @@ class PackedAllgather {
   std::span<const T> run(Channel& channel, Phase phase, T const& own, Check check) {
     int const rank = channel.rank();
     int const size = channel.size();
-    // In the order rank, rank + 1, ... (mod size), so that every message is a prefix.
     rotated_.resize(size);
     rotated_[0] = own;
-    for (int distance = 1; distance < size; distance *= 2) {
-      int const count = std::min(distance, size - distance);
-      int const source = (rank + distance) % size;
-      auto const all = std::span(rotated_);
-      auto const arrived = all.subspan(distance, count);
-      exchange_.run(channel, phase, (rank - distance + size) % size, all.first(count), source,
+    auto const all = std::span(rotated_);
+    for_each_bruck_round(rank, size, [&](BruckRound const& round) {
+      auto const arrived = all.subspan(round.first, round.count);
+      exchange_.run(channel, phase, round.destination, all.first(round.count), round.source,
                     arrived);
-      channel.decode_from(source, [&] {
-        for (int i = 0; i < count; ++i) check((source + i) % size, arrived[i]);
+      channel.decode_from(round.source, [&] {
+        for (int i = 0; i < round.count; ++i) check((round.source + i) % size, arrived[i]);
       });
-    }
+    });
     figures_.resize(size);
     std::ranges::rotate_copy(rotated_, rotated_.end() - rank, figures_.begin());
     return figures_;

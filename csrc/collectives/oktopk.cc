@@ -31,6 +31,7 @@
 #include <cmath>
 
 #include "collectives/entries.h"
+#include "collectives/frame_allgather.h"
 #include "collectives/global_cut.h"
 #include "collectives/pair_frames.h"
 #include "collectives/pairs.h"

@@ -12,6 +12,25 @@ namespace sparsecomm {
 // Rounds of a Bruck (dissemination) allgather: ceil(log2 size).
 constexpr int bruck_rounds(int size) { return std::bit_width(static_cast<unsigned>(size - 1)); }
 
+// One round of a Bruck allgather. A rank holds blocks in the order rank, rank + 1, ... (mod size):
+// it sends the first `count` to `destination` and receives as many from `source`, which become
+// [first, first + count).
+struct BruckRound {
+  int source;
+  int destination;
+  int first;
+  int count;
+};
+template <class F>
+constexpr void for_each_bruck_round(int rank, int size, F&& round) {
+  for (int first = 1; first < size; first *= 2) {
+    round(BruckRound{.source = (rank + first) % size,
+                     .destination = (rank - first + size) % size,
+                     .first = first,
+                     .count = std::min(first, size - first)});
+  }
+}
+
 // Rotated destinations (Ok-Topk Figure 2b): in step s = 1 .. size-1 a rank sends to rank + s and
 // receives from rank - s, so that no rank is everyone's target at once.
 constexpr int rotated_destination(int rank, int step, int size) { return (rank + step) % size; }

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "collectives/frame_allgather.h"
 #include "collectives/stream_codec.h"
 
 namespace sparsecomm {

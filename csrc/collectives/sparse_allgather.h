@@ -5,6 +5,7 @@
 #pragma once
 
 #include "collectives/algorithm.h"
+#include "collectives/frame_allgather.h"
 
 namespace sparsecomm {
 

@@ -12,6 +12,7 @@
 #include <algorithm>
 
 #include "collectives/entries.h"
+#include "collectives/frame_allgather.h"
 #include "collectives/pair_frames.h"
 #include "collectives/rounding.h"
 

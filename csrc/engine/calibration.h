@@ -7,7 +7,7 @@
 
 #include "base/buffer.h"
 #include "base/clock.h"
-#include "collectives/channel.h"
+#include "collectives/frame_allgather.h"
 #include "engine/planner.h"
 
 namespace sparsecomm {

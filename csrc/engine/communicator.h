@@ -40,6 +40,7 @@
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
 #include "collectives/figures.h"
+#include "collectives/frame_allgather.h"
 #include "engine/calibration.h"
 #include "engine/observer.h"
 #include "engine/planner.h"

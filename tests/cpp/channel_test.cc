@@ -5,6 +5,7 @@
 
 #include <numeric>
 
+#include "collectives/frame_allgather.h"
 #include "ranks.h"
 #include "transport/wrapped.h"
 
