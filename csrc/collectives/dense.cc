@@ -17,6 +17,7 @@
 #include "collectives/entries.h"
 #include "collectives/frame_allgather.h"
 #include "collectives/patterns.h"
+#include "collectives/rotated_exchange.h"
 
 namespace sparsecomm {
 namespace {
@@ -64,33 +65,25 @@ class Pairwise : public DenseAllreduce<T> {
   };
   struct Stage {
     ByteBuffer send, receive;
-    std::vector<Request> sends, receives;
+    RotatedExchange exchange;
   };
 
-  std::span<std::byte> slot(Chunk const& chunk, int step, int size, Stage& stage) const {
-    std::size_t const frame = chunk.max_frame(size);
-    return stage.receive.take(frame * window_).subspan(step % window_ * frame, frame);
-  }
-  void post(Channel& channel, Chunk const& chunk, int step, Stage& stage) const {
-    int const size = channel.size();
-    if (step >= size) return;
-    stage.receives[step] = channel.irecv(rotated_source(channel.rank(), step, size), Phase::reduce,
-                                         slot(chunk, step, size, stage));
+  static auto encoder(Channel& channel, Chunk const& chunk) {
+    return [&channel, &chunk, size = channel.size()](int owner, std::span<std::byte> room) {
+      return DenseFrames<T>::encode_as_is(channel, chunk.first_of(owner, size),
+                                          chunk.region(owner, size), room);
+    };
   }
 
   void start(Channel& channel, Chunk const& chunk, Stage& stage) {
-    int const size = channel.size();
-    stage.receives.assign(size, {});
-    stage.sends.clear();
-    for (int step = 1; step <= window_; ++step) post(channel, chunk, step, stage);
-    auto outgoing = stage.send.take(chunk.max_frame(size) * (size - 1));
-    for (int step = 1; step < size; ++step) {
-      int const destination = rotated_destination(channel.rank(), step, size);
-      auto const frame = DenseFrames<T>::encode_as_is(channel, chunk.first_of(destination, size),
-                                                      chunk.region(destination, size), outgoing);
-      outgoing = outgoing.subspan(frame.size());
-      stage.sends.push_back(channel.isend(destination, Phase::reduce, frame));
-    }
+    int const peers = channel.size() - 1;
+    std::size_t const frame = chunk.max_frame(channel.size());
+    stage.exchange.start(channel,
+                         {.outgoing = stage.send.take(frame * peers),
+                          .incoming = stage.receive.take(frame * std::min(window_, peers)),
+                          .max_frame = frame,
+                          .sends = peers},
+                         encoder(channel, chunk));
   }
 
   // Leaves this rank's part of the result as a frame in share_.
@@ -100,14 +93,10 @@ class Pairwise : public DenseAllreduce<T> {
     std::uint64_t const first = chunk.first_of(channel.rank(), size);
     sum_.resize(own.size());
     DenseFrames<T>::widen(own, sum_);
-    for (int step = 1; step < size; ++step) {
-      int const source = rotated_source(channel.rank(), step, size);
-      FrameView const frame =
-          channel.wait_frame(stage.receives[step], source, slot(chunk, step, size, stage));
-      frames_.reduce(channel, source, frame, first, sum_, reduction);
-      post(channel, chunk, step + window_, stage);
-    }
-    channel.wait_all(stage.sends);
+    stage.exchange.finish(channel, encoder(channel, chunk),
+                          [&](int source, FrameView const& frame) {
+                            frames_.reduce(channel, source, frame, first, sum_, reduction);
+                          });
     finished_.resize(own.size());
     DenseFrames<T>::finish(sum_, divisor, finished_);
     share_ =

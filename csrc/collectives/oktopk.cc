@@ -9,8 +9,8 @@
 //    than (2 - 3/P) times the largest selection in step 3, they are found anew. Up to three ranks
 //    then gather all selections instead, and each sums them and takes the k largest for itself,
 //    which ends the call.
-// 3. Split and reduce: rank j receives everyone's part of region j, in rotated order, a window of
-//    receives at a time, and sums it.
+// 3. Split and reduce: rank j receives everyone's part of region j, in rotated order, and sums it a
+//    window of parts at a time while the next window arrives.
 // 4. Global threshold: a census of the histograms of the sums' magnitudes names the bin that holds
 //    the k-th largest; refined to a single bit pattern where the schedule says exact, the former
 //    threshold where it says reused. Each rank then says how many it has above and in that bin,
@@ -37,6 +37,7 @@
 #include "collectives/pairs.h"
 #include "collectives/patterns.h"
 #include "collectives/regions.h"
+#include "collectives/rotated_exchange.h"
 #include "collectives/rounding.h"
 #include "kernels/magnitude.h"
 #include "sparse/intersection.h"
@@ -135,7 +136,8 @@ class OkTopk final : public SparseAllreduce<V> {
   FrameAllgather gather_;
   CensusAllreduce<Sizes> sizes_;
   RegionSearch search_;
-  std::vector<Request> sends_, receives_;
+  RotatedExchange exchange_;
+  std::vector<Request> sends_, receives_;  // of balance()
 };
 
 // False where no regions would do: then every rank takes all selections, which three ranks or fewer
@@ -282,49 +284,33 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
   std::uint32_t const last = region_last(rank, problem);
   std::size_t const max_receive =
       max_sparse_frame_bytes<V>(std::min<std::uint64_t>(problem.limit, last - first), last - first);
-  int const window = std::min(options_.window, size - 1);
-  auto const incoming = receive_.take(2 * window * max_receive);
-  auto const receive_buffer = [&](int step) {
-    return incoming.subspan((step - 1) % (2 * window) * max_receive, max_receive);
-  };
+  int const posted = RotatedExchange::two_windows(options_.window, size);
   std::size_t send_bytes = 0;
   for (int part = 0; part < size; ++part) {
     auto const nnz = selection.range(region_first(part), region_last(part, problem)).nnz();
     send_bytes += max_sparse_frame_bytes<V>(nnz, problem.extent);
   }
-  auto outgoing = send_.take(send_bytes);
-  sends_.clear();
-  receives_.assign(size, {});
-  auto const post = [&](int begin, int end) {
-    for (int step = begin; step < std::min(end, size); ++step) {
-      receives_[step] =
-          channel.irecv(rotated_source(rank, step, size), Phase::reduce, receive_buffer(step));
-    }
-    for (int step = begin; step < std::min(end, size); ++step) {
-      int const destination = rotated_destination(rank, step, size);
-      std::uint32_t const begins = region_first(destination);
-      std::uint32_t const ends = region_last(destination, problem);
-      auto const frame =
-          encode(channel, begins, ends, selection.range(begins, ends), options_.frame, outgoing);
-      outgoing = outgoing.subspan(frame.size());
-      sends_.push_back(channel.isend(destination, Phase::reduce, frame));
-    }
-  };
-
   sum_.reset(first, last - first);
   sum_.add(selection.range(first, last));
-  if (size > 1) post(1, 1 + window);
-  for (int begin = 1; begin < size; begin += window) {
-    post(begin + window, begin + 2 * window);
-    for (int step = begin; step < std::min(begin + window, size); ++step) {
-      int const source = rotated_source(rank, step, size);
-      FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
-      sum_.add_from([&](auto& indices, auto& values) {
-        decode_pairs(channel, source, frame, first, last, problem.limit, indices, values);
+  int decoded = 0;
+  exchange_.run(
+      channel,
+      {.outgoing = send_.take(send_bytes),
+       .incoming = receive_.take(posted * max_receive),
+       .max_frame = max_receive,
+       .sends = posted},
+      [&](int owner, std::span<std::byte> room) {
+        std::uint32_t const begin = region_first(owner);
+        std::uint32_t const end = region_last(owner, problem);
+        return encode(channel, begin, end, selection.range(begin, end), options_.frame, room);
+      },
+      [&](int source, FrameView const& frame) {
+        sum_.add_from([&](auto& indices, auto& values) {
+          decode_pairs(channel, source, frame, first, last, problem.limit, indices, values);
+        });
+        // Sums a window while the next one arrives; the last one below.
+        if (++decoded % options_.window == 0 && decoded < size - 1) sum_.fold();
       });
-    }
-  }
-  channel.wait_all(sends_);
   return sum_.sum();
 }
 

@@ -22,40 +22,23 @@ SparseStream<V>& SplitReduce<V>::run(Channel& channel, SparseView<V> contributio
 
   std::uint64_t const most = codec_.most(1);
   std::size_t const max_receive = codec_.max_bytes(own, most);
-  int const window = std::min(window_, size - 1);
-  auto const incoming = receive_.take(2 * window * max_receive);
-  auto const receive_buffer = [&](int step) {
-    return incoming.subspan((step - 1) % (2 * window) * max_receive, max_receive);
-  };
+  int const posted = RotatedExchange::two_windows(window_, size);
   std::size_t send_bytes = 0;
   for (int owner = 0; owner < size; ++owner) {
     send_bytes += codec_.max_bytes(regions[owner], part(owner).nnz());
   }
-  auto outgoing = send_.take(send_bytes);
-  sends_.clear();
-  receives_.assign(size, {});
-  auto const post = [&](int begin, int end) {
-    for (int step = begin; step < std::min(end, size); ++step) {
-      receives_[step] =
-          channel.irecv(rotated_source(rank, step, size), Phase::reduce, receive_buffer(step));
-    }
-    for (int step = begin; step < std::min(end, size); ++step) {
-      int const owner = rotated_destination(rank, step, size);
-      auto const frame = codec_.encode(channel, regions[owner], {.sparse = part(owner)}, outgoing);
-      outgoing = outgoing.subspan(frame.size());
-      sends_.push_back(channel.isend(owner, Phase::reduce, frame));
-    }
-  };
-  post(1, 1 + window);
-  for (int begin = 1; begin < size; begin += window) {
-    post(begin + window, begin + 2 * window);
-    for (int step = begin; step < std::min(begin + window, size); ++step) {
-      int const source = rotated_source(rank, step, size);
-      FrameView const frame = channel.wait_frame(receives_[step], source, receive_buffer(step));
-      sum_.add_stream(codec_.decode(channel, source, frame, own, most));
-    }
-  }
-  channel.wait_all(sends_);
+  exchange_.run(
+      channel,
+      {.outgoing = send_.take(send_bytes),
+       .incoming = receive_.take(posted * max_receive),
+       .max_frame = max_receive,
+       .sends = posted},
+      [&](int owner, std::span<std::byte> room) {
+        return codec_.encode(channel, regions[owner], {.sparse = part(owner)}, room);
+      },
+      [&](int source, FrameView const& frame) {
+        sum_.add_stream(codec_.decode(channel, source, frame, own, most));
+      });
   return sum_;
 }
 

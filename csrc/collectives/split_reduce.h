@@ -3,8 +3,8 @@
 #pragma once
 
 #include <span>
-#include <vector>
 
+#include "collectives/rotated_exchange.h"
 #include "collectives/stream_codec.h"
 
 namespace sparsecomm {
@@ -24,7 +24,7 @@ class SplitReduce {
   StreamCodec<V> codec_;
   int window_;
   ByteBuffer send_, receive_;
-  std::vector<Request> sends_, receives_;
+  RotatedExchange exchange_;
   SparseStream<V> sum_;
 };
 

@@ -18,6 +18,8 @@ void SparseSum<V>::reset(std::uint32_t first_index, std::uint64_t extent) {
   std::uint64_t const index_space = std::uint64_t{1} << 32;
   require(extent <= index_space - first_index, "SparseSum: extent is ", extent,
           ", must be at most 2^32 - first_index = ", index_space - first_index);
+  // The same buffers for the same sums, so that they need not grow again.
+  if (std::exchange(swapped_, false)) std::swap(sum_, folded_);
   first_index_ = first_index;
   extent_ = extent;
   streams_.clear();
@@ -73,6 +75,20 @@ SparseView<V> SparseSum<V>::sum() {
   bool const crowded = extent_ / 64 <= merges * entries;
   bool const numbered = entries <= std::numeric_limits<std::uint32_t>::max();
   return crowded || !numbered ? by_windows(entries) : by_sorting(entries);
+}
+
+template <class V>
+void SparseSum<V>::fold() {
+  auto const streams =
+      std::ranges::count_if(streams_, [](SparseView<V> stream) { return stream.nnz() > 0; }) +
+      std::ranges::count_if(own_, [](Own const& own) { return own.begin < own.end; });
+  if (streams < 2) return;
+  SparseView<V> const folded = sum();
+  std::swap(sum_, folded_);
+  swapped_ = !swapped_;
+  streams_.assign(1, folded);
+  indices_.clear();
+  values_.clear();
 }
 
 template <class V>

@@ -30,6 +30,10 @@ class SparseSum {
     take_own(begin);
   }
 
+  // Sums what has been added so far, so that it need not be kept: sum() gives the same bits. Views
+  // that were added are needed no longer, unless there is only one stream yet.
+  void fold();
+
   // Entries whose sum is 0 stay. Valid until the next reset() or add(). Ends the sum: what is added
   // afterwards is not part of it.
   SparseView<V> sum();
@@ -54,7 +58,8 @@ class SparseSum {
     Buffer<std::uint32_t> indices;
     Buffer<V> values;
   };
-  Output sum_, former_sum_;
+  Output sum_, former_sum_, folded_;
+  bool swapped_ = false;                 // sum_ and folded_, since reset()
   std::vector<V> window_;                // -0 between uses
   std::vector<std::uint64_t> occupied_;  // a bit of a window's entry; none is set between uses
   std::vector<std::uint64_t> keys_, merged_keys_;

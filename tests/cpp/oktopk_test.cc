@@ -165,6 +165,7 @@ void for_each_call(Support const& support, int ranks, std::uint64_t steps, F&& c
     call.options.frame = {IndexCodecChoice::raw32, false};
     call.options.schedule = {ThresholdSource::exact, 1};
     call.options.partition_period = 100;
+    call.options.window = 3;  // so that most sizes have several
   }
   std::vector<std::vector<Pairs<float>>> selections(steps);  // [step][rank]
   std::vector<Pairs<float>> expected(steps);

@@ -241,6 +241,7 @@ void check_sums() {
         auto const [entry, is_first] = expected.try_emplace(pairs.indices[i], pairs.values[i]);
         if (!is_first) entry->second = static_cast<V>(entry->second + pairs.values[i]);
       }
+      if (generator() % 4 == 0) sum.fold();
     }
     auto const found = sum.sum();
     ASSERT_TRUE(std::ranges::equal(found.indices, std::views::keys(expected)));
@@ -260,7 +261,7 @@ TEST(SparseSum, EqualsAddingOneByOne) {
 TEST(SparseSum, NothingIsAllocatedAfterTheFirstOfASize) {
   std::mt19937_64 generator(23);
   for (std::uint64_t const one_in : {5, 5000}) {
-    for (int const streams : {1, 2, 3, 6}) {
+    for (int const streams : {1, 2, 3, 6, 7}) {
       std::vector<Pairs<float>> terms;
       for (int i = 0; i < streams; ++i) {
         terms.push_back(random_pairs<float>(generator, 0, 100'000, one_in));
@@ -270,7 +271,10 @@ TEST(SparseSum, NothingIsAllocatedAfterTheFirstOfASize) {
         test::counting = true;
         std::size_t const before = test::allocations;
         sum.reset(0, 100'000);
-        for (auto const& term : terms) sum.add(term.view());
+        for (auto const& term : terms) {
+          sum.add(term.view());
+          if (streams == 7 && &term != &terms.front()) sum.fold();
+        }
         sum.sum();
         std::size_t const counted = test::allocations - before;
         test::counting = false;
