@@ -38,7 +38,7 @@ def measure(numel: int, density: float, rounds: int) -> list[dict[str, Any]]:
     gradient = torch.randn(numel, device="cuda")
     copy, residual = torch.empty_like(gradient), torch.zeros_like(gradient)
     magnitudes = gradient.abs()
-    k = max(1, round(density * numel))
+    k = _C.entries_at(density, numel)
     limit = min(numel, 4 * k + 1024)
     alone = _C.CudaSelection(str(CUDA_LIBRARY), gradient, gradient[:0], limit)
     fused = _C.CudaSelection(str(CUDA_LIBRARY), copy, residual, limit)

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sparsecomm import functional
+from sparsecomm import _C, functional
 from sparsecomm.cli.bench import at_least_1
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -119,7 +119,7 @@ class Observed(training.Training):
             gradient = scale * torch.cat([self.local[name] for name in names])
             residual = torch.cat([before["residuals"][name].flatten() for name in names])
             accumulated = gradient + residual
-            k = max(1, round(self.state.density * accumulated.numel()))
+            k = _C.entries_at(self.state.density, accumulated.numel())
             if accumulated.numel() > largest:
                 largest = accumulated.numel()
                 exact = functional.threshold_exact(accumulated, k)

@@ -144,7 +144,7 @@ def simulate_one(chance: random.Random, steps: int, errors: Errors) -> Case:
     density = between(0.001, 0.1)
     bandwidth = between(1e8, 1e11)
     latency = between(2e-6, 200e-6)
-    k = max(1, round(density * numel))
+    k = _C.entries_at(density, numel)
     union = k + round((_C.expected_union(numel, k, ranks) - k) * chance.uniform(0.3, 1.0))
     truth = {"round": latency, "message": latency * chance.uniform(0.05, 0.3)}
     truth["byte"] = 8 / bandwidth

@@ -201,7 +201,7 @@ def explain(
         average=True,
     )
     inner = False  # a link by itself says nothing of a library that reduces over it
-    k = min(max(1, math.floor(density * numel + 0.5)), numel)
+    k = _C.entries_at(density, numel)
     if link is None or ranks is None:
         communicator = _C.Communicator(connect(process_group, _TIMEOUT, transport), _TIMEOUT)
         figures, ranks, inner = communicator.figures(), communicator.size, communicator.reduces

@@ -1,5 +1,7 @@
 #include "compress/schedule.h"
 
+#include <cmath>
+
 namespace sparsecomm {
 namespace {
 
@@ -28,6 +30,11 @@ ThresholdSource find_threshold_source(std::string_view name) {
     known += concat(known.empty() ? "" : ", ", entry.name);
   }
   throw InvalidArgument(concat("threshold source '", name, "' is unknown; choose one of ", known));
+}
+
+std::uint64_t entries_at(double density, std::uint64_t extent) {
+  auto const wanted = std::llround(density * static_cast<double>(extent));
+  return std::clamp<std::uint64_t>(wanted, 1, std::max<std::uint64_t>(1, extent));
 }
 
 }  // namespace sparsecomm

@@ -44,6 +44,9 @@ struct ThresholdSchedule {
   }
 };
 
+// k: how many of `extent` entries a density asks for, to the nearest, halves up; 1 at least.
+std::uint64_t entries_at(double density, std::uint64_t extent);
+
 // What share of a gradient is wanted at which step. Source: Lin et al. 2018, section 3.3.
 struct DensityWarmup {
   std::uint64_t dense_steps = 0;  // the first ones, in which everything is sent

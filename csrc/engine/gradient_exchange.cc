@@ -267,12 +267,10 @@ Workload GradientExchange<T>::workload() const {
 template <class T>
 std::uint64_t GradientExchange<T>::k_of(double density) const {
   if (std::size_t const bucket = options_.rule.bucket; bucket > 0) {
-    auto const each = std::llround(density * static_cast<double>(bucket));
     return std::max<std::uint64_t>(
-        1, bucket_top_k_count(extent_, bucket, std::max<std::uint64_t>(1, each)));
+        1, bucket_top_k_count(extent_, bucket, entries_at(density, bucket)));
   }
-  auto const wanted = std::llround(density * static_cast<double>(extent_));
-  return std::clamp<std::uint64_t>(wanted, 1, std::max<std::uint64_t>(1, extent_));
+  return entries_at(density, extent_);
 }
 
 template <class T>

@@ -170,6 +170,7 @@ void bind_planner(py::module_& module) {
       .def_property_readonly("settled", &SimulatedPlan::settled)
       .def("step", &SimulatedPlan::step, py::arg("seconds"), py::arg("result_nnz"));
   module.def("predictions", &predictions, py::arg("figures"), py::arg("workload"));
+  module.def("entries_at", &entries_at, py::arg("density"), py::arg("numel"));
   module.def("expected_union", &expected_union, py::arg("numel"), py::arg("k"), py::arg("ranks"));
   module.def(
       "measure_rates", [] { return to_map({.link = {}, .rates = measure_rates()}); },

@@ -263,7 +263,7 @@ def make_gradient(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def count_of(numel: int, density: float) -> int:
-    return max(1, min(numel, round(density * numel)))
+    return _C.entries_at(density, numel)
 
 
 def threshold_of(x: torch.Tensor, k: int) -> float:

@@ -66,7 +66,7 @@ class Settings:
 
     @property
     def k(self) -> int:
-        return min(max(1, math.floor(self.density * self.numel + 0.5)), self.numel)
+        return _C.entries_at(self.density, self.numel)
 
     @property
     def itemsize(self) -> int:

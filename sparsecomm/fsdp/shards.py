@@ -14,6 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from typing_extensions import Unpack
 
+from sparsecomm import _C
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
@@ -211,7 +212,7 @@ class _SparseReduceScatter:
         if not self._others:
             return sf.SparseVector(whole, values)
         threshold = sf.threshold_exact(
-            gradient, max(1, round(self._density * self._others)), residual=residual
+            gradient, _C.entries_at(self._density, self._others), residual=residual
         )
         others = sf.fused_error_feedback(gradient, residual, threshold=threshold)
         return sf.SparseVector(

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 from sparsecomm import _C
-from sparsecomm.cli import main
+from sparsecomm.cli import kernels, main
 from sparsecomm.units import format_seconds, parse_bandwidth, parse_count, parse_seconds
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -87,6 +87,17 @@ def test_explain_ranks_every_algorithm_by_the_sum_of_its_parts() -> None:
     assert dense.transfer == pytest.approx(2 * 14_728_266 * 7 / 8 * 4 / 125e6, rel=0.01)
     assert f"auto begins with {plan.best.algorithm}" in str(plan)
     assert json.loads(json.dumps(plan.to_dict()))["ranks"] == 8
+
+
+@pytest.mark.parametrize(("density", "numel", "k"), [(0.5, 5, 3), (0.5, 7, 4), (0.1, 25, 3)])
+def test_a_density_means_the_same_number_of_entries_everywhere(
+    density: float, numel: int, k: int
+) -> None:
+    assert _C.entries_at(density, numel) == k
+    assert kernels.count_of(numel, density) == k
+    link = sparsecomm.Link.parse("1gbit")
+    plan = sparsecomm.explain(numel, density, link=link, ranks=2, union=1)
+    assert plan.union == k
 
 
 def test_the_ranking_shows_the_smallest_codec_and_the_value_codec_asked_for() -> None:
