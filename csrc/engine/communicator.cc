@@ -29,12 +29,6 @@ constexpr char const* waits_for_itself =
     "operations, or the handler of a log message or of a signal, would wait for itself; start the "
     "operation with async_op=True and wait for it on another thread, or after the handler";
 
-std::uint64_t fnv1a(std::string_view text) {
-  std::uint64_t hash = 0xcbf29ce484222325u;
-  for (char const c : text) hash = (hash ^ static_cast<unsigned char>(c)) * 0x100000001b3u;
-  return hash;
-}
-
 }  // namespace
 
 struct Communicator::Handle::State {
@@ -356,6 +350,7 @@ void Communicator::execute(Operation& operation, bool cancelled, Interrupt* inte
 // or a rank cancelled, which has a null operation. The proposals themselves travel only then.
 Agreement Communicator::agree(Channel& channel, Operation* operation) {
   Proposal proposal;
+  std::string explanation;
   Intent intent = Intent::go;
   try {
     if (operation == nullptr) {
@@ -365,13 +360,12 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
     }
   } catch (...) {
     intent = Intent::failed;
-    proposal.text = what_of(std::current_exception());
+    explanation = what_of(std::current_exception());
   }
-  if (watch_) watch_->propose(proposal.text);
+  if (watch_) watch_->propose(proposal.text, proposal.step);
   ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
-  Fingerprint const own{fnv1a(proposal.text),    proposal.entries, proposal.former_entries,
+  Fingerprint const own{proposal.digest.value(), proposal.entries, proposal.former_entries,
                         proposal.former_seconds, proposal.finite,  intent};
-  proposal.text.resize(std::min(proposal.text.size(), max_proposal_bytes));
 
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
                              std::size_t capacity) {
@@ -407,8 +401,12 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
   }
   if (agreed) return agreement;
 
+  if (intent == Intent::go) {
+    explanation = shorten_values(concat(proposal.text, operation->changing_fields()));
+  }
+  explanation.resize(std::min(explanation.size(), max_proposal_bytes));
   auto const explained =
-      allgather(Phase::explain, std::as_bytes(std::span(proposal.text)), max_proposal_bytes);
+      allgather(Phase::explain, std::as_bytes(std::span(explanation)), max_proposal_bytes);
   std::vector<std::string> texts;
   std::vector<int> cancellers;
   std::string message;

@@ -44,22 +44,11 @@
 #include "engine/calibration.h"
 #include "engine/observer.h"
 #include "engine/planner.h"
+#include "engine/proposal.h"
 #include "engine/stall.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
-
-// What a rank is about to do, as "name=value;name=value": ranks must agree on every field.
-struct Proposal {
-  std::string text;
-  bool finite = true;         // no NaN or Inf in what this rank contributes
-  std::uint64_t entries = 0;  // that this rank contributes; ranks may differ in it
-  // What this rank found in the former operation of this kind, for a plan; 0: nothing.
-  double former_seconds = 0;
-  std::uint64_t former_entries = 0;
-  // Neither number of entries is larger on any rank; part of the text in some form.
-  std::uint64_t extent = 0;
-};
 
 // What all ranks' proposals come to.
 struct Agreement {
@@ -76,6 +65,9 @@ class Operation {
   // Local preparation on the progress thread, before anything is exchanged. An exception here
   // becomes an error on every rank, and the communicator stays usable.
   virtual Proposal prepare() = 0;
+  // What else ranks must agree on, and may change from one run to the next, in the form of the
+  // proposal's text. Called only to explain a mismatch.
+  virtual std::string changing_fields() const { return {}; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
   // Whether run() calls channel.commit(), exactly once, so that the operation stands on all
   // survivors of a failure or on none; the same on all ranks.

@@ -62,56 +62,6 @@ ExchangeStats& ExchangeStats::operator+=(ExchangeStats const& other) {
   return *this;
 }
 
-void validate(ExchangeOptions const& options) {
-  bool const planned = options.algorithm == auto_algorithm;
-  bool const rounds = !planned && find_algorithm(options.algorithm).rounds;
-  ValueCodec const codec = options.collective.frame.value_codec;
-  if (auto const& entry = value_codec_for(codec, DType::f32); entry.lossy && !rounds) {
-    std::string rounding;
-    for (AlgorithmEntry const& other : algorithms()) {
-      if (other.rounds) rounding += concat(rounding.empty() ? "" : ", ", other.name);
-    }
-    throw InvalidArgument(concat("algorithm '", options.algorithm, "' does not round values to ",
-                                 entry.name, "; these do: ", rounding));
-  }
-  require(options.density > 0 && options.density <= 1, "density = ", options.density,
-          " is not in (0, 1]; 0.01 sends one entry in a hundred");
-  for (double const density : options.warmup.stages) {
-    require(density > 0 && density <= 1, "a warm-up's density of ", density, " is not in (0, 1]");
-  }
-  require(options.warmup.stage_steps >= 1, "a warm-up's stage of ", options.warmup.stage_steps,
-          " steps: use 1 or more");
-  SelectionRule const& rule = options.rule;
-  require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
-          ", or 0 for none");
-  require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
-          " is not in [0, 1)");
-  require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
-          " is not in [0, 1)");
-  require(rule.momentum == 0 || rule.first_moment == 0, "momentum = ", rule.momentum,
-          " (for SGD) and first_moment = ", rule.first_moment, " (for Adam) exclude each other");
-  require(!rule.accumulates() || planned || options.feedback ||
-              find_algorithm(options.algorithm).sparse,
-          "algorithm '", options.algorithm,
-          "' sends every entry and keeps nothing: it takes no bucket, momentum or first_moment");
-  require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
-          " is not a number of steps; use 1 or more");
-  require(options.collective.partition_period >= 1,
-          "partition_period = ", options.collective.partition_period,
-          " is not a number of steps; use 1 or more");
-  require(options.collective.balance_factor >= 1,
-          "balance_factor = ", options.collective.balance_factor,
-          " is below 1; the largest share is never below the average");
-  require(options.collective.window >= 1, "window = ", options.collective.window,
-          " receives at a time is below 1");
-  require(options.collective.overlap_chunk >= 1,
-          "overlap_chunk = ", options.collective.overlap_chunk,
-          " elements is below 1; use 262144 or so");
-  require(options.collective.delta >= 0 && options.collective.delta <= 1,
-          "delta = ", options.collective.delta,
-          " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
-}
-
 template <class T>
 GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
                                       ExchangeOptions const& options, Communicator& communicator,
@@ -119,6 +69,8 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
     : name_(std::move(name)),
       extent_(extent),
       options_(options),
+      text_(constant_fields()),
+      digest_(Digest().add(text_)),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
       local_(local ? std::move(local)
@@ -274,6 +226,39 @@ std::uint64_t GradientExchange<T>::k_of(double density) const {
 }
 
 template <class T>
+std::string GradientExchange<T>::constant_fields() const {
+  std::ostringstream text;
+  AlgorithmOptions const& collective = options_.collective;
+  SelectionRule const& rule = options_.rule;
+  text << "operation=gradient exchange"
+       << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
+       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";average=" << options_.average
+       << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
+       << options_.schedule.period << ";partition_period=" << collective.partition_period
+       << ";balance_factor=" << Shortest{collective.balance_factor}
+       << ";value_codec=" << int(collective.frame.value_codec)
+       << ";overlap_chunk=" << collective.overlap_chunk << ";delta=" << Shortest{collective.delta}
+       << ";dense_codec=" << find_value_codec(collective.dense_codec)->name
+       << ";seed=" << collective.seed << ";dense_steps=" << options_.warmup.dense_steps
+       << ";bucket=" << rule.bucket << ";momentum=" << Shortest{rule.momentum}
+       << ";mask_momentum=" << rule.mask_momentum
+       << ";first_moment=" << Shortest{rule.first_moment};
+  return text.str();
+}
+
+// In the order in which prepare() adds them to the digest.
+template <class T>
+std::string GradientExchange<T>::changing_fields() const {
+  std::ostringstream text;
+  text << ";density=" << Shortest{density()} << ";step=" << state_.step
+       << ";global_threshold=" << Shortest{state_.collective.global_threshold} << ";boundaries=";
+  for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
+  text << ";ends_step=" << ends_step_;
+  if (planned_) text << ";planned=" << algorithm();
+  return text.str();
+}
+
+template <class T>
 typename GradientExchange<T>::V GradientExchange<T>::divisor() const {
   // A division, not a multiplication by 1/P, which would round even where the average is exact.
   return options_.average ? static_cast<V>(communicator_->size()) : V{1};
@@ -296,34 +281,23 @@ Proposal GradientExchange<T>::prepare() {
   TimePoint const started = communicator_->clock().now();
   Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
   bool const finite = local_->all_finite();
-  std::ostringstream text;
-  text << "operation=gradient exchange"
-       << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
-       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";density=" << Shortest{density()}
-       << ";average=" << options_.average
-       << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
-       << options_.schedule.period << ";partition_period=" << options_.collective.partition_period
-       << ";balance_factor=" << Shortest{options_.collective.balance_factor}
-       << ";value_codec=" << int(options_.collective.frame.value_codec)
-       << ";overlap_chunk=" << options_.collective.overlap_chunk
-       << ";delta=" << Shortest{options_.collective.delta}
-       << ";dense_codec=" << find_value_codec(options_.collective.dense_codec)->name
-       << ";seed=" << options_.collective.seed << ";step=" << state_.step
-       << ";global_threshold=" << Shortest{state_.collective.global_threshold} << ";boundaries=";
-  for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
-  SelectionRule const& rule = options_.rule;
-  text << ";dense_steps=" << options_.warmup.dense_steps << ";bucket=" << rule.bucket
-       << ";momentum=" << Shortest{rule.momentum} << ";mask_momentum=" << rule.mask_momentum
-       << ";first_moment=" << Shortest{rule.first_moment} << ";ends_step=" << ends_step_;
-  if (planned_) text << ";planned=" << algorithm();
+  Digest digest = digest_;
+  digest.add(density())
+      .add(step)
+      .add(state_.collective.global_threshold)
+      .add(std::as_bytes(std::span(state_.collective.boundaries)))
+      .add(ends_step_);
+  if (planned_) digest.add(algorithm());
   // Where the threshold is of what will have been added up, this waits for the agreement.
-  if (finite && !rule.accumulates() && !warms_up_densely() && algorithm_ != nullptr &&
+  if (finite && !options_.rule.accumulates() && !warms_up_densely() && algorithm_ != nullptr &&
       algorithm_->sparse) {
     find_threshold();
   }
   proposed_ = communicator_->clock().now();
   prepared_ = proposed_ - started;
-  return {.text = text.str(),
+  return {.text = text_,
+          .digest = digest,
+          .step = step,
           .finite = finite,
           .former_seconds = former_seconds_,
           .former_entries = former_selected_,

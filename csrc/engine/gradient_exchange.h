@@ -122,6 +122,7 @@ class GradientExchange final : public Operation {
   void show_to(StageObserver& observer) { observer_ = &observer; }
 
   Proposal prepare() override;
+  std::string changing_fields() const override;
   void run(Channel& channel, Agreement const& agreement) override;
   bool commits() const override { return ends_step_ && communicator_->size() > 1; }
   void roll_back() noexcept override;
@@ -141,11 +142,14 @@ class GradientExchange final : public Operation {
   Workload workload() const;
   std::uint64_t k() const { return k_of(density()); }
   std::uint64_t k_of(double density) const;
+  std::string constant_fields() const;
   V divisor() const;
 
   std::string name_;
   std::uint64_t extent_;
   ExchangeOptions options_;
+  std::string text_;  // of the proposal
+  Digest digest_;     // of the text
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;

@@ -2,10 +2,10 @@
 
 #include <algorithm>
 #include <map>
-#include <string_view>
 #include <vector>
 
 #include "base/error.h"
+#include "engine/proposal.h"
 
 namespace sparsecomm {
 namespace {
@@ -22,6 +22,25 @@ std::map<std::string, std::string> fields_of(std::string_view text) {
 }
 
 }  // namespace
+
+std::string shorten_values(std::string_view proposal) {
+  std::string shortened;
+  while (!proposal.empty()) {
+    std::string_view const field = proposal.substr(0, proposal.find(';'));
+    std::size_t const value = std::min(field.find('=') + 1, field.size());
+    bool const last = field.size() == proposal.size();
+    std::size_t const length = field.size() - value;
+    if (length > longest_shown_value) {
+      shortened += concat(field.substr(0, value + longest_shown_value), "... (", length,
+                          " characters, hash ", Digest().add(field.substr(value)).value(), ")");
+    } else {
+      shortened += field;
+    }
+    if (!last) shortened += ';';
+    proposal.remove_prefix(last ? proposal.size() : field.size() + 1);
+  }
+  return shortened;
+}
 
 std::string differences(std::span<const std::string> texts) {
   std::map<std::string, std::map<std::string, std::vector<int>>>

@@ -15,7 +15,10 @@ class SelectionExchange final : public Operation {
   // exchanges no selections.
   SelectionExchange(AlgorithmEntry const& algorithm, std::uint64_t extent, std::uint64_t k,
                     AlgorithmOptions const& options)
-      : algorithm_(algorithm), extent_(extent), k_(k) {
+      : extent_(extent),
+        k_(k),
+        text_(concat("operation=exchange of a selection;algorithm=", algorithm.name,
+                     ";numel=", extent, ";k=", k)) {
     require(algorithm.sparse, "algorithm ", algorithm.name, " exchanges no selections");
     allreduce_ = make_sparse_allreduce<V>(algorithm, options);
   }
@@ -26,11 +29,13 @@ class SelectionExchange final : public Operation {
   std::uint64_t result_nnz() const { return result_nnz_; }
 
   Proposal prepare() override {
-    return {.text = concat("operation=exchange of a selection;algorithm=", algorithm_.name,
-                           ";numel=", extent_, ";k=", k_, ";step=", step_),
+    return {.text = text_,
+            .digest = Digest().add(text_).add(step_),
+            .step = step_,
             .entries = selection_.nnz(),
             .extent = extent_};
   }
+  std::string changing_fields() const override { return concat(";step=", step_); }
   void run(Channel& channel, Agreement const& agreement) override {
     auto const result =
         allreduce_->run(channel, selection_, {extent_, k_, agreement.most_entries, step_++});
@@ -38,8 +43,8 @@ class SelectionExchange final : public Operation {
   }
 
  private:
-  AlgorithmEntry const& algorithm_;
   std::uint64_t extent_, k_;
+  std::string text_;
   std::uint64_t step_ = 0;
   std::uint64_t result_nnz_ = 0;
   SparseView<V> selection_;

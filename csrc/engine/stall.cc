@@ -155,11 +155,13 @@ void StallWatch::begin(std::uint64_t operation) {
   operation_ = operation;
   running_ = true;
   proposal_.clear();
+  step_.reset();
 }
 
-void StallWatch::propose(std::string_view proposal) {
+void StallWatch::propose(std::string_view text, std::optional<std::uint64_t> step) {
   std::lock_guard const lock(mutex_);
-  proposal_ = proposal;
+  proposal_ = text;
+  step_ = step;
 }
 
 void StallWatch::end() {
@@ -222,7 +224,7 @@ void StallWatch::watch() {
 
 void StallWatch::report(std::unique_lock<std::mutex>& lock, Place const& seen, Duration stalled) {
   Whereabouts const own{seen.operation, seen.running, seen.awaited, seconds(stalled),
-                        describe_proposal(proposal_)};
+                        describe_proposal(step_ ? concat(proposal_, ";step=", *step_) : proposal_)};
   post(lock, serialize_whereabouts(own));
   if (!seen.running || seen.awaited == nobody) return;
   if (!asks(transport_.rank(), transport_.size())) return;

@@ -79,7 +79,7 @@ class StallWatch {
   };
 
   // What the operation is; see Proposal.
-  void propose(std::string_view proposal);
+  void propose(std::string_view text, std::optional<std::uint64_t> step);
   std::thread::id thread() const { return thread_.get_id(); }
   // For good; does not wait for a message that is being logged.
   void stop();
@@ -112,6 +112,7 @@ class StallWatch {
   std::uint64_t operation_ = 0;
   bool running_ = false;
   std::string proposal_;
+  std::optional<std::uint64_t> step_;
   std::thread thread_;  // last, so that it starts when all else is ready
 };
 

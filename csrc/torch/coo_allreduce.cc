@@ -153,9 +153,10 @@ Proposal CooAllreduce::prepare() {
           "pass the original or a clone");
   at::Tensor const coalesced = tensor_.detach().coalesce();
   pack(shape, coalesced);
-  return {concat("operation=allreduce of a sparse tensor;reduction=", reduction.name,
+  text_ = concat("operation=allreduce of a sparse tensor;reduction=", reduction.name,
                  ";shape=", shape.sizes, ";sparse dimensions=", shape.sparse_dims,
-                 ";dtype=", at::toString(shape.dtype))};
+                 ";dtype=", at::toString(shape.dtype));
+  return {.text = text_};
 }
 
 void CooAllreduce::pack(Shape const& shape, at::Tensor const& coalesced) {

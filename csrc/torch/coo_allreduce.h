@@ -38,6 +38,7 @@ class CooAllreduce final : public Operation {
   c10d::ReduceOp::RedOpType op_;
   BytesAllgather& gather_;
   bool inference_mode_;
+  std::string text_;                   // of the proposal
   std::optional<c10::Stream> stream_;  // the caller's, on a device that has any
   std::vector<std::byte> packed_;      // positions, then values
 };

@@ -8,6 +8,7 @@
 #include <future>
 #include <mutex>
 
+#include "allocations.h"
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
 #include "reducing_transport.h"
@@ -493,6 +494,57 @@ class HeldClock final : public Clock {
   TimePoint now() const override { return time; }
   std::atomic<TimePoint> time = TimePoint{};
 };
+
+// The number of an exchange's allocations in prepare().
+class Counting final : public Operation {
+ public:
+  explicit Counting(GradientExchange<float>& exchange) : exchange_(exchange) {}
+  Proposal prepare() override {
+    allocations = 0;
+    counting = true;
+    Proposal const proposal = exchange_.prepare();
+    counting = false;
+    return proposal;
+  }
+  void run(Channel& channel, Agreement const& agreement) override {
+    counted = allocations;
+    exchange_.run(channel, agreement);
+  }
+  bool commits() const override { return exchange_.commits(); }
+
+  std::size_t counted = 0;
+
+ private:
+  GradientExchange<float>& exchange_;
+};
+
+TEST(ProposalTest, TakesNoMemoryOnceItsBuffersAreThere) {
+  expect_no_errors(run_ranks(4, [](Communicator& communicator) {
+    GradientExchange<float> exchange("test", 10'000, {}, communicator);
+    auto const operation = std::make_shared<Counting>(exchange);
+    std::vector<float> residual(10'000);
+    for (int step = 0; step < 8; ++step) {
+      std::vector<float> gradient(10'000);
+      auto random = generator(communicator.rank(), step);
+      for (float& x : gradient) x = 1 + static_cast<float>(random() % 1000);
+      exchange.bind({{gradient, residual}});
+      communicator.run(operation);
+      if (step >= 5) {
+        EXPECT_EQ(operation->counted, 0u) << "step " << step;
+      }
+    }
+  }));
+}
+
+TEST(DensityTest, ANumberOfEntriesIsRoundedToTheNearestHalvesUp) {
+  EXPECT_EQ(entries_at(0.5, 5), 3u);
+  EXPECT_EQ(entries_at(0.5, 7), 4u);
+  EXPECT_EQ(entries_at(0.01, 149), 1u);
+  EXPECT_EQ(entries_at(0.01, 10), 1u);
+  EXPECT_EQ(entries_at(0.49999999999999994, 1), 1u);
+  EXPECT_EQ(entries_at(1, 7), 7u);
+  EXPECT_EQ(entries_at(1, 0), 1u);
+}
 
 TEST(ReadyTest, AGroupWaitsForItsOwnGradientWhenItsTurnComesAndNoClockCountsIt) {
   HeldClock clock;

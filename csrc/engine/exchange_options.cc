@@ -1,0 +1,56 @@
+// What the options of a gradient's exchange may be.
+#include "engine/gradient_exchange.h"
+
+namespace sparsecomm {
+
+void validate(ExchangeOptions const& options) {
+  bool const planned = options.algorithm == auto_algorithm;
+  bool const rounds = !planned && find_algorithm(options.algorithm).rounds;
+  ValueCodec const codec = options.collective.frame.value_codec;
+  if (auto const& entry = value_codec_for(codec, DType::f32); entry.lossy && !rounds) {
+    std::string rounding;
+    for (AlgorithmEntry const& other : algorithms()) {
+      if (other.rounds) rounding += concat(rounding.empty() ? "" : ", ", other.name);
+    }
+    throw InvalidArgument(concat("algorithm '", options.algorithm, "' does not round values to ",
+                                 entry.name, "; these do: ", rounding));
+  }
+  require(options.density > 0 && options.density <= 1, "density = ", options.density,
+          " is not in (0, 1]; 0.01 sends one entry in a hundred");
+  for (double const density : options.warmup.stages) {
+    require(density > 0 && density <= 1, "a warm-up's density of ", density, " is not in (0, 1]");
+  }
+  require(options.warmup.stage_steps >= 1, "a warm-up's stage of ", options.warmup.stage_steps,
+          " steps: use 1 or more");
+  SelectionRule const& rule = options.rule;
+  require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
+          ", or 0 for none");
+  require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
+          " is not in [0, 1)");
+  require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
+          " is not in [0, 1)");
+  require(rule.momentum == 0 || rule.first_moment == 0, "momentum = ", rule.momentum,
+          " (for SGD) and first_moment = ", rule.first_moment, " (for Adam) exclude each other");
+  require(!rule.accumulates() || planned || options.feedback ||
+              find_algorithm(options.algorithm).sparse,
+          "algorithm '", options.algorithm,
+          "' sends every entry and keeps nothing: it takes no bucket, momentum or first_moment");
+  require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
+          " is not a number of steps; use 1 or more");
+  require(options.collective.partition_period >= 1,
+          "partition_period = ", options.collective.partition_period,
+          " is not a number of steps; use 1 or more");
+  require(options.collective.balance_factor >= 1,
+          "balance_factor = ", options.collective.balance_factor,
+          " is below 1; the largest share is never below the average");
+  require(options.collective.window >= 1, "window = ", options.collective.window,
+          " receives at a time is below 1");
+  require(options.collective.overlap_chunk >= 1,
+          "overlap_chunk = ", options.collective.overlap_chunk,
+          " elements is below 1; use 262144 or so");
+  require(options.collective.delta >= 0 && options.collective.delta <= 1,
+          "delta = ", options.collective.delta,
+          " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
+}
+
+}  // namespace sparsecomm

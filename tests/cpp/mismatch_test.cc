@@ -1,0 +1,129 @@
+// Ranks that disagree learn in which fields, however long these are and however many ranks there
+// are.
+#include "engine/mismatch.h"
+
+#include <gtest/gtest.h>
+
+#include "engine/gradient_exchange.h"
+#include "engine/proposal.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+std::string boundaries_of(int ranks) {
+  std::string text;
+  for (int rank = 1; rank < ranks; ++rank) text += concat(4'000'000'000u + rank, ',');
+  return text;
+}
+
+TEST(MismatchTest, AThousandRanksLearnWhatStandsBehindALongField) {
+  std::string const boundaries = boundaries_of(1000);
+  std::vector<std::string> texts;
+  for (int rank = 0; rank < 1000; ++rank) {
+    texts.push_back(
+        shorten_values(concat("operation=x;boundaries=", boundaries, rank == 500 ? "1" : "2",
+                              ";planned=", rank == 999 ? "dense" : "oktopk")));
+    EXPECT_LT(texts.back().size(), 300u);
+  }
+  std::string const message = differences(texts);
+  EXPECT_NE(message.find("; planned: dense on rank 999 but oktopk on ranks 0, "), std::string::npos)
+      << message;
+  EXPECT_TRUE(message.starts_with("boundaries: 4000000001,")) << message;
+  EXPECT_NE(message.find(") on rank 500"), std::string::npos) << message;
+  EXPECT_EQ(message.find("operation"), std::string::npos) << message;
+}
+
+TEST(MismatchTest, ShortValuesAndTheFormStayAsTheyAre) {
+  for (char const* const text : {"", "a", "a=", "a=b", "a=b;", ";", "a;b=c;;d=e=f"}) {
+    EXPECT_EQ(shorten_values(text), text);
+  }
+  std::string const longest(longest_shown_value, 'x');
+  EXPECT_EQ(shorten_values("a=" + longest + ";b=c"), "a=" + longest + ";b=c");
+  std::string const shortened = shorten_values("a=" + longest + "y;b=c");
+  EXPECT_TRUE(shortened.starts_with("a=" + longest + "... (97 characters, hash ")) << shortened;
+  EXPECT_TRUE(shortened.ends_with(");b=c")) << shortened;
+  EXPECT_NE(shorten_values("a=" + longest + "z;b=c"), shortened);
+}
+
+TEST(DigestTest, FieldsDoNotRunTogether) {
+  auto const digest = [](std::string_view first, std::string_view second) {
+    return Digest().add(first).add(second).value();
+  };
+  EXPECT_EQ(digest("ab", "c"), digest("ab", "c"));
+  EXPECT_NE(digest("ab", "c"), digest("a", "bc"));
+  EXPECT_NE(Digest().add(1.0).value(), Digest().add(2.0).value());
+}
+
+class Described final : public Operation {
+ public:
+  explicit Described(std::string text) : text_(std::move(text)) {}
+  Proposal prepare() override { return {.text = text_}; }
+  void run(Channel&, Agreement const&) override {}
+
+ private:
+  std::string text_;
+};
+
+TEST(MismatchTest, AFieldBehindThousandsOfBytesTravels) {
+  expect_no_errors(run_ranks(3, [](Communicator& communicator) {
+    try {
+      communicator.run(std::make_shared<Described>(concat(
+          "operation=x;boundaries=", boundaries_of(1000), ";last=", communicator.rank() / 2)));
+      ADD_FAILURE() << "they agreed";
+    } catch (Mismatch const& error) {
+      EXPECT_EQ(
+          std::string(error.what()),
+          "ranks disagree: last: 0 on ranks 0, 1 but 1 on rank 2; give every rank the same, in "
+          "the same order of calls");
+    }
+  }));
+}
+
+template <class F>
+void load(GradientExchange<float>& exchange, F&& change) {
+  ExchangeState state;
+  change(state);
+  exchange.load_state(std::move(state));
+}
+
+TEST(MismatchTest, EveryFieldOfAGradientExchangeThatChangesIsCompared) {
+  struct Change {
+    char const* named;
+    void (*make)(GradientExchange<float>& exchange);
+  };
+  static constexpr Change changes[] = {
+      {"density: 0.01 on rank 0 but 0.5 on rank 1",
+       [](auto& exchange) { exchange.set_density(.5); }},
+      {"step: 0 on rank 0 but 7 on rank 1",
+       [](auto& exchange) { load(exchange, [](auto& state) { state.step = 7; }); }},
+      {"global_threshold: 0 on rank 0 but 0.25 on rank 1",
+       [](auto& exchange) {
+         load(exchange, [](auto& state) { state.collective.global_threshold = .25; });
+       }},
+      {"boundaries:  on rank 0 but 30, on rank 1",
+       [](auto& exchange) {
+         load(exchange, [](auto& state) { state.collective.boundaries = {30}; });
+       }},
+  };
+  for (Change const& change : changes) {
+    expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", 100, ExchangeOptions{}, communicator);
+      if (communicator.rank() == 1) change.make(*exchange);
+      std::vector<float> gradient(100, 1.0f), residual(100, 0.0f);
+      exchange->bind({{gradient, residual}});
+      try {
+        communicator.run(exchange);
+        ADD_FAILURE() << "they agreed, though " << change.named;
+      } catch (Mismatch const& error) {
+        EXPECT_EQ(std::string(error.what()),
+                  concat("ranks disagree: ", change.named,
+                         "; give every rank the same, in the same order of calls"));
+      }
+    }));
+  }
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
