@@ -76,6 +76,13 @@ struct Connector {
 };
 constexpr std::array connectors{Connector{"ucx", connect_ucx}, Connector{"c10d", connect_c10d}};
 
+Connector const& connector_of(TransportEntry const& entry) {
+  auto const* const found = std::ranges::find(connectors, entry.name, &Connector::name);
+  require<Error>(found != connectors.end(), "transport '", entry.name,
+                 "' is to connect processes, and no one has said how; add it to `connectors`");
+  return *found;
+}
+
 std::vector<TransportEntry const*> candidates(std::string const& name) {
   if (name != "auto") {
     TransportEntry const& entry = find_transport(name);
@@ -115,9 +122,9 @@ std::unique_ptr<Transport> connect(ConnectPlace const& place, ConnectOptions con
       meet_in_store(place.rank, place.size, store, options.transport,
                     {options.timeout, checked, options.stall, options.call});
   for (TransportEntry const* const entry : entries) {
-    auto const* const connector = std::ranges::find(connectors, entry->name, &Connector::name);
+    Connector const& connector = connector_of(*entry);
     try {
-      auto transport = connector->connect(place, options, meeting);
+      auto transport = connector.connect(place, options, meeting);
       checked();
       return transport;
     } catch (TransportUnavailable const& reason) {
