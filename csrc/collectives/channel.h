@@ -21,8 +21,11 @@ enum class Phase : std::uint8_t {
   threshold,
   balance,
   gather,
-  commit
+  commit  // the last
 };
+inline constexpr int phase_bits = 3;
+static_assert(static_cast<unsigned>(Phase::commit) < 1u << phase_bits,
+              "Channel::tag() has too few bits for a phase");
 
 class Channel;
 
@@ -110,7 +113,10 @@ class Channel {
     Transport& transport_;
   };
 
-  Tag tag(Phase phase) const { return ((operation_ & 0x0fffffffu) << 3) | static_cast<Tag>(phase); }
+  Tag tag(Phase phase) const {
+    return ((operation_ & 0x0fffffffu) << phase_bits) | static_cast<Tag>(phase);
+  }
+
   Transport& transport_;
   std::uint32_t operation_;
   Deadline deadline_;
