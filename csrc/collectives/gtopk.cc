@@ -6,7 +6,8 @@
 //    it holds and cuts the sum to the k largest. It then sends that to r without its lowest set
 //    bit.
 // 3. The root's entries are the result. Each rank sends the frame that it got to its children, the
-//    farthest first, since its subtree is the deepest.
+//    farthest first, since its subtree is the deepest, and one after the other: sends that share
+//    the link all end late, so that log2 P levels of them take O(log^2 P) times as long as one.
 //
 // What a rank cuts it returns as rejected, so that nothing is lost, which it would be if only the
 // selections that missed the result were kept. Any P; 2 ceil(log2 P) rounds of 2k words. The result
@@ -52,7 +53,6 @@ class GTopK final : public SparseAllreduce<V> {
       cut(sum_.sparse(), problem.k, result_);
     }
 
-    // Down again, the farthest child first: its subtree is the deepest.
     std::span<const std::byte> frame;
     if (rank == 0) {
       frame = encode(channel, extent, max_frame);
@@ -68,13 +68,11 @@ class GTopK final : public SparseAllreduce<V> {
       frame = incoming.first(arrived.size());
     }
     if (size > 1) std::swap(result_, incoming_);
-    sends_.clear();
     for (distance /= 2; distance > 0; distance /= 2) {
-      if (rank + distance < size) {
-        sends_.push_back(channel.isend(rank + distance, Phase::gather, frame));
-      }
+      if (rank + distance >= size) continue;
+      Request send = channel.isend(rank + distance, Phase::gather, frame);
+      channel.wait(send);
     }
-    channel.wait_all(sends_);
     return {.reduced = {.sparse = result_.view()}, .rejected = rejected_.sparse()};
   }
 
@@ -101,11 +99,9 @@ class GTopK final : public SparseAllreduce<V> {
   Pairs<V> result_, incoming_, rest_;
   TopK<V> top_k_;
   ByteBuffer send_, receive_;
-  std::vector<Request> sends_;
 };
 
-// The root receives a selection in each round up and sends the result in each round down; the
-// others receive the result once, and fewer selections.
+// The root receives a selection in each round up; the result then crosses as many links down.
 Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   double const rounds = bruck_rounds(shape.ranks);
   auto const k = static_cast<double>(shape.k);
@@ -113,6 +109,7 @@ Cost cost(CostShape const& shape, AlgorithmOptions const&) {
   return {.rounds = 2 * rounds,
           .messages = rounds,
           .bytes = rounds * frame,
+          .awaited_bytes = rounds * frame,
           .entries = k * (2 + 4 * rounds)};
 }
 

@@ -95,7 +95,7 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   prediction.messages = cost.messages + agreement.messages;
   prediction.latency =
       (cost.rounds + agreement.rounds) * link.round + prediction.messages * link.message;
-  prediction.transfer = prediction.bytes * link.byte;
+  prediction.transfer = (prediction.bytes + cost.awaited_bytes) * link.byte;
   prediction.compute = cost.entries * rates.merge * as_double(4 + workload.value_bytes) / 8 +
                        cost.dense_entries * rates.reduce * shape.value_bytes / 4;
   double const result =
