@@ -446,8 +446,9 @@ class OkTopkState(_Method):
 
     Li and Hoefler 2022, Algorithms 1 and 2. The result holds the k entries of largest magnitude of
     the sum of the ranks' selections; what was selected but did not get there stays in the residual.
-    Each rank receives at most 6k(P-1)/P words, whatever the number of ranks P, as long as ranks
-    select in similar places, which data-parallel ranks do.
+    Each rank receives at most 6k(P-1)/P words, whatever the number of ranks P and wherever they
+    select, k being the largest selection: with a threshold that is reused between exact ones
+    (``ThresholdSchedule.oktopk()``) more or fewer entries than the density says may pass it.
     """
 
     _algorithm = "oktopk"
