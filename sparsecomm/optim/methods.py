@@ -99,9 +99,9 @@ class _SparseSGD(_Method, torch.optim.SGD):
 class TopkSGD(_SparseSGD):
     """SGD that exchanges every rank's top k and applies their union.
 
-    With ``select="bucket"``, ``lr_in_accumulator=True`` and ``average=False`` it is SparCML's
-    Algorithm 1 without quantisation (Renggli et al. 2019), which sums and takes the largest of
-    every 512 entries.
+    With ``select="bucket"``, ``lr_in_accumulator=True``, ``average=False`` and ``dense_below=0`` it
+    is SparCML's Algorithm 1 without quantisation (Renggli et al. 2019), which sums and takes the
+    largest of every 512 entries.
 
     ``params``, ``lr``, ``momentum``, ``dampening``, ``weight_decay``, ``nesterov``, ``maximize``,
     ``foreach`` and ``fused`` are ``torch.optim.SGD``'s; at density 1 so is the result. Without
@@ -127,11 +127,12 @@ class TopkSGD(_SparseSGD):
 
 
 class QuantizedTopkSGD(_SparseSGD):
-    """SGD that exchanges the top k of every 512 entries in few bits: SparCML's Algorithm 1.
+    """SGD that exchanges the top k of every 512 entries in few bits, after SparCML's Algorithm 1.
 
-    As in the paper with ``lr_in_accumulator=True`` and ``average=False`` (Renggli et al. 2019);
-    what rounding takes is kept in the residual. ``quantize`` says 2, 4 (the default) or 8 bits.
-    Arguments and errors are those of :class:`TopkSGD`.
+    With ``lr_in_accumulator=True``, ``average=False`` and ``dense_below=0`` it differs from the
+    paper (Renggli et al. 2019) in that the residual keeps what rounding takes away, and that 1,024
+    selected values share a scale. ``quantize`` says 2, 4 (the default) or 8 bits. Arguments and
+    errors are those of :class:`TopkSGD`.
     """
 
     _algorithm = "topk_a"
@@ -141,8 +142,9 @@ class QuantizedTopkSGD(_SparseSGD):
 class OkTopkSGD(_SparseSGD):
     """SGD that applies the k largest entries of the ranks' sum, by Ok-Topk's O(k) allreduce.
 
-    With ``lr_in_accumulator=True`` and ``bucket_cap_mb=math.inf`` it is Algorithm 2 of Li and
-    Hoefler 2022. Arguments and errors are those of :class:`TopkSGD`.
+    With ``lr_in_accumulator=True``, ``bucket_cap_mb=math.inf``, ``dense_below=0`` and
+    ``schedule=ThresholdSchedule.oktopk()`` it is Algorithm 2 of Li and Hoefler 2022. Arguments and
+    errors are those of :class:`TopkSGD`.
     """
 
     _algorithm = "oktopk"

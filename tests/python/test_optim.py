@@ -31,7 +31,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
-from sparsecomm import Compression, ThresholdSchedule
+from sparsecomm import Compression, ThresholdSchedule, functional
 from sparsecomm.optim import (
     DistributedOptimizer,
     OkTopkAdam,
@@ -233,6 +233,15 @@ def top(x: Tensor, k: int) -> Tensor:
     return x * chosen
 
 
+def rounded(x: Tensor, step: int) -> Tensor:
+    """What is not zero, as 4 bits of QSGD carry it."""
+    chosen = x.nonzero().flatten()
+    codes = functional.qsgd_quantize(x[chosen], 4, seed=dist.get_rank(), operation=step)
+    result = torch.zeros_like(x)
+    result[chosen] = functional.qsgd_dequantize(codes, len(chosen), 4)
+    return result
+
+
 def check_the_papers_algorithms() -> None:
     """001's Algorithm 1, 003's Algorithm 2, and both with the rate outside, in lines of torch."""
     size, rank, n, k = dist.get_world_size(), dist.get_rank(), 1024, 16
@@ -246,6 +255,7 @@ def check_the_papers_algorithms() -> None:
     for kind, inside, decay, sign in [
         (TopkSGD, True, 0.0, 1),
         (TopkSGD, False, 0.0, 1),
+        (QuantizedTopkSGD, True, 0.0, 1),
         (OkTopkSGD, True, 0.0, 1),
         (OkTopkSGD, True, 0.01, -1),
         (OkTopkSGD, False, 0.0, 1),
@@ -253,9 +263,11 @@ def check_the_papers_algorithms() -> None:
         average = kind is OkTopkSGD
         weights = torch.linspace(-1, 1, n)
         model = Weights(*split(weights))
-        options = (
-            {"select": "bucket"} if kind is TopkSGD else {"schedule": ThresholdSchedule.exact()}
-        )
+        options = {
+            TopkSGD: {"select": "bucket"},
+            QuantizedTopkSGD: {},
+            OkTopkSGD: {"schedule": ThresholdSchedule.exact()},
+        }[kind]
         optimizer = kind(
             model.named_parameters(),
             lr=0.1,
@@ -278,11 +290,13 @@ def check_the_papers_algorithms() -> None:
             schedule.step()
             fresh = sign * gradient(step) + decay * weights
             accumulator = residual + (rate if inside else 1) * fresh
-            if kind is TopkSGD:
+            if kind is OkTopkSGD:
+                selected = top(accumulator, k)
+            else:
                 # Buckets begin with the parameter whose gradient comes first, the last one.
                 selected = torch.cat([top(part, k // 2) for part in split(accumulator)])
-            else:
-                selected = top(accumulator, k)
+            if kind is QuantizedTopkSGD:
+                selected = torch.cat(split(rounded(torch.cat(split(selected)[::-1]), step))[::-1])
             total = sum(gathered(selected))
             if kind is OkTopkSGD:
                 total = top(total, k)
