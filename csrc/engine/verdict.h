@@ -29,8 +29,8 @@ std::optional<Verdict> parse_verdict(std::string_view bytes, int size);
 // reports that name a cause, of the earliest operation among them, and at what their suspects
 // report, who may have completed it: their last messages may have been lost when they left in a
 // later one. Losing a rank that reported why it left is no cause, unless there is no other: it may
-// have been interrupted on behalf of a later operation. A rank whose message was seen to be invalid is to
-// blame; else one that failed by itself; else the ends of the chains of who waited for whom:
+// have been interrupted on behalf of a later operation. A rank whose message was seen to be invalid
+// is to blame; else one that failed by itself; else the ends of the chains of who waited for whom:
 // suspects that did not report waiting for somebody else, or that claim to have sent what the
 // waiting rank's whole deadline was not enough to bring. Where all wait in a circle, those whose
 // messages are missing.
