@@ -129,7 +129,8 @@ def allreduce(
             Dense on all ranks or sparse on all; the number of entries may differ, and be 0. A
             dense tensor is reduced in place; a sparse one stays as it is.
         algorithm: a line of ``sparsecomm info`` that is exact for this dtype and op, or ``"auto"``:
-            the one that costs least for what the ranks hold.
+            the one that costs least for what the ranks hold; an allgather of rows, with one index
+            each, for hybrid tensors and for COO tensors of more than 2^32 - 2 entries.
         op: ``"sum"``, ``"product"``, ``"min"``, ``"max"``; ``"avg"`` for floating types.
         group: the ranks; the default group if ``None``.
         communicator: the ranks, instead of a group.

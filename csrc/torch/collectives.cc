@@ -5,8 +5,6 @@
 namespace sparsecomm {
 namespace {
 
-constexpr std::size_t most_idle = 8;  // scratch for what programs have in flight at a time
-
 c10::TypePtr result_type(CollectiveKind kind) {
   if (kind == CollectiveKind::allgather) return c10::ListType::create(c10::TensorType::get());
   return c10::TensorType::get();
@@ -36,24 +34,6 @@ void CollectiveWork::end(std::exception_ptr const& failure, std::vector<at::Tens
   } else {
     future_->markCompleted(std::move(results.front()));
   }
-}
-
-std::shared_ptr<TensorCollective> Collectives::Idle::take(at::ScalarType dtype,
-                                                          Communicator& communicator) {
-  std::lock_guard const lock(mutex);
-  for (auto operation = operations.rbegin(); operation != operations.rend(); ++operation) {
-    if ((*operation)->dtype() != dtype) continue;
-    auto const found = std::move(*operation);
-    operations.erase(std::next(operation).base());
-    return found;
-  }
-  return TensorCollective::make(dtype, communicator);
-}
-
-void Collectives::Idle::give(std::shared_ptr<TensorCollective> operation) {
-  std::lock_guard const lock(mutex);
-  if (operations.size() == most_idle) operations.erase(operations.begin());
-  operations.push_back(std::move(operation));
 }
 
 std::shared_ptr<Communicator> Collectives::communicator() const {

@@ -4,7 +4,6 @@
 #include <ATen/core/ivalue.h>
 
 #include <memory>
-#include <mutex>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -42,27 +41,18 @@ class Collectives {
  public:
   // Keeps no communicator alive: once it is closed every call throws InvalidArgument.
   explicit Collectives(std::weak_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)), idle_(std::make_shared<Idle>()) {}
+      : communicator_(std::move(communicator)), idle_(std::make_shared<CollectivePool>()) {}
 
   std::vector<at::Tensor> run(CollectiveRequest request);
   c10::intrusive_ptr<CollectiveWork> start(CollectiveRequest request);
 
  private:
-  // Operations that are not in use, with their scratch.
-  struct Idle {
-    std::mutex mutex;
-    std::vector<std::shared_ptr<TensorCollective>> operations;
-
-    std::shared_ptr<TensorCollective> take(at::ScalarType dtype, Communicator& communicator);
-    void give(std::shared_ptr<TensorCollective> operation);
-  };
-
   std::shared_ptr<Communicator> communicator() const;
   std::shared_ptr<TensorCollective> bind(Communicator& communicator,
                                          CollectiveRequest request) const;
 
   std::weak_ptr<Communicator> communicator_;
-  std::shared_ptr<Idle> idle_;
+  std::shared_ptr<CollectivePool> idle_;
 };
 
 }  // namespace sparsecomm

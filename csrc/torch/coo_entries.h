@@ -1,5 +1,5 @@
-// COO tensors as sparse vectors: a position is the flattened index, and a row of a hybrid tensor is
-// that many neighbouring entries.
+// COO tensors as sparse vectors or as sparse rows. A position is the flattened sparse index; as a
+// vector, a row of a hybrid tensor is that many neighbouring entries.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -8,6 +8,7 @@
 #include <limits>
 #include <vector>
 
+#include "engine/row_allreduce.h"
 #include "sparse/stream.h"
 
 namespace sparsecomm {
@@ -16,10 +17,12 @@ struct CooShape {
   std::vector<std::int64_t> sizes;
   std::int64_t sparse_dims = 0;
   std::uint64_t row = 1;     // entries of one index: the product of the dense sizes
+  std::uint64_t count = 1;   // of positions: the product of the sparse sizes
   std::uint64_t extent = 0;  // all entries
 
-  // Throws InvalidArgument above 2^32 - 2 entries.
   CooShape(at::IntArrayRef all_sizes, std::int64_t sparse);
+  // Whether a 32-bit index can address every entry.
+  bool indexable() const { return extent < std::numeric_limits<std::uint32_t>::max(); }
   at::IntArrayRef sparse_sizes() const { return at::IntArrayRef(sizes).slice(0, sparse_dims); }
   friend bool operator==(CooShape const&, CooShape const&) = default;
 };
@@ -39,6 +42,25 @@ class CooEntries {
   std::vector<std::uint32_t> indices_;
   SparseView<V> view_;
 };
+
+// Coalesced rows of a tensor, in its own type.
+template <class T>
+class CooRows {
+ public:
+  // As CooEntries::read().
+  void read(CooShape const& shape, at::Tensor const& coo);
+  RowView<T> view() const { return view_; }
+  void release();
+
+ private:
+  at::Tensor values_;
+  std::vector<std::uint64_t> positions_;
+  RowView<T> view_;
+};
+
+// A coalesced COO tensor of `dtype` with these rows.
+template <class V>
+at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, RowView<V> const& rows);
 
 // A coalesced COO tensor of `dtype` with the entries of `stream`, which begin at `first`; of a
 // dense stream those that are not `neutral`. Each is divided by `divisor`. What a row lacks is

@@ -13,6 +13,7 @@
 #include "hook_step.h"
 #include "interpreter.h"
 #include "kernels/cuda_library.h"
+#include "tensor_collective.h"
 
 namespace sparsecomm {
 
@@ -149,6 +150,7 @@ void HookState::connect(std::unique_ptr<Transport> transport) {
   require_open();
   require(!communicator_, "this state is connected already");
   communicator_ = std::make_shared<Communicator>(std::move(transport), communicator_options_);
+  sparse_pool_ = std::make_shared<CollectivePool>();
 }
 
 void HookState::reconnect(std::unique_ptr<Transport> transport) {
@@ -166,6 +168,7 @@ void HookState::reconnect(std::unique_ptr<Transport> transport) {
     drop_waiting();
     former_counters_ = counters();
     former = std::exchange(communicator_, std::move(fresh));
+    sparse_pool_ = std::make_shared<CollectivePool>();
     for (auto const& group : groups_) group->reconnect(*communicator_);
   }
   run_off_own_threads(former->on_own_thread(), [former] { former->close(); });

@@ -18,10 +18,11 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/allgather_bytes.h"
 #include "parameter_group.h"
 
 namespace sparsecomm {
+
+class CollectivePool;
 
 // What a checkpoint holds of one rank.
 struct HookCheckpoint {
@@ -233,7 +234,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::vector<std::pair<at::Tensor, std::shared_ptr<PendingBucket>>> held_sparse_;
   std::atomic<std::size_t> groupless_in_flight_ = 0;            // operations
   std::unordered_map<void const*, std::size_t> sparse_orders_;  // like Place::order
-  BytesAllgather coo_gather_;                                   // of the progress thread
+  std::shared_ptr<CollectivePool> sparse_pool_;                 // of communicator_
   Counters former_counters_;                                    // before the last reconnect()
   std::shared_ptr<Communicator> communicator_;
 };

@@ -27,9 +27,9 @@ void HookState::fail_waiting(std::exception_ptr const& error) {
 void HookState::submit_sparse() {
   while (!held_sparse_.empty()) {
     auto const& [gradient, pending] = held_sparse_.front();
-    submit_groupless(std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, coo_gather_),
-                     pending,
-                     [gradient] { return gradient._values().isfinite().all().item<bool>(); });
+    submit_groupless(
+        std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, *communicator_, sparse_pool_),
+        pending, [gradient] { return gradient._values().isfinite().all().item<bool>(); });
     held_sparse_.erase(held_sparse_.begin());
   }
 }

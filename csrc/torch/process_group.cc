@@ -339,8 +339,8 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
   }
   auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
   last_ = communicator_->submit(
-      std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, *gather_),
-      [work, gather = gather_](std::exception_ptr const& error) { work->end(error); });
+      std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, *communicator_, pool_),
+      [work](std::exception_ptr const& error) { work->end(error); });
   work->started(*last_);
   return work;
 }

@@ -10,9 +10,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 #include <vector>
 
-#include "collectives/allgather_bytes.h"
 #include "connect.h"
 #include "engine/communicator.h"
+#include "tensor_collective.h"
 
 namespace sparsecomm {
 
@@ -143,7 +143,7 @@ class ProcessGroup final : public c10d::Backend {
   bool closed_ = false;
   std::uint64_t sparse_operations_ = 0;
   std::optional<Communicator::Handle> last_;
-  std::shared_ptr<BytesAllgather> gather_ = std::make_shared<BytesAllgather>();
+  std::shared_ptr<CollectivePool> pool_ = std::make_shared<CollectivePool>();
   std::shared_ptr<Communicator> communicator_;
 };
 

@@ -47,16 +47,18 @@ at::ScalarType torch_type(DType dtype) {
   throw InvalidArgument(concat("torch has no dtype ", name(dtype)));
 }
 
+constexpr std::size_t most_idle = 8;  // scratch for what programs have in flight at a time
+
 struct Op {
-  Reduction reduction;
+  Fold fold;
   bool average;
 };
 
 Op find_op(std::string_view op) {
-  if (op == "avg") return {Reduction::sum, true};
+  if (op == "avg") return {Fold::sum, true};
   std::string known;
   for (ReductionEntry const& entry : reductions()) {
-    if (entry.name == op) return {entry.id, false};
+    if (entry.name == op) return {static_cast<Fold>(entry.id), false};
     known += concat(entry.name, ", ");
   }
   throw InvalidArgument(concat("op '", op, "' is unknown; choose one of ", known, "avg"));
@@ -117,9 +119,12 @@ class TypedCollective final : public TensorCollective {
     check_tensor(request, ranks_);
     Key key{request.kind,
             request.algorithm,
-            request.reduction,
+            request.fold,
             request.average,
             request.tensor.layout() == at::kStrided,
+            by_rows(request),
+            request.absent_is_zero,
+            std::move(request.note),
             shape_of(request.tensor)};
     if (key_ != key) {
       key_.reset();
@@ -139,6 +144,11 @@ class TypedCollective final : public TensorCollective {
       return allreduce_.prepare();
     }
     at::Tensor const& tensor = request_.tensor;
+    if (key_->by_rows) {
+      rows_.read(key_->shape, tensor);
+      row_allreduce_.bind(rows_.view());
+      return row_allreduce_.prepare();
+    }
     entries_.read(key_->shape, tensor.layout() == at::kSparse ? tensor : tensor.to_sparse());
     switch (key_->kind) {
       case CollectiveKind::allreduce:
@@ -156,7 +166,12 @@ class TypedCollective final : public TensorCollective {
 
   void run(Channel& channel, Agreement const& agreement) override {
     ThreadState const state(inference_);
-    V const absent = neutral<V>(key_->reduction);
+    if (key_->by_rows) {
+      row_allreduce_.run(channel, agreement);
+      results_.push_back(make_coo<V>(key_->shape, dtype(), row_allreduce_.result()));
+      return;
+    }
+    V const absent = neutral<V>(static_cast<Reduction>(key_->fold));
     V const divisor = key_->average ? static_cast<V>(ranks_) : V{1};
     switch (key_->kind) {
       case CollectiveKind::allreduce:
@@ -189,6 +204,7 @@ class TypedCollective final : public TensorCollective {
 
   std::vector<at::Tensor> release() override {
     entries_.release();
+    rows_.release();
     flat_.reset();
     request_.tensor.reset();
     return std::exchange(results_, {});
@@ -199,9 +215,12 @@ class TypedCollective final : public TensorCollective {
   struct Key {
     CollectiveKind kind;
     AlgorithmEntry const* algorithm;
-    Reduction reduction;
+    Fold fold;
     bool average;
     bool dense;
+    bool by_rows;
+    bool absent_is_zero;
+    std::string note;
     CooShape shape;
 
     friend bool operator==(Key const&, Key const&) = default;
@@ -211,12 +230,32 @@ class TypedCollective final : public TensorCollective {
     return {tensor.sizes(), tensor.layout() == at::kSparse ? tensor.sparse_dim() : tensor.dim()};
   }
 
+  // Whether positions and values are gathered and reduced row by row: what the algorithms, which
+  // reduce 32-bit indices and leave out absent ones, cannot do, and rows, of which they would send
+  // and merge an index for each value.
+  static bool by_rows(CollectiveRequest const& request) {
+    if (request.kind != CollectiveKind::allreduce || request.algorithm != nullptr ||
+        request.tensor.layout() != at::kSparse) {
+      return false;
+    }
+    CooShape const shape = shape_of(request.tensor);
+    return shape.row != 1 || !shape.indexable() ||
+           (request.absent_is_zero && request.fold != Fold::sum);
+  }
+
   void configure(Key const& key) {
     std::string vector = concat("layout=", key.dense ? "dense" : "sparse",
                                 ";shape=", at::IntArrayRef(key.shape.sizes));
     if (!key.dense) vector += concat(";sparse dimensions=", key.shape.sparse_dims);
-    CollectiveConfig config{std::move(vector), key.shape.extent, key.algorithm, key.reduction,
-                            key.average};
+    if (!key.note.empty()) vector += ";" + key.note;
+    if (key.by_rows) {
+      return row_allreduce_.configure({std::move(vector), key.shape.count, key.shape.row, key.fold,
+                                       key.average, key.absent_is_zero});
+    }
+    require(key.dense || key.shape.indexable(), "a tensor of shape ", key.shape.sizes, " has ",
+            key.shape.extent, " entries, more than 2^32 - 2; split it");
+    CollectiveConfig config{std::move(vector), key.shape.extent, key.algorithm,
+                            static_cast<Reduction>(key.fold), key.average};
     switch (key.kind) {
       case CollectiveKind::allreduce:
         return allreduce_.configure(std::move(config));
@@ -243,7 +282,9 @@ class TypedCollective final : public TensorCollective {
   bool inference_ = false;
   at::Tensor flat_;  // a dense tensor's entries in order
   CooEntries<V> entries_;
+  CooRows<T> rows_;
   AllreduceOperation<T> allreduce_;
+  RowAllreduce<T> row_allreduce_;
   AllgatherOperation<V> allgather_;
   ReduceScatterOperation<V> reduce_scatter_;
   std::vector<at::Tensor> results_;
@@ -262,12 +303,35 @@ CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor
   Op const found = find_op(op);
   require(!found.average || !c10::isIntegralType(tensor.scalar_type(), false), "op 'avg' of ",
           at::toString(tensor.scalar_type()), " is not defined; use sum");
-  return {kind, std::move(tensor), find_reducing(algorithm), found.reduction, found.average};
+  return {.kind = kind,
+          .tensor = std::move(tensor),
+          .algorithm = find_reducing(algorithm),
+          .fold = found.fold,
+          .average = found.average,
+          .note = {}};
 }
 
 std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype,
                                                          Communicator& communicator) {
   return find_element(dtype).make(communicator);
+}
+
+std::shared_ptr<TensorCollective> CollectivePool::take(at::ScalarType dtype,
+                                                       Communicator& communicator) {
+  std::lock_guard const lock(mutex_);
+  for (auto operation = operations_.rbegin(); operation != operations_.rend(); ++operation) {
+    if ((*operation)->dtype() != dtype) continue;
+    auto const found = std::move(*operation);
+    operations_.erase(std::next(operation).base());
+    return found;
+  }
+  return TensorCollective::make(dtype, communicator);
+}
+
+void CollectivePool::give(std::shared_ptr<TensorCollective> operation) {
+  std::lock_guard const lock(mutex_);
+  if (operations_.size() == most_idle) operations_.erase(operations_.begin());
+  operations_.push_back(std::move(operation));
 }
 
 }  // namespace sparsecomm

@@ -4,11 +4,14 @@
 #include <ATen/ATen.h>
 
 #include <memory>
+#include <mutex>
+#include <string>
 #include <string_view>
 #include <vector>
 
 #include "collectives/algorithm.h"
 #include "engine/communicator.h"
+#include "engine/row_allreduce.h"
 
 namespace sparsecomm {
 
@@ -19,8 +22,12 @@ struct CollectiveRequest {
   CollectiveKind kind = CollectiveKind::allreduce;
   at::Tensor tensor;
   AlgorithmEntry const* algorithm = nullptr;  // of an allreduce; null: chosen by the engine
-  Reduction reduction = Reduction::sum;
+  Fold fold = Fold::sum;
   bool average = false;
+  // Whether an index that a rank does not have is a zero there, as torch.distributed has it;
+  // otherwise it takes no part. Only of sparse tensors.
+  bool absent_is_zero = false;
+  std::string note;  // what ranks must agree on besides, as "name=value"
 
   // Throws InvalidArgument where `op`, `algorithm` or the tensor's dtype is none of those that can.
   static CollectiveRequest make(CollectiveKind kind, at::Tensor tensor, std::string_view algorithm,
@@ -46,6 +53,17 @@ class TensorCollective : public Operation {
 
  private:
   at::ScalarType dtype_;
+};
+
+// Operations of one communicator that are not in use, with their scratch. Thread-safe.
+class CollectivePool {
+ public:
+  std::shared_ptr<TensorCollective> take(at::ScalarType dtype, Communicator& communicator);
+  void give(std::shared_ptr<TensorCollective> operation);
+
+ private:
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<TensorCollective>> operations_;
 };
 
 }  // namespace sparsecomm

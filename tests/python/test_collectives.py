@@ -458,7 +458,7 @@ def refused(size: int) -> None:
         (
             ValueError,
             "more than 2^32 - 2; split it",
-            lambda: sparsecomm.allreduce(torch.sparse_coo_tensor(size=(2**16, 2**16))),
+            lambda: sparsecomm.allgather_sparse(torch.sparse_coo_tensor(size=(2**16, 2**16))),
         ),
         (ValueError, "pass tensor.to_sparse", lambda: sparsecomm.allgather_sparse(dense)),
         (ValueError, "pass tensor.to_sparse", lambda: sparsecomm.reduce_scatter_sparse(dense)),
