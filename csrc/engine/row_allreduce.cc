@@ -59,7 +59,7 @@ void RowAllreduce<T>::configure(RowConfig config) {
 template <class T>
 Proposal RowAllreduce<T>::prepare() {
   require(contribution_.values.size() == contribution_.positions.size() * config_.width,
-          "allreduce: ", contribution_.values.size(), " values are no ",
+          "allreduce: ", contribution_.values.size(), " values do not make ",
           contribution_.positions.size(), " rows of ", config_.width);
   return {.text = text_, .entries = contribution_.positions.size(), .extent = config_.count};
 }

@@ -449,6 +449,33 @@ def bitwise_reductions(ours: Any) -> None:
 
 
 @case()
+def complex_numbers(ours: Any) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.complex64, torch.complex128):
+        for op, divisor in ((ReduceOp.SUM, 1), (ReduceOp.AVG, size)):
+            values = torch.tensor([1 + 2j, rank * 1j], dtype=dtype)
+            tensor = coo(torch.tensor([[3, rank % 2]]), values, (5,))
+            ours.allreduce([tensor], op).wait()  # dist.all_reduce would hand over a copy
+            expected = torch.zeros(5, dtype=dtype)
+            expected[3] = size * (1 + 2j)
+            for other in range(size):
+                expected[other % 2] += other * 1j
+            assert tensor.dtype == dtype
+            assert torch.allclose(tensor.to_dense(), expected / divisor)
+
+
+@case()
+def rows_stay_that_are_zero(ours: Any) -> None:
+    # Optimizers with lazy moments step the rows that are there.
+    rank, size = dist.get_rank(), dist.get_world_size()
+    rows = torch.full((1, 3), 2.0 * (rank % 2) - 1 if size % 2 == 0 else 0.0)
+    tensor = coo(torch.tensor([[4]]), rows, (6, 3))
+    dist.all_reduce(tensor, group=ours)
+    assert tensor.indices().tolist() == [[4]]
+    assert tensor.values().tolist() == [[0.0] * 3]
+
+
+@case()
 def all_ranks_get_the_same_bits(ours: Any) -> None:
     for dtype in (torch.float32, torch.float64, torch.float16, torch.bfloat16):
         for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT):
