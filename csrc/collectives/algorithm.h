@@ -79,18 +79,15 @@ struct Cost {
   double bytes = 0;     // received
   // On links of other ranks, one after another, before this rank can end.
   double awaited_bytes = 0;
-  double entries = 0;   // of sparse streams, encoded, decoded or merged: what the processor does
+  double entries = 0;  // of sparse streams, encoded, decoded or merged: what the processor does
   double dense_entries = 0;  // likewise of dense blocks
   bool exact = false;        // messages and bytes are what is counted; otherwise upper bounds
 
   // One after the other.
   friend Cost operator+(Cost const& a, Cost const& b) {
-    return {a.rounds + b.rounds,
-            a.messages + b.messages,
-            a.bytes + b.bytes,
-            a.awaited_bytes + b.awaited_bytes,
-            a.entries + b.entries,
-            a.dense_entries + b.dense_entries,
+    return {a.rounds + b.rounds,   a.messages + b.messages,
+            a.bytes + b.bytes,     a.awaited_bytes + b.awaited_bytes,
+            a.entries + b.entries, a.dense_entries + b.dense_entries,
             a.exact && b.exact};
   }
   // So many times, or in so many of the calls.
