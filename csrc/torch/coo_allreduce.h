@@ -38,7 +38,6 @@ class CooAllreduce final : public Operation {
   std::shared_ptr<CollectivePool> pool_;
   std::shared_ptr<TensorCollective> collective_;  // between prepare() and the end of run()
   bool inference_mode_;
-  std::string text_;                   // of the proposal
   std::optional<c10::Stream> stream_;  // the caller's, on a device that has any
 };
 
