@@ -39,9 +39,8 @@ CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name CMakeLists.txt)
 CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-# Files of csrc/torch in the batches in which they are compiled, so that torch's headers are read once for each.
-BATCHES = sed -nE 's|.*"file": "(.*/Unity/.*)".*|\1|p' $(BUILD)/compile_commands.json
-TIDIED = $(BATCHES); find csrc -name '*.cc' -not -path 'csrc/torch/*'
+# What is compiled of csrc: csrc/torch in batches, so that torch's headers are read once for each.
+TIDIED = sed -nE 's=.*"file": "(.*/(csrc|Unity)/.*\.c(c|xx))".*=\1=p' $(BUILD)/compile_commands.json | sort -u
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -133,7 +132,7 @@ test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 lint: build ## check the format and the usual mistakes
 	$(CONFIGURE) > build/configure.log
 	clang-format --dry-run -Werror $(CPP)
-	{ $(TIDIED); } | xargs -P $(JOBS) -n 1 clang-tidy -p $(BUILD) --quiet 2>&1 \
+	$(TIDIED) | xargs -P $(JOBS) -n 1 clang-tidy -p $(BUILD) --quiet 2>&1 \
 	  | { grep -v 'warnings generated' || true; }
 	ruff check .
 	ruff format --check .

@@ -309,7 +309,8 @@ SparseView<V> OkTopk<V>::split_and_reduce(Channel& channel, SparseView<V> select
           decode_pairs(channel, source, frame, first, last, problem.limit, indices, values);
         });
         // Sums a window while the next one arrives; the last one below.
-        if (++decoded % options_.window == 0 && decoded < size - 1) sum_.fold();
+        ++decoded;
+        if (decoded % options_.window == 0 && decoded < size - 1) sum_.fold();
       });
   return sum_.sum();
 }
