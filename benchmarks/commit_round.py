@@ -97,7 +97,8 @@ def measure(settings: Settings) -> None:
 
 
 def measure_algorithm(settings: Settings, algorithm: str, communicator: _C.Communicator) -> Row:
-    compression = Compression(algorithm=algorithm, density=settings.density)
+    sparse = next(row["sparse"] for row in _C.algorithms() if row["name"] == algorithm)
+    compression = Compression(algorithm=algorithm, density=settings.density if sparse else 1)
     exchange = _C.Exchange(
         communicator, settings.numel, torch.float32, compression.native(average=True)
     )
