@@ -1,4 +1,4 @@
-"""Every snippet of the README does what it says."""
+"""Every snippet of the README and the docs does what it says. One with a title is only shown."""
 
 from __future__ import annotations
 
@@ -54,6 +54,12 @@ def test_python_snippet(number: int, tmp_path: Path) -> None:
         run([mpiexec, "-n", "2", sys.executable, str(script)], tmp_path)
         return
     run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)], tmp_path)
+
+
+def test_what_is_shown_and_not_run() -> None:
+    pattern = re.compile(r"^```python (.+)$", re.MULTILINE)
+    titles = [title for page in PAGES for title in pattern.findall(page.read_text())]
+    assert titles == ['title="A crash of gloo"']
 
 
 @pytest.mark.parametrize("command", commands())
