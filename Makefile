@@ -35,7 +35,7 @@ export CCACHE_NOHASHDIR := 1
 
 # Where setup.py has CMake build the Python module; the C++ tests link with the same core.
 BUILD := build/python
-CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,-G Ninja) -DSPARSECOMM_BUILD_TESTS=ON
+CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,-G Ninja) -DSPARSECOMM_BUILD_TESTS=ON -DSPARSECOMM_WERROR=ON
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name CMakeLists.txt)
 CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')

@@ -1,4 +1,4 @@
-"""Times the CUDA kernels beside a copy and torch.topk, on the same buffers in one run."""
+"""Times the CUDA kernels and operators beside a copy and torch.topk, on the same buffers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,16 @@ from typing import Any
 
 import torch
 
-from sparsecomm import _C
+from sparsecomm import _C, functional
 from sparsecomm.build import CUDA_LIBRARY
 
 
 def time_us(run: Callable[[], object], prepare: Callable[[], object], rounds: int) -> list[float]:
-    """The device's time of each of ``rounds`` runs, in microseconds, after one that warms up."""
+    """The device's time of each of ``rounds`` runs, in microseconds, after one that warms up.
+
+    The device sleeps before each run, so that what is launched waits in its queue: the time holds
+    no time of the processor, unless the run itself waits for the device.
+    """
     run()
     times = []
     for _ in range(rounds):
@@ -26,6 +30,7 @@ def time_us(run: Callable[[], object], prepare: Callable[[], object], rounds: in
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
+        torch.cuda._sleep(1_000_000)  # type: ignore[no-untyped-call]  # half a millisecond
         begin.record()
         run()
         end.record()
@@ -74,6 +79,15 @@ def measure(numel: int, density: float, rounds: int) -> list[dict[str, Any]]:
         "select": (select, 4, "copy"),
         "exact_top_k": (top_k, 4, "torch.topk"),
         "fused_error_feedback": (feedback, 16, "copy"),
+        # The operators, which wait for the device and make memory for their results.
+        "op threshold_exact": (lambda: functional.threshold_exact(gradient, k), 4, "torch.topk"),
+        "op threshold_sampled": (lambda: functional.threshold_sampled(gradient, k), 4, "copy"),
+        "op threshold_gaussian": (lambda: functional.threshold_gaussian(gradient, k), 4, "copy"),
+        "op select": (lambda: functional.select(gradient, threshold, limit=limit), 4, "copy"),
+        "op top_k": (lambda: functional.top_k(gradient, k), 4, "torch.topk"),
+        "op top_k by bucket": (lambda: functional.top_k(gradient, 5, bucket=512), 4, "copy"),
+        "op qsgd_quantize": (lambda: functional.qsgd_quantize(gradient, 4, seed=1), 4, "copy"),
+        "op block_scan": (lambda: functional.block_scan(gradient, 64), 4, "copy"),
     }
     times: dict[str, list[float]] = {name: [] for name in kernels}
     for _ in range(3):  # alternating

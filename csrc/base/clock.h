@@ -26,8 +26,8 @@ class SteadyClock final : public Clock {
 };
 
 inline Clock const& steady_clock() {
-  static Clock const& clock = never_destroyed(SteadyClock());
-  return clock;
+  static Clock const* const clock = never_destroyed(SteadyClock());
+  return *clock;
 }
 
 // Throws to end a wait, for a reason that the caller of the operation has.

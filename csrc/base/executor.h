@@ -59,8 +59,8 @@ class InlineExecutor final : public Executor {
 };
 
 inline Executor const& inline_executor() {
-  static Executor const& executor = never_destroyed(InlineExecutor());
-  return executor;
+  static Executor const* const executor = never_destroyed(InlineExecutor());
+  return *executor;
 }
 
 // The number of parts of `part_size` that `size` is cut into; the last may be smaller.

@@ -14,10 +14,12 @@ namespace sparsecomm {
 template <class V>
 inline constexpr magnitude_bits_t<V> infinity_bits = largest_finite_bits<V> + 1;
 
-// What top-k ranks entries by: all that are not finite alike.
+// The rank of an entry in a top-k, alike for all that are not finite. Without std::min, which takes
+// its arguments by reference: a constant of the host has no address on a device.
 template <class V>
 constexpr magnitude_bits_t<V> rank_bits(V value) {
-  return std::min(magnitude_bits(value), infinity_bits<V>);
+  auto const bits = magnitude_bits(value);
+  return bits < infinity_bits<V> ? bits : infinity_bits<V>;
 }
 
 template <class V>

@@ -34,26 +34,26 @@ std::vector<Table> in_order(Table const& scalar, std::vector<Table> const& simd)
 }  // namespace
 
 std::span<BlockKernelTable const> block_kernel_tables() {
-  static auto const& tables =
+  static auto const* const tables =
       never_destroyed(in_order(scalar_block_kernels(), simd_kernels().blocks));
-  return tables;
+  return *tables;
 }
 
 BlockKernelTable const& block_kernels() { return block_kernel_tables().back(); }
 
 std::span<IntersectKernelTable const> intersect_kernel_tables() {
-  static auto const& tables =
+  static auto const* const tables =
       never_destroyed(in_order(scalar_intersect_kernels(), simd_kernels().intersections));
-  return tables;
+  return *tables;
 }
 
 IntersectKernelTable const& intersect_kernels() { return intersect_kernel_tables().back(); }
 
 template <class T>
 std::span<KernelTable<T> const> kernel_tables() {
-  static auto const& tables =
+  static auto const* const tables =
       never_destroyed(in_order(scalar_kernels<T>(), simd_kernels_of<T>(simd_kernels())));
-  return tables;
+  return *tables;
 }
 
 template <class T>

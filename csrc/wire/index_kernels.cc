@@ -70,8 +70,8 @@ std::vector<IndexKernels> make_tables() {
 }  // namespace
 
 std::span<IndexKernels const> index_kernel_tables() {
-  static auto const& tables = never_destroyed(make_tables());
-  return tables;
+  static auto const* const tables = never_destroyed(make_tables());
+  return *tables;
 }
 
 IndexKernels const& index_kernels() { return index_kernel_tables().back(); }

@@ -218,8 +218,8 @@ void for_each_code_bucket(decltype(QsgdKernels<V>::decode) apply, QsgdFormat for
 
 template <class V>
 std::span<QsgdKernels<V> const> qsgd_kernel_tables() {
-  static auto const& tables = never_destroyed(make_tables<V>());
-  return tables;
+  static auto const* const tables = never_destroyed(make_tables<V>());
+  return *tables;
 }
 
 template <class V>

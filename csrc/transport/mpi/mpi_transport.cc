@@ -43,7 +43,7 @@ void check(int error, char const* call) {
 
 // Memory that MPI may still read when the transport is gone: a peer that has stopped may never take
 // the message.
-std::string const& leave_to_mpi(std::string bytes) { return *new std::string(std::move(bytes)); }
+std::string const* leave_to_mpi(std::string bytes) { return new std::string(std::move(bytes)); }
 
 struct Place {
   MPI_Comm communicator;
@@ -178,15 +178,15 @@ class MpiTransport final : public Transport, public Board {
   bool post_failure(FailureReport const& report) noexcept override try {
     FailureReport shortened = report;
     shortened.text.resize(std::min(report.text.size(), max_report_text));
-    std::string const& bytes = leave_to_mpi(serialize_report(shortened));
+    std::string const* const bytes = leave_to_mpi(serialize_report(shortened));
     std::lock_guard const lock(board_mutex_);
     reports_[rank()] = report;
     for (int peer = 0; peer < size(); ++peer) {
       if (peer == rank()) continue;
       MPI_Request request = MPI_REQUEST_NULL;
       int const error = call([&] {
-        return MPI_Isend(bytes.data(), static_cast<int>(bytes.size()), MPI_BYTE, peer, report_tag_,
-                         communicator_, &request);
+        return MPI_Isend(bytes->data(), static_cast<int>(bytes->size()), MPI_BYTE, peer,
+                         report_tag_, communicator_, &request);
       });
       if (error == MPI_SUCCESS) call([&] { return MPI_Request_free(&request); });
     }
