@@ -4,13 +4,15 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build cuda train reproduce test test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
+.PHONY: help setup build cuda train reproduce test test-all test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
   scale sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # nproc heeds this variable, which is about threads, not compilers
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
+# Tests at once: many wait more than they compute.
+TEST_JOBS ?= $(shell expr 2 \* $(JOBS))
 # make train
 RANKS ?= 2
 EPOCHS ?= 5
@@ -39,8 +41,8 @@ CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name CMakeLists.txt)
 CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
-# What is compiled of csrc: csrc/torch in batches, so that torch's headers are read once for each.
-TIDIED = sed -nE 's=.*"file": "(.*/(csrc|Unity)/.*\.c(c|xx))".*=\1=p' $(BUILD)/compile_commands.json | sort -u
+# make lint: clang-tidy reads what has changed since then; everything if this is empty.
+BASE ?= $(shell git merge-base HEAD origin/main 2> /dev/null)
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 16
@@ -98,12 +100,16 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 
 # ---- checks
 
-test: cuda test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run every test and check
+test: test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run what a change must pass, in 25 minutes
+
+test-all: cuda test-cpp sanitize fuzz ## run every test and check, in hours
+	OMP_NUM_THREADS=1 python -m pytest -m "slow or not slow" $(ARGS)
+	$(MAKE) lint types BASE=
 
 test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
 	$(CONFIGURE)
 	cmake --build $(BUILD) --parallel $(JOBS)
-	ctest --test-dir $(BUILD) --output-on-failure --parallel $(JOBS)
+	ctest --test-dir $(BUILD) --output-on-failure --parallel $(TEST_JOBS)
 
 cuda: setup ## compile the CUDA kernels, and their tests for a device, where there is an nvcc
 	@if ! command -v nvcc > /dev/null; then \
@@ -127,12 +133,13 @@ test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compile
 	ctest --test-dir build/neon --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
 test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
-	OMP_NUM_THREADS=1 python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
 
-lint: build ## check the format and the usual mistakes
+lint: build ## check the format, and for the usual mistakes what has changed since BASE, by default since origin/main
 	$(CONFIGURE) > build/configure.log
 	clang-format --dry-run -Werror $(CPP)
-	$(TIDIED) | xargs -P $(JOBS) -n 1 clang-tidy -p $(BUILD) --quiet 2>&1 \
+	python scripts/tidy_sources.py $(BUILD) $(BASE) \
+	  | xargs -r -P $(JOBS) -n 1 clang-tidy -p $(BUILD) --quiet 2>&1 \
 	  | { grep -v 'warnings generated' || true; }
 	ruff check .
 	ruff format --check .
@@ -159,10 +166,10 @@ SANITIZED_THREAD := failure_test ucx_test parallel_test
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
 	cmake --build build/asan --parallel $(JOBS) --target $(SANITIZED_ADDRESS)
-	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
+	ctest --test-dir build/asan --output-on-failure --parallel $(TEST_JOBS) --exclude-regex _NOT_BUILT
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
 	cmake --build build/tsan --parallel $(JOBS) --target $(SANITIZED_THREAD)
-	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS) \
+	ctest --test-dir build/tsan --output-on-failure --parallel $(TEST_JOBS) \
 	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)'
 
 sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs under the sanitizers
@@ -170,10 +177,10 @@ sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs unde
 sanitize-core: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
 	cmake --build build/asan --parallel $(JOBS)
-	ctest --test-dir build/asan --output-on-failure --parallel $(JOBS)
+	ctest --test-dir build/asan --output-on-failure --parallel $(TEST_JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
 	cmake --build build/tsan --parallel $(JOBS)
-	ctest --test-dir build/tsan --output-on-failure --parallel $(JOBS)
+	ctest --test-dir build/tsan --output-on-failure --parallel $(TEST_JOBS)
 
 # torch and Python themselves are not instrumented. Left alone: leaks as the interpreter ends, the signals that tests send,
 # symbols that torch defines twice, memory that one library's allocator hands to another's, and UCX's cma, which has the
