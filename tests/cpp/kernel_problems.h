@@ -134,8 +134,13 @@ class KernelInputs : public testing::Test {
     SCOPED_TRACE("seed " + std::to_string(seed));
     std::mt19937_64 random(seed);
     auto const all = fills<V>();
+#ifdef __SANITIZE_THREAD__
+    constexpr std::size_t stride = 4;  // races between threads do not depend on the input
+#else
+    constexpr std::size_t stride = 1;
+#endif
     for (std::size_t const size : sizes) {
-      for (std::size_t i = 0; i < all.size(); ++i) {
+      for (std::size_t i = 0; i < all.size(); i += stride) {
         for (std::size_t const j : {std::size_t{0}, std::size_t{4}, i}) {
           SCOPED_TRACE(concat(all[i].name, " + ", all[j].name, ", size ", size));
           f(size, all[i], all[j], random);
