@@ -197,11 +197,11 @@ INSTRUMENTED_address := test_ddp.py test_transports.py test_collectives.py test_
 INSTRUMENTED_thread := test_stats.py test_collectives.py
 
 sanitize-python: build ## run Python tests with the address sanitizer's allocator under the extension as it is
-	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest --timeout 600 -k "not compiled" \
+	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest -k "not compiled" \
 	  $(addprefix tests/python/,$(PRELOADED)) $(ARGS)
 
 sanitize-python-quick: build ## those of them where crashes were seen, and of each way into the extension
-	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest --timeout 600 \
+	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest \
 	  $(addprefix tests/python/,$(PRELOADED)) -k "sparse_gradients or special_values or each_group"
 
 sanitize-torch: sanitize-torch-address sanitize-torch-thread ## run Python tests of an extension compiled for the sanitizers
@@ -212,7 +212,7 @@ sanitize-torch-%: build
 	$(SANITIZED_RUN) $(PRELOAD_$*) PYTHONSAFEPATH=1 PYTHONPATH=build/sanitized-$* \
 	  python -c 'from sparsecomm import _C; assert "sanitized-$*" in _C.__file__, _C.__file__'
 	$(SANITIZED_RUN) $(PRELOAD_$*) PYTHONSAFEPATH=1 PYTHONPATH=$(CURDIR)/build/sanitized-$* \
-	  python -m pytest --timeout 600 -k "not compiled" $(addprefix tests/python/,$(INSTRUMENTED_$*)) $(ARGS)
+	  python -m pytest -k "not compiled" $(addprefix tests/python/,$(INSTRUMENTED_$*)) $(ARGS)
 
 CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clang++-15 clang++-14,$(shell command -v $(name))))
 

@@ -30,7 +30,7 @@ TEST_P(FrameAllgatherTest, MakesRoomForWhatComes) {
   auto transports = make_inproc_transports(size);
   expect_no_errors(on_threads(size, [&](int rank) {
     for (std::size_t const worst : {std::size_t{1000}, std::size_t{1} << 56}) {
-      Channel channel(*transports[rank], 7, Deadline(steady_clock(), std::chrono::seconds(20)));
+      Channel channel(*transports[rank], 7, Deadline(steady_clock(), long_time()));
       FrameAllgather gather(/*lengths_first_above=*/4000);
       std::vector<std::byte> frame;
       frame_for(payload_of(rank), channel, frame);
@@ -62,7 +62,7 @@ TEST(ChannelTest, AFrameOfAnotherRunIsRefusedAndNamed) {
   auto transports = make_inproc_transports(2);
   transports[1] = std::make_unique<OfAnotherRun>(std::move(transports[1]));
   auto const errors = on_threads(2, [&](int rank) {
-    Channel channel(*transports[rank], 7, Deadline(steady_clock(), std::chrono::seconds(20)));
+    Channel channel(*transports[rank], 7, Deadline(steady_clock(), long_time()));
     FrameAllgather gather;
     std::vector<std::byte> frame;
     frame_for(payload_of(1), channel, frame);
@@ -82,7 +82,7 @@ TEST(ChannelTest, AFrameOfAnotherRunIsRefusedAndNamed) {
 // A damaged frame is not taken for one of another run, nor is one of another operation.
 TEST(ChannelTest, OtherDefectsAreNamedAsBefore) {
   auto transports = make_inproc_transports(1);
-  Channel const channel(*transports[0], 7, Deadline(steady_clock(), std::chrono::seconds(20)));
+  Channel const channel(*transports[0], 7, Deadline(steady_clock(), long_time()));
   std::vector<std::byte> frame;
   frame_for(payload_of(2), channel, frame);
   auto const refusal = [&](FrameStamp stamp) -> std::string {

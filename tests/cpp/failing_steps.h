@@ -43,7 +43,7 @@ inline std::uint64_t messages_of_two_steps(std::string const& algorithm, int ran
     if (communicator.rank() == rank)
       messages = Counters::total(communicator.counters().sent_messages);
   };
-  expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(algorithm)));
+  expect_no_errors(run_ranks(ranks, body, patient_options(), {}, wrap_for(algorithm)));
   return messages;
 }
 

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <atomic>
 #include <future>
+#include <latch>
 #include <limits>
 #include <random>
 
@@ -14,12 +15,6 @@
 
 namespace sparsecomm::test {
 namespace {
-
-using std::chrono::milliseconds;
-
-CommunicatorOptions quick() {
-  return {.timeout = milliseconds(300), .failure_grace = milliseconds(300)};
-}
 
 class FailureTest : public ::testing::TestWithParam<std::string> {};
 
@@ -45,9 +40,9 @@ void check_fault(std::string const& algorithm, std::vector<std::unique_ptr<Trans
       [&](Communicator& communicator) {
         survivors[communicator.rank()] = run_until_failure(communicator, algorithm, numel);
       },
-      quick(), RankFault{culprit, fault}, wrap_for(algorithm));
+      options_for(fault.kind), RankFault{culprit, fault}, wrap_for(algorithm));
   expect_no_errors(errors);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, milliseconds(2500));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   for (int rank = 0; rank < ranks; ++rank) {
     SCOPED_TRACE(concat("rank ", rank));
     if (rank != culprit) expect_accused(survivors[rank], culprit);
@@ -59,9 +54,9 @@ void check_fault(std::string const& algorithm, std::vector<std::unique_ptr<Trans
 void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind kind) {
   std::uint64_t const messages = messages_of_two_steps(algorithm, ranks, numel, culprit);
   ASSERT_GE(messages, 2u);
-  // Several at once, since most of the time goes by in waiting for deadlines.
+  // Several at once, since most of the time goes by in waiting.
   std::atomic<std::uint64_t> next = 0;
-  expect_no_errors(on_threads(4, [&](int) {
+  expect_no_errors(on_threads(kind == FaultKind::delay ? 12 : 4, [&](int) {
     for (std::uint64_t message = next++; message < messages; message = next++) {
       check_fault(algorithm, make_inproc_transports(ranks), {kind, message});
     }
@@ -108,7 +103,7 @@ TEST(StepLogTest, WithoutTheCommitRoundSurvivorsEndAtDifferentSteps) {
             survivors[communicator.rank()] =
                 run_until_failure(communicator, algorithm, numel, false);
           },
-          quick(), RankFault{culprit, {FaultKind::die, message}});
+          patient_options(), RankFault{culprit, {FaultKind::die, message}});
       split += find_violation(survivors, culprit, algorithm).find("applied") != std::string::npos;
     }
     EXPECT_GT(split, 0) << algorithm;
@@ -172,7 +167,7 @@ TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunica
           }
           attempt(100, options);
         },
-        quick(), {}, wrap_for(GetParam()));
+        patient_options(), {}, wrap_for(GetParam()));
     expect_no_errors(errors);
     for (std::string const& message : messages) EXPECT_EQ(message, messages[0]);
     EXPECT_NE(messages[0].find("numel: 100 on "), std::string::npos) << messages[0];
@@ -184,13 +179,11 @@ TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunica
 TEST(CommunicatorTest, ARankThatNeverComesIsNamedByAll) {
   int const ranks = 4;
   std::vector<std::string> messages(ranks);
+  std::latch raised(ranks - 1);
   auto const errors = run_ranks(
       ranks,
       [&](Communicator& communicator) {
-        if (communicator.rank() == 2) {
-          std::this_thread::sleep_for(milliseconds(900));
-          return;
-        }
+        if (communicator.rank() == 2) return raised.wait();
         auto const exchange =
             std::make_shared<GradientExchange<float>>("test", 10, ExchangeOptions{}, communicator);
         std::vector<float> residual(10), gradient(10, 1.0f);
@@ -200,9 +193,12 @@ TEST(CommunicatorTest, ARankThatNeverComesIsNamedByAll) {
         } catch (Timeout const& timeout) {
           EXPECT_EQ(timeout.ranks(), std::vector{2});
           messages[communicator.rank()] = timeout.what();
+        } catch (Error const& error) {
+          ADD_FAILURE() << error.what();
         }
+        raised.count_down();
       },
-      quick());
+      options_for(FaultKind::delay));
   expect_no_errors(errors);
   for (int const rank : {0, 1, 3})
     EXPECT_NE(messages[rank].find("rank 2 did not"), std::string::npos) << messages[rank];
@@ -211,30 +207,34 @@ TEST(CommunicatorTest, ARankThatNeverComesIsNamedByAll) {
 // Waits for a message that nobody sends.
 class Waiting final : public Operation {
  public:
+  explicit Waiting(std::latch& begun) : begun_(begun) {}
   Proposal prepare() override { return {}; }
   void run(Channel& channel, Agreement const&) override {
     std::vector<std::byte> buffer(100);
     Request request = channel.irecv(1 - channel.rank(), Phase::reduce, buffer);
+    begun_.count_down();
     channel.wait(request);
   }
+
+ private:
+  std::latch& begun_;
 };
 
 TEST(CommunicatorTest, ClosingBreaksOffWhatRunsAndAccusesNobodyElse) {
   std::vector<std::string> messages(2);
+  std::latch begun(2);
   auto const start = std::chrono::steady_clock::now();
   expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
-    auto const handle = communicator.submit(std::make_shared<Waiting>());
-    if (communicator.rank() == 0) {
-      std::this_thread::sleep_for(milliseconds(50));
-      return;  // and is destroyed
-    }
+    auto const handle = communicator.submit(std::make_shared<Waiting>(begun));
+    begun.wait();
+    if (communicator.rank() == 0) return;  // and is destroyed
     try {
       handle.wait();
     } catch (Error const& error) {
       messages[1] = error.what();
     }
   }));
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(5));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   EXPECT_NE(messages[1].find("rank 0 failed: it closed its communicator"), std::string::npos)
       << messages[1];
 }
@@ -258,15 +258,12 @@ class Claiming final : public Operation {
 
 TEST(CommunicatorTest, ARankThatClaimsMoreEntriesThanThereCanBeIsNamedByAll) {
   for (bool const former : {false, true}) {
-    auto const errors = run_ranks(
-        3,
-        [&](Communicator& communicator) {
-          communicator.run(std::make_shared<Claiming>(100, 100));
-          std::uint64_t const claimed =
-              communicator.rank() == 1 ? std::numeric_limits<std::uint64_t>::max() : 100;
-          communicator.run(std::make_shared<Claiming>(former ? 1 : claimed, former ? claimed : 1));
-        },
-        quick());
+    auto const errors = run_ranks(3, [&](Communicator& communicator) {
+      communicator.run(std::make_shared<Claiming>(100, 100));
+      std::uint64_t const claimed =
+          communicator.rank() == 1 ? std::numeric_limits<std::uint64_t>::max() : 100;
+      communicator.run(std::make_shared<Claiming>(former ? 1 : claimed, former ? claimed : 1));
+    });
     for (std::exception_ptr const& error : errors) {
       EXPECT_EQ(message_of(error).find("rank 1 broke the exchange: rank 1 sent an invalid message: "
                                        "a contribution of 18446744073709551615 entries to a vector "
@@ -360,7 +357,7 @@ TEST(CommunicatorTest, ARankThatIsAloneWaitsForNoReport) {
   auto const errors = run_ranks(
       1, [](Communicator& communicator) { communicator.run(std::make_shared<Committing>(0)); });
   EXPECT_NE(errors[0], nullptr);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, CommunicatorOptions().failure_grace);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, patient_options().failure_grace / 2);
 }
 
 class Throwing final : public Operation {
@@ -383,17 +380,14 @@ class Throwing final : public Operation {
 
 TEST(CommunicatorTest, ARankThatFailsBeforeTheExchangeFailsAllAndTheCommunicatorGoesOn) {
   std::vector<std::string> messages(3);
-  expect_no_errors(run_ranks(
-      3,
-      [&](Communicator& communicator) {
-        auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
-        try {
-          communicator.submit(operation).wait();
-        } catch (Mismatch const& error) {
-          messages[communicator.rank()] = error.what();
-        }
-      },
-      quick()));
+  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
+    auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
+    try {
+      communicator.submit(operation).wait();
+    } catch (Mismatch const& error) {
+      messages[communicator.rank()] = error.what();
+    }
+  }));
   for (auto const& message : messages)
     EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
 }
@@ -477,16 +471,13 @@ TEST(CommunicatorTest, WhatACompletionThrowsReachesWhoWaitsAndTheThreadGoesOn) {
 
 TEST(CommunicatorTest, ARankThatFailsInTheExchangeIsNamedWithItsReason) {
   std::vector<std::string> messages(3);
-  expect_no_errors(run_ranks(
-      3,
-      [&](Communicator& communicator) {
-        try {
-          communicator.submit(std::make_shared<Throwing>(false)).wait();
-        } catch (Error const& error) {
-          messages[communicator.rank()] = error.what();
-        }
-      },
-      quick()));
+  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
+    try {
+      communicator.submit(std::make_shared<Throwing>(false)).wait();
+    } catch (Error const& error) {
+      messages[communicator.rank()] = error.what();
+    }
+  }));
   EXPECT_EQ(messages[1], "a bug, say");
   for (int const rank : {0, 2}) {
     EXPECT_NE(messages[rank].find("rank 1 failed: a bug, say"), std::string::npos)

@@ -80,7 +80,7 @@ template <class Run>
 void expect_named(int liar, std::vector<int> const& witnesses, Run&& run) {
   auto transports = make_inproc_transports(5);
   auto const errors = run_transports(transports, [&](Transport& transport) {
-    Channel channel(transport, 1, Deadline(steady_clock(), std::chrono::milliseconds(100)));
+    Channel channel(transport, 1, soon());
     run(channel);
   });
   for (int const witness : witnesses) {

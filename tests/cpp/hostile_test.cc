@@ -112,7 +112,7 @@ void check_lie(std::string const& algorithm, int ranks, std::uint64_t message, s
         }
       },
       options, {}, wrap_for(algorithm)));
-  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(10));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time());
 }
 
 class HostileTest : public ::testing::TestWithParam<std::string> {};
@@ -144,7 +144,7 @@ TEST(HostileTest, CountsThatAddUpToMoreThanAFigureHoldsAreHeldAgainstThoseTheyAr
   std::uint64_t const k = 10;
   std::vector<int> culprits;
   on_threads(3, [&](int rank) {
-    Channel channel(*transports[rank], 1, Deadline(steady_clock(), std::chrono::seconds(5)));
+    Channel channel(*transports[rank], 1, Deadline(steady_clock(), long_time()));
     if (rank == 0) {
       GlobalCut<float> cut;
       std::vector<float> const values(10, 1.0f);

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "engine/communicator.h"
+#include "patience.h"
 #include "transport/fault.h"
 #include "transport/inproc.h"
 
@@ -21,6 +22,19 @@ struct RankFault {
   int rank;
   Fault fault;
 };
+
+// What takes half as long has waited for the deadline or for a report that does not come, and
+// should not have.
+inline CommunicatorOptions patient_options() {
+  return {.timeout = long_time(), .failure_grace = long_time()};
+}
+
+// A message that never comes is noticed by the deadline alone, which is short for that.
+inline CommunicatorOptions options_for(FaultKind kind) {
+  CommunicatorOptions options = patient_options();
+  if (kind == FaultKind::delay) options.timeout = patiently(std::chrono::milliseconds(800));
+  return options;
+}
 
 using WrapTransport = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
 
@@ -43,11 +57,11 @@ inline std::vector<std::exception_ptr> on_threads(int size,
 }
 
 // `wrap` may put something between every rank and its transport, faults included.
-inline std::vector<std::exception_ptr> run_ranks(std::vector<std::unique_ptr<Transport>> transports,
-                                                 std::function<void(Communicator&)> const& body,
-                                                 CommunicatorOptions const& options = {},
-                                                 std::optional<RankFault> fault = std::nullopt,
-                                                 WrapTransport const& wrap = {}) {
+inline std::vector<std::exception_ptr> run_ranks(
+    std::vector<std::unique_ptr<Transport>> transports,
+    std::function<void(Communicator&)> const& body,
+    CommunicatorOptions const& options = patient_options(),
+    std::optional<RankFault> fault = std::nullopt, WrapTransport const& wrap = {}) {
   if (fault) {
     transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
   }
@@ -61,11 +75,10 @@ inline std::vector<std::exception_ptr> run_ranks(std::vector<std::unique_ptr<Tra
 }
 
 // Over inproc.
-inline std::vector<std::exception_ptr> run_ranks(int size,
-                                                 std::function<void(Communicator&)> const& body,
-                                                 CommunicatorOptions const& options = {},
-                                                 std::optional<RankFault> fault = std::nullopt,
-                                                 WrapTransport const& wrap = {}) {
+inline std::vector<std::exception_ptr> run_ranks(
+    int size, std::function<void(Communicator&)> const& body,
+    CommunicatorOptions const& options = patient_options(),
+    std::optional<RankFault> fault = std::nullopt, WrapTransport const& wrap = {}) {
   return run_ranks(make_inproc_transports(size), body, options, fault, wrap);
 }
 

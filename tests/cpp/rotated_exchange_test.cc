@@ -35,7 +35,7 @@ constexpr std::size_t frame_bytes = header_bytes + 2;
 void check_exchange(PostCounter& posted, int slots, int sends) {
   int const rank = posted.rank();
   int const peers = posted.size() - 1;
-  Channel channel(posted, 7, Deadline(steady_clock(), std::chrono::seconds(20)));
+  Channel channel(posted, 7, Deadline(steady_clock(), long_time()));
   RotatedExchange exchange;
   for (int run = 1; run <= 2; ++run) {
     std::vector<std::byte> outgoing(peers * frame_bytes), incoming(slots * frame_bytes);

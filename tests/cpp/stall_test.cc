@@ -3,7 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <chrono>
+#include <condition_variable>
+#include <functional>
+#include <future>
+#include <latch>
 #include <mutex>
 
 #include "ranks.h"
@@ -67,104 +72,137 @@ TEST(DescribeStallTest, TheRanksThatHaveNotComeAreNamedAndWhereTheyAre) {
   EXPECT_NE(text().find("for rank 1: "), std::string::npos) << text();
 }
 
-// Sleeps before it makes its proposal, on one rank.
-class Sleeping final : public Operation {
+// Calls something before it makes its proposal.
+class Proposing final : public Operation {
  public:
-  explicit Sleeping(Duration time) : time_(time) {}
+  explicit Proposing(std::function<void()> before = [] {}) : before_(std::move(before)) {}
   Proposal prepare() override {
-    std::this_thread::sleep_for(time_);
+    before_();
     return {.text = proposal};
   }
   void run(Channel&, Agreement const&) override {}
 
  private:
-  Duration time_;
+  std::function<void()> before_;
 };
 
-struct Logged {
-  std::mutex mutex;
-  std::vector<std::pair<TimePoint, std::string>> texts;
+class Logged {
+ public:
+  using Texts = std::vector<std::pair<TimePoint, std::string>>;
 
   CommunicatorOptions options(Duration limit, Duration timeout) {
     CommunicatorOptions options;
     options.timeout = timeout;
     options.failure_grace = milliseconds(300);
     options.stall = {limit, [this](std::string const& text) {
-                       std::lock_guard const lock(mutex);
-                       texts.emplace_back(steady_clock().now(), text);
+                       std::lock_guard const lock(mutex_);
+                       texts_.emplace_back(steady_clock().now(), text);
+                       changed_.notify_all();
                      }};
     return options;
   }
+
+  Texts of(int rank) {
+    std::lock_guard const lock(mutex_);
+    return find(rank);
+  }
+
+  // Until the rank has logged so many texts, and one of them has `part`.
+  void wait_for(int rank, std::size_t count, std::string_view part) {
+    std::unique_lock lock(mutex_);
+    bool const came = changed_.wait_for(lock, long_time(), [&] {
+      Texts const texts = find(rank);
+      return texts.size() >= count && has(texts, part);
+    });
+    EXPECT_TRUE(came) << "rank " << rank << " does not say '" << part << "'";
+  }
+
+  static bool has(Texts const& texts, std::string_view part) {
+    return std::ranges::any_of(
+        texts, [&](auto const& text) { return text.second.find(part) != std::string::npos; });
+  }
+
+ private:
+  Texts find(int rank) const {
+    Texts found;
+    std::ranges::copy_if(texts_, std::back_inserter(found), [&](auto const& text) {
+      return text.second.starts_with(concat("rank ", rank, " "));
+    });
+    return found;
+  }
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  Texts texts_;
 };
 
-// The last of them: by then, even on a loaded machine, all ranks have said where they are.
-std::string last_of(Logged const& logged, int rank) {
-  std::string last;
-  for (auto const& [time, text] : logged.texts) {
-    if (text.starts_with(concat("rank ", rank, " "))) last = text;
-  }
-  return last;
-}
-
 TEST(StallWatchTest, WhoWaitsNamesWhoIsMissingWithBackOffUntilItComes) {
+  constexpr Duration limit = milliseconds(150);
   Logged logged;
-  std::size_t count = 0;
-  TimePoint const start = steady_clock().now();
+  std::latch begins(2), over(3);
+  std::vector<TimePoint> began(2);
+  std::vector<Logged::Texts> texts(2), later(2);
   expect_no_errors(run_ranks(
       3,
       [&](Communicator& communicator) {
-        communicator.run(std::make_shared<Sleeping>(milliseconds(0)));
-        if (communicator.rank() == 2) std::this_thread::sleep_for(milliseconds(1500));
-        communicator.run(std::make_shared<Sleeping>(milliseconds(0)));
-        std::this_thread::sleep_for(milliseconds(200));  // nobody waits, so nobody speaks
-        if (communicator.rank() == 0) {
-          std::lock_guard const lock(logged.mutex);
-          count = logged.texts.size();
+        int const rank = communicator.rank();
+        communicator.run(std::make_shared<Proposing>());
+        if (rank == 2) {
+          for (int const waiting : {0, 1})
+            logged.wait_for(waiting, 3, "rank 2 is in no operation for at least ");
+        } else {
+          begins.arrive_and_wait();
+          began[rank] = steady_clock().now();
         }
+        communicator.run(std::make_shared<Proposing>());
+        over.arrive_and_wait();
+        if (rank == 2) return;
+        std::this_thread::sleep_for(2 * limit);  // what was being said has been said
+        texts[rank] = logged.of(rank);
+        std::this_thread::sleep_for(4 * limit);  // nobody waits, so nobody speaks
+        later[rank] = logged.of(rank);
       },
-      logged.options(milliseconds(150), std::chrono::seconds(30))));
-  // At 150, 300, 600 and 1200 ms, on two ranks; a loaded machine may be late.
-  EXPECT_GE(count, 4u);
-  EXPECT_LE(count, 8u);
-  EXPECT_EQ(logged.texts.size(), count);
-  for (auto const& [time, text] : logged.texts) {
-    EXPECT_GE(time - start, milliseconds(150));
-    EXPECT_NE(text.find("in operation 2 (gradient exchange of group 0 from weight, step 3) for "
-                        "rank 2: "),
-              std::string::npos)
-        << text;
-    EXPECT_NE(text.find("fails after 30 s"), std::string::npos) << text;
-  }
+      logged.options(limit, std::chrono::hours(1))));
+  EXPECT_TRUE(logged.of(2).empty());
   for (int const rank : {0, 1}) {
-    std::string const text = last_of(logged, rank);
-    EXPECT_NE(text.find("rank 2 is in no operation for at least "), std::string::npos) << text;
-    EXPECT_NE(text.find("its last was operation 1 (gradient exchange of group 0"),
-              std::string::npos)
-        << text;
+    EXPECT_EQ(later[rank].size(), texts[rank].size());
+    EXPECT_TRUE(Logged::has(texts[rank], "its last was operation 1 (gradient exchange of group 0"));
+    Duration waited = limit;
+    for (auto const& [time, text] : texts[rank]) {
+      EXPECT_GE(time - began[rank], waited) << text;
+      waited *= 2;
+      EXPECT_NE(text.find("in operation 2 (gradient exchange of group 0 from weight, step 3) for "
+                          "rank 2: "),
+                std::string::npos)
+          << text;
+      EXPECT_NE(text.find("fails after 3600 s"), std::string::npos) << text;
+    }
   }
 }
 
 TEST(StallWatchTest, ARankThatComputesIsSaidToAndADeadlineEndsTheWarnings) {
   Logged logged;
-  std::vector<TimePoint> failed(2);
+  std::promise<void> raise;
+  auto const raised = raise.get_future().share();
+  TimePoint failed;
   expect_no_errors(run_ranks(
       2,
       [&](Communicator& communicator) {
         bool const slow = communicator.rank() == 1;
-        EXPECT_THROW(communicator.run(std::make_shared<Sleeping>(milliseconds(slow ? 900 : 0))),
-                     Error);
-        failed[communicator.rank()] = steady_clock().now();
-        std::this_thread::sleep_for(milliseconds(slow ? 0 : 300));
+        auto const operation = std::make_shared<Proposing>([&] {
+          if (slow) raised.wait();
+        });
+        EXPECT_THROW(communicator.run(operation), Error);
+        if (slow) return;
+        failed = steady_clock().now();
+        raise.set_value();
+        std::this_thread::sleep_for(milliseconds(300));
       },
-      logged.options(milliseconds(100), milliseconds(500))));
-  ASSERT_FALSE(logged.texts.empty());
-  for (auto const& [time, text] : logged.texts) {
-    EXPECT_LT(time, failed[0]);
-    EXPECT_NE(text.find("rank 0 has waited for 0."), std::string::npos) << text;
-  }
-  EXPECT_NE(last_of(logged, 0).find("for rank 1: rank 1 computes in operation 1 for at least 0."),
-            std::string::npos)
-      << last_of(logged, 0);
+      logged.options(milliseconds(50), patiently(std::chrono::seconds(1)))));
+  Logged::Texts const texts = logged.of(0);
+  for (auto const& [time, text] : texts) EXPECT_LT(time, failed) << text;
+  EXPECT_TRUE(Logged::has(texts, "for rank 1: rank 1 computes in operation 1 for at least 0."));
+  EXPECT_TRUE(logged.of(1).empty());
 }
 
 TEST(StallWatchTest, OfManyRanksFewAsk) {
@@ -178,13 +216,17 @@ TEST(StallWatchTest, ALimitMustBePositiveAndWhatLoggingThrowsHarmsNobody) {
   auto transports = make_inproc_transports(1);
   EXPECT_THROW(StallWatch(*transports[0], {Duration::zero(), [](auto const&) {}}, Duration::max()),
                InvalidArgument);
-  CommunicatorOptions options;
-  options.stall = {milliseconds(20), [](std::string const&) { throw Error("a full disk, say"); }};
+  Logged logged;
+  CommunicatorOptions options = logged.options(milliseconds(20), long_time());
+  options.stall.log = [log = options.stall.log](std::string const& text) {
+    log(text);
+    throw Error("a full disk, say");
+  };
   expect_no_errors(run_ranks(
       2,
-      [](Communicator& communicator) {
-        std::this_thread::sleep_for(milliseconds(100 * communicator.rank()));
-        communicator.run(std::make_shared<Sleeping>(milliseconds(0)));
+      [&](Communicator& communicator) {
+        if (communicator.rank() == 1) logged.wait_for(0, 1, "rank 1");
+        communicator.run(std::make_shared<Proposing>());
       },
       options));
 }

@@ -44,7 +44,7 @@ class ThreadRendezvous final : public Rendezvous {
     meeting_->rounds[round].resize(meeting_->size);
     meeting_->rounds[round][rank_] = own;
     meeting_->changed.notify_all();
-    bool const met = meeting_->changed.wait_for(lock, std::chrono::seconds(30), [&] {
+    bool const met = meeting_->changed.wait_for(lock, long_time(), [&] {
       return std::ranges::all_of(meeting_->round, [&](std::size_t n) { return n > round; });
     });
     require<Error>(met, "not all ranks came");

@@ -9,18 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import signal
 import sys
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import LONG, LONG_TIME, wait_until
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -29,7 +29,7 @@ import sparsecomm
 import sparsecomm.fsdp
 
 KEPT: list[Any] = []  # until the interpreter has ended
-LATE = 0.3  # seconds that rank 1 comes after rank 0 has left
+OF_RANK_0: list[int] = []  # a pipe whose other end only rank 0 has, until its process has ended
 
 
 def sparse() -> torch.Tensor:
@@ -50,9 +50,10 @@ def end(how: str, work: Any) -> None:
             future.wait()
 
 
-def late(how: str) -> None:
+def late(how: str, limit: float = LONG) -> None:
+    """Has rank 1 come when rank 0 has left with something pending."""
     if "pending" in how and dist.get_rank() == 1:
-        time.sleep(LATE)
+        select.select(OF_RANK_0, [], [], limit)
 
 
 def communicator(how: str) -> None:
@@ -86,7 +87,6 @@ def hook(how: str) -> None:
     KEPT.append((model, state))
     for _ in range(3):
         model(torch.randn(4, 64)).sum().backward()
-    late(how)
     if "monitor" in how:
         monitor(state)
     if "pending" in how:
@@ -94,16 +94,20 @@ def hook(how: str) -> None:
         parameter = torch.nn.Parameter(torch.zeros(64))
         other = sparsecomm.OkTopkState(0.1)
         other._connect()
+        late(how)
         end(how, other._native.exchange(0, True, gradient, [parameter], [gradient]))
 
 
 def monitor(state: sparsecomm.OkTopkState) -> None:
+    looked = threading.Event()
+
     def look() -> None:
         while True:
             state.stats()
+            looked.set()
 
     threading.Thread(target=look, daemon=True).start()
-    time.sleep(0.05)
+    assert looked.wait(LONG)
 
 
 def optimizer(how: str) -> None:
@@ -148,12 +152,13 @@ def daemon(how: str) -> None:
 
     if dist.get_rank() == 0:
         threading.Thread(target=block, daemon=True).start()
-    time.sleep(LATE)
+        wait_until(lambda: made.counters()["messages"])
+    late("pending")
 
 
 def control(how: str) -> None:
-    """Torch alone."""
-    late(how)
+    """Torch alone, whose gloo may wait for rank 1 as rank 0 ends."""
+    late(how, 0.3)
     for _ in range(1 if "pending" in how else 3):
         KEPT.append(tensor := torch.ones(4))
         end(how, dist.all_reduce(tensor, async_op=True))
@@ -170,7 +175,7 @@ def run_program(kind: str, rank: int, port: int, number: int, timeout: float) ->
     name, _, how = kind.partition(" ")
     signal.alarm(int(timeout))
     torch.set_num_threads(1)
-    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    server = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG_TIME)
     store = dist.PrefixStore(f"{kind}/{number}", server)
     kind_of_group = "sparsecomm" if name == "backend" else "gloo"
     dist.init_process_group(kind_of_group, store=store, rank=rank, world_size=2)
@@ -184,16 +189,22 @@ def main() -> None:
     parser.add_argument("port", type=int)
     parser.add_argument("rounds", type=int)
     parser.add_argument("kinds", nargs="+")
-    parser.add_argument("--timeout", type=float, default=30)
+    parser.add_argument("--timeout", type=float, default=2 * LONG)
     options = parser.parse_args()
     statuses: dict[str, Counter[str]] = {kind: Counter() for kind in options.kinds}
     for kind in options.kinds:
         for number in range(options.rounds):
             children = []
+            reader, writer = os.pipe()
             for rank in range(2):
                 if (child := os.fork()) == 0:
+                    OF_RANK_0.append(reader)
+                    if rank == 1:
+                        os.close(writer)
                     return run_program(kind, rank, options.port, number, options.timeout)
                 children.append(child)
+            os.close(reader)
+            os.close(writer)
             for rank, child in enumerate(children):
                 status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 statuses[kind][f"{status} on rank {rank}"] += 1

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from patience import LONG_TIME, PATIENCE
 from test_exchange import EVERYWHERE, exchange_ones, make_options
 
 from sparsecomm import _C, Communicator
 from sparsecomm.transports import connect
 
 OVER_MPI = "mpi"  # under mpiexec, without torch.distributed
-DEADLINE = 1.0
-PATIENCE = timedelta(seconds=60)
+DEADLINE = 2 * PATIENCE
 NUMEL = 100_000
 
 
@@ -31,7 +31,7 @@ def communicator_of(transport: str, timeout: timedelta) -> Communicator:
         from mpi4py import MPI
 
         return Communicator.from_mpi(MPI.COMM_WORLD, timeout=timeout)
-    return Communicator(_C.Communicator(connect(None, PATIENCE, transport), timeout))
+    return Communicator(_C.Communicator(connect(None, LONG_TIME, transport), timeout))
 
 
 def main(transport: str, folder: Path) -> None:
@@ -58,7 +58,7 @@ def main(transport: str, folder: Path) -> None:
     closing = time.monotonic() - start
     (folder / f"raised-{rank}").touch()
 
-    again = communicator_of(transport, PATIENCE)
+    again = communicator_of(transport, LONG_TIME)
     for algorithm in EVERYWHERE:
         exchange_ones(again.engine, algorithm, NUMEL)
     total = torch.full((10,), float(rank))

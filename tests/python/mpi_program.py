@@ -24,19 +24,19 @@ if len(sys.argv) > 1 and sys.argv[1] == "thread_level":
 import pytest
 import torch
 from mpi4py import MPI
+from patience import LONG_TIME, PATIENCE
 
 import sparsecomm
 from sparsecomm import _C
 
 WORLD = MPI.COMM_WORLD
-PATIENCE = timedelta(seconds=30)
 
 
 def contracts() -> tuple[int, int]:
     """The checks of test_exchange.py; returns the bytes that all ranks sent and received."""
     from test_exchange import check_matrix
 
-    with sparsecomm.Communicator.from_mpi(WORLD, timeout=PATIENCE) as communicator:
+    with sparsecomm.Communicator.from_mpi(WORLD, timeout=LONG_TIME) as communicator:
         assert (communicator.rank, communicator.size) == (WORLD.rank, WORLD.size)
         assert communicator.transport == "mpi"
         counted = check_matrix(
@@ -61,8 +61,8 @@ def thread_level(level: str) -> str:
 def two_communicators() -> list[float]:
     """Two at a time, one of them of half the ranks, and mpi4py beside them."""
     half = WORLD.Split(WORLD.rank % 2, WORLD.rank)
-    whole_ranks = sparsecomm.Communicator.from_mpi(WORLD, timeout=PATIENCE)
-    half_ranks = sparsecomm.Communicator.from_mpi(half, timeout=PATIENCE)
+    whole_ranks = sparsecomm.Communicator.from_mpi(WORLD, timeout=LONG_TIME)
+    half_ranks = sparsecomm.Communicator.from_mpi(half, timeout=LONG_TIME)
     half.Free()
     sums = [_sum(whole_ranks), _sum(half_ranks), _sum(whole_ranks)]
     sums.append(WORLD.allreduce(1.0))
@@ -75,7 +75,7 @@ def two_communicators() -> list[float]:
 
 def mismatch() -> str:
     """Ranks that ask for different things raise the same text, and may go on."""
-    communicator = sparsecomm.Communicator.from_mpi(WORLD, timeout=PATIENCE)
+    communicator = sparsecomm.Communicator.from_mpi(WORLD, timeout=LONG_TIME)
     try:
         _exchange(communicator, 100 + WORLD.rank).run(torch.ones(100 + WORLD.rank))
     except RuntimeError as error:
@@ -94,7 +94,7 @@ def lost_rank(how: str, seed: str) -> None:
     from ranks import end_soon
     from test_exchange import EVERYWHERE, exchange_ones
 
-    victim, timeout, operations = WORLD.size - 1, 3.0, 50
+    victim, timeout, operations = WORLD.size - 1, 3 * PATIENCE, 50
     generator = random.Random(seed)
     last = generator.randrange(operations)
     communicator = sparsecomm.Communicator.from_mpi(WORLD, timeout=timedelta(seconds=timeout))
@@ -117,7 +117,7 @@ def lost_rank(how: str, seed: str) -> None:
         _sum(communicator)
     communicator.close()
     left = WORLD.Create_group(WORLD.group.Excl([victim]))
-    total = _sum(sparsecomm.Communicator.from_mpi(left, timeout=PATIENCE))
+    total = _sum(sparsecomm.Communicator.from_mpi(left, timeout=LONG_TIME))
     said = {"rank": WORLD.rank, "error": error, "waited": waited, "timeout": timeout, "sum": total}
     print(json.dumps(said), flush=True)
     os._exit(0)  # MPI_Finalize would wait for the lost rank

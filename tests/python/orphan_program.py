@@ -13,18 +13,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from patience import LONG, LONG_TIME, wait_until
 from torch.utils.data import DataLoader, Dataset
 
 import sparsecomm
 from sparsecomm import Communicator
 
-DEADLINE = timedelta(seconds=20)
-OUTLIVES = 60.0  # seconds
+DEADLINE = LONG_TIME
+OUTLIVES = 10 * LONG
 
 
 class LongRead(Dataset[int]):
@@ -59,8 +59,7 @@ def start_child(kind: str, folder: Path) -> Iterator[int] | None:
     else:
         loader = DataLoader(LongRead(mark), num_workers=1, multiprocessing_context="fork")
         batches = iter(loader)
-    while not mark.exists():
-        time.sleep(0.01)
+    wait_until(mark.exists)
     return batches
 
 

@@ -17,13 +17,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from patience import LONG, LONG_TIME, PATIENCE
 
 # Forked from a process that has imported what takes long, and has started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
@@ -32,8 +32,6 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-# Sanitizers make everything slower.
-PATIENCE = float(os.environ.get("SPARSECOMM_TEST_PATIENCE", "1"))
 BUILD = Path(__file__).resolve().parents[2] / "build"
 
 
@@ -93,7 +91,7 @@ def _main(
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     try:
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG_TIME)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
         pipe.send(("result", function(*args)))
         if dist.is_initialized():
@@ -164,11 +162,11 @@ def run_ranks(
                     results[pipes.index(pipe)] = pipe.recv()
                 except EOFError:
                     rank = pipes.index(pipe)
-                    processes[rank].join(5)
+                    processes[rank].join(LONG)
                     code = processes[rank].exitcode
                     results[rank] = ("died", f"ended without a result, {_describe(code)}")
         for rank in needed:
-            processes[rank].join(max(0.0, min(10.0, deadline - time.monotonic())))
+            processes[rank].join(max(0.0, min(LONG / 2, deadline - time.monotonic())))
     finally:
         for process in processes:
             if process.is_alive():

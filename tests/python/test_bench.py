@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from patience import LONG
 from ranks import run_ranks
 
 import sparsecomm
@@ -335,11 +336,11 @@ def test_a_rank_that_fails_ends_the_run_with_its_message(tmp_path: Path) -> None
         "def body() -> None:\n"
         "    if dist.get_rank() == 1:\n"
         "        raise RuntimeError('no more')\n"
-        "    time.sleep(100)\n"
+        "    time.sleep(10_000)\n"
         "if __name__ == '__main__':\n"
         "    sys.exit(run_on_ranks(body, 2))\n"
     )
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60)
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=LONG)
     assert result.returncode == 1
     assert "rank 1: RuntimeError: no more" in result.stderr
     assert "Traceback" not in result.stderr

@@ -8,13 +8,13 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
 from itertools import cycle, islice
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from patience import LONG_TIME
 from ranks import run_ranks
 
 import sparsecomm
@@ -576,7 +576,7 @@ def two_threads(size: int) -> None:
 
 def one_thread_loses_a_rank(size: int) -> str:
     rank = dist.get_rank()
-    communicator = sparsecomm.Communicator.from_process_group(timeout=timedelta(seconds=3))
+    communicator = sparsecomm.Communicator.from_process_group(timeout=LONG_TIME)
     sparsecomm.allreduce(torch.ones(3), communicator=communicator)
     dist.barrier()
     if rank == size - 1:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from patience import PATIENCE
 from ranks import run_ranks
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -80,7 +81,7 @@ def device_test(name: str) -> str:
 @needs_gpu
 @pytest.mark.parametrize("name", ["cuda_logic", "cuda_packing", "cuda_exchange"])
 def test_kernels_equal_the_scalar_ones(name: str) -> None:
-    subprocess.run([device_test(name)], check=True, timeout=110)
+    subprocess.run([device_test(name)], check=True, timeout=110 * PATIENCE)
 
 
 @needs_gpu
@@ -92,7 +93,7 @@ def test_compute_sanitizer(name: str, tool: str) -> None:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on PATH")
     command = [sanitizer, "--tool", tool, "--error-exitcode", "1", device_test(name)]
-    subprocess.run([*command, "--gtest_brief=1"], check=True, timeout=580)
+    subprocess.run([*command, "--gtest_brief=1"], check=True, timeout=580 * PATIENCE)
 
 
 # ---- the operators: the same results as on the processor

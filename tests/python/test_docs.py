@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import LONG
 
 from sparsecomm import _C
 from sparsecomm.cli.ping_pong import find_mpiexec
@@ -38,7 +39,7 @@ def run(command: list[str], cwd: Path, **environment: str) -> str:
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=1.5 * LONG,
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -110,7 +111,7 @@ def run_on_two_hosts(words: list[str], tmp_path: Path) -> None:
         )
     try:
         for node in nodes:
-            output, _ = node.communicate(timeout=100)
+            output, _ = node.communicate(timeout=1.5 * LONG)
             assert node.returncode == 0, output
     finally:
         for node in nodes:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE
 
 from sparsecomm.cli.ping_pong import find_mpiexec
 
@@ -32,7 +33,7 @@ def run(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProces
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=110 * PATIENCE,
     )
 
 

@@ -22,6 +22,7 @@ from common.errors import DataError
 from linear import text
 from linear.model import Weights, gradient, rounded, units
 from linear.svmlight import Rows, Share
+from patience import LONG
 from ranks import run_ranks
 
 SMALL = ["--features", "4096", "--limit", "400", "--batch", "16"]
@@ -267,7 +268,7 @@ def test_a_killed_run_goes_on_to_the_same_curve(tmp_path: Path, method: str) -> 
         train_each,
         tmp_path,
         {"parts": [*arguments, "--resume", "--exchange", "dense"]},
-        timeout=100,
+        timeout=1.5 * LONG,
     )
     resumed = summary_of(tmp_path / "parts")
     assert resumed["weights_sha256"] == whole["weights_sha256"]
@@ -299,7 +300,7 @@ def test_the_benchmark_compares_in_one_run(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=1.5 * LONG,
     )
     assert run.returncode == 0, run.stderr
     assert "the sums are the same bits" in run.stdout

@@ -26,6 +26,7 @@ import train_vgg16
 from common import training
 from common.exchange import DENSE_HOOKS, HOOKS, SparseExchange, make_exchange
 from common.task import count_parameters
+from patience import LONG
 from ranks import run_ranks
 from vgg16 import model
 
@@ -198,7 +199,7 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
     assert survivor.stdout is not None
     assert "steps per epoch" in survivor.stdout.readline()  # both are connected
     victim.send_signal(signal.SIGKILL)
-    _, errors = survivor.communicate(timeout=30)
+    _, errors = survivor.communicate(timeout=LONG)
     victim.communicate()
     assert survivor.returncode == 1
     assert "train_vgg16: rank 0: " in errors
@@ -238,7 +239,7 @@ def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
                     assert run.poll() is None, run.communicate()[0]
                     time.sleep(0.01)
                 os.kill(process_of_rank(1, run.pid), signal.SIGKILL)
-            outputs[name], _ = run.communicate(timeout=140)
+            outputs[name], _ = run.communicate(timeout=2.3 * LONG)
         finally:
             run.send_signal(signal.SIGTERM)  # upon which it ends its ranks
             run.wait()
@@ -257,7 +258,7 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         (rank,) = launch(["--output", str(tmp_path)], ranks=1, port=port)
-        _, errors = rank.communicate(timeout=60)
+        _, errors = rank.communicate(timeout=LONG)
     assert rank.returncode == 2
     assert f"the ranks cannot meet at 127.0.0.1:{port}" in errors
     assert "--master-port" in errors

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, checkpoint_of, flat, gathered, make_ddp, make_model, train
+from patience import LONG, LONG_TIME, PATIENCE, wait_until
 from ranks import run_ranks
 from torch import nn
 from torch.distributed._composable.replicate import replicate
@@ -266,14 +267,14 @@ def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> N
 
 
 def wait_until_idle(state: CompressionState) -> None:
-    deadline = time.monotonic() + 30
-    while time.monotonic() < deadline:
+    def is_idle() -> bool:
         try:
             state.stats()
-            return
         except ValueError:  # a group is being exchanged
-            time.sleep(0.001)
-    raise AssertionError("gradients are still being exchanged")
+            return False
+        return True
+
+    wait_until(is_idle)
 
 
 def wrap_again(model: nn.Module, state: CompressionState) -> DistributedDataParallel:
@@ -606,11 +607,13 @@ def test_dense_overlap(size: int) -> None:
 
 # ---- failures
 
+DEADLINE = timedelta(seconds=5 * PATIENCE)  # of what stops
+
 
 def _lose_a_rank(how: str) -> tuple[str, float]:
     ddp = make_ddp(make_model(width=200))
     # One that is gone is noticed long before the deadline.
-    timeout = timedelta(seconds=5 if how == "stop" else 30)
+    timeout = DEADLINE if how == "stop" else LONG_TIME
     sparsecomm.register_comm_hook(ddp, OkTopkState(timeout=timeout))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     train(ddp, optimizer, range(3))
@@ -650,7 +653,7 @@ def test_survivors_name_a_rank_that_died(how: str, size: int) -> None:
         if rank != 1:
             message, seconds = results[rank]
             assert "rank 1 left" in message, message
-            assert seconds < 15, "the failing path is as quick as the good one"
+            assert seconds < LONG / 2, "the failing path is as quick as the good one"
 
 
 @pytest.mark.timeout(330)
@@ -658,6 +661,6 @@ def test_survivors_name_a_rank_that_hangs() -> None:
     results = run_ranks(3, _lose_a_rank, "stop", may_die=(1,), timeout=300)
     for rank in (0, 2):
         message, seconds = results[rank]
-        assert "rank 1 did not take part before the deadline (5 s)" in message, message
-        # Two steps, the deadline, a second for the others' reports, and what a loaded machine adds.
-        assert seconds < 20, seconds
+        text = f"rank 1 did not take part before the deadline ({DEADLINE.total_seconds():g} s)"
+        assert text in message, message
+        assert seconds < DEADLINE.total_seconds() + LONG / 2, seconds

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from patience import LONG_TIME
 from ranks import run_ranks
 from test_exchange import TRANSPORTS
 from torch.distributed import distributed_c10d
@@ -17,15 +18,14 @@ import sparsecomm
 from sparsecomm import _C, Communicator
 from sparsecomm.transports import checked_connect_timeout, connect_options, warn
 
-PATIENCE = timedelta(seconds=20)
 CLAIM = "sparsecomm/join/0"  # the key of the place of rank 0
 
 
 def connect_alone(store: dist.Store) -> _C.Transport:
     def make_gloo(store: dist.Store) -> dist.ProcessGroupGloo:
-        return dist.ProcessGroupGloo(store, 0, 1, PATIENCE)
+        return dist.ProcessGroupGloo(store, 0, 1, LONG_TIME)
 
-    return _C.connect(0, 1, store, make_gloo, warn, connect_options("c10d", PATIENCE))
+    return _C.connect(0, 1, store, make_gloo, warn, connect_options("c10d", LONG_TIME))
 
 
 def claim_of(host: str, pid: int) -> str:
@@ -59,7 +59,7 @@ def _count_keys(transport: str) -> list[int]:
         dist.barrier()
         before = store.num_keys()
         dist.barrier()
-        with Communicator.from_process_group(transport=transport, timeout=PATIENCE) as made:
+        with Communicator.from_process_group(transport=transport, timeout=LONG_TIME) as made:
             sparsecomm.allreduce(torch.ones(10), communicator=made)
             dist.barrier()
             counts.append(store.num_keys() - before)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import LONG
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -125,7 +126,7 @@ if socket.gethostname() == "host1":
             size -= len(peer.recv(1 << 20))
         print(time.perf_counter() - start, file=open(sys.argv[2], "w"))
 else:
-    for attempt in range(100):
+    while True:  # until it listens
         try:
             peer = socket.create_connection(("host1", 4000))
             break
@@ -138,12 +139,15 @@ else:
     with Hosts(2, "80mbit") as pair:
         file = Path(f"/tmp/sparsecomm-{os.getpid()}-seconds")
         command = [sys.executable, "-c", code, str(int(rate / 8 * seconds)), str(file)]
+        times = []
         try:
-            pair.run([command] * 2, [{}] * 2)
-            measured = float(file.read_text())
+            # A machine that is busy may keep a link from its rate, once or twice.
+            while len(times) < 5 and (not times or times[-1] >= seconds * 2):
+                pair.run([command] * 2, [{}] * 2)
+                times.append(float(file.read_text()))
         finally:
             file.unlink(missing_ok=True)
-    assert seconds * 0.8 < measured < seconds * 2
+    assert seconds * 0.8 < min(times) < seconds * 2
 
 
 @pytest.mark.lab
@@ -154,8 +158,8 @@ def test_a_command_that_fails_ends_the_others() -> None:
         Hosts(2, None) as pair,
         pytest.raises(HostsError, match=r"failed on host2 \(status 3\)$"),
     ):
-        pair.run([["sleep", "100"], ["sh", "-c", "exit 3"]], [{}] * 2)
-    assert time.monotonic() - start < 30
+        pair.run([["sleep", f"{10 * LONG}"], ["sh", "-c", "exit 3"]], [{}] * 2)
+    assert time.monotonic() - start < LONG
     assert namespaces(os.getpid()) == []
 
 
@@ -178,7 +182,7 @@ def test_a_signal_leaves_nothing_behind(tmp_path: Path, number: signal.Signals) 
         assert len(running) == 3
         process.send_signal(number)
         # The sleeps hold the other end of the pipe: it ends when they have.
-        process.communicate(timeout=30)
+        process.communicate(timeout=LONG)
     assert process.returncode == 128 + number
     assert namespaces(process.pid) == []
 

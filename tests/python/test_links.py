@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from link_program import DEADLINE, OVER_MPI
+from patience import LONG, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -22,8 +23,6 @@ from test_mpi import MPIEXEC, needs_mpi  # noqa: E402
 
 PROGRAM = Path(__file__).with_name("link_program.py")
 RANKS = 3
-# Beyond the deadline: for the others' reports, and what a loaded machine adds.
-GRACE = 4.0
 # What mpiexec prints instead of starting anything: a command for each host, in their order.
 JOIN = (
     'until grep -qs HYDRA_LAUNCH_END "$0"; do sleep 0.05; done; '
@@ -57,23 +56,24 @@ def test_a_link_goes_down_and_comes_up_again(transport: str, cut: int, tmp_path:
         running = pool.submit(hosts.run, commands, environments)
 
         def until_all(mark: str) -> None:
-            deadline = time.monotonic() + 60
-            while not all((tmp_path / f"{mark}-{rank}").exists() for rank in range(RANKS)):
+            def all_have_come() -> bool:
                 if running.done():
                     running.result()
-                assert time.monotonic() < deadline, sorted(tmp_path.iterdir())
-                time.sleep(0.01)
+                return all((tmp_path / f"{mark}-{rank}").exists() for rank in range(RANKS))
+
+            wait_until(all_have_come)
 
         until_all("running")
         time.sleep(random.Random(f"{transport} {cut}").random() * 0.2)
         hosts.set_link(cut, up=False)
         until_all("raised")
         hosts.set_link(cut, up=True)
-        running.result(timeout=90)
+        running.result(timeout=1.5 * LONG)
     for rank in range(RANKS):
         said = json.loads((tmp_path / f"said-{rank}.json").read_text())
-        assert said["took"] < DEADLINE + GRACE, said
-        assert said["closing"] < GRACE, said
+        # The kernel, without the deadline, and a store that does not answer take longer.
+        assert said["took"] < DEADLINE + 20, said
+        assert said["closing"] < 20, said
         assert said["sum"] == sum(range(RANKS)), said
         # Without the store, which the first holds, a rank names the one that it waited for.
         named = cut if cut != 0 and rank != cut else r"\d"

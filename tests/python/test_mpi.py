@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from patience import LONG
 
 import sparsecomm
 from sparsecomm.transports import MPI_LIBRARY
@@ -47,7 +48,7 @@ def start(ranks: int, *arguments: str, wrapper: tuple[str, ...] = ()) -> subproc
 
 def run(ranks: int, *arguments: str) -> Any:
     process = start(ranks, *arguments)
-    output, errors = process.communicate(timeout=100)
+    output, errors = process.communicate(timeout=1.5 * LONG)
     assert process.returncode == 0, errors
     return json.loads(output)
 
@@ -87,7 +88,7 @@ def test_thread_levels(level: str) -> None:
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_survivors_name_the_rank_that_is_lost(how: str, seed: str) -> None:
     # A shell outlives the rank, or mpiexec would end the others.
-    process = start(3, "lost_rank", how, seed, wrapper=("sh", "-c", '"$@"; sleep 60', "sh"))
+    process = start(3, "lost_rank", how, seed, wrapper=("sh", "-c", '"$@"; exec sleep 600', "sh"))
     assert process.stdout is not None
     victim = None
     said = []
@@ -101,12 +102,11 @@ def test_survivors_name_the_rank_that_is_lost(how: str, seed: str) -> None:
     if victim is not None and how == "stop":
         os.kill(victim, signal.SIGKILL)
     process.terminate()
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=LONG)
     assert sorted(survivor["rank"] for survivor in said) == [0, 1], errors
     for survivor in said:
         assert survivor["error"].startswith("rank 2 "), survivor
-        # The deadline, a second for the others' reports, and what a loaded machine adds.
-        assert survivor["waited"] < survivor["timeout"] + 5, survivor
+        assert survivor["waited"] < survivor["timeout"] + LONG / 2, survivor
         assert survivor["sum"] == 2, survivor
 
 
@@ -126,7 +126,7 @@ def test_another_library_is_refused(tmp_path: Path) -> None:
 @needs_mpi
 def test_importing_sparsecomm_loads_no_mpi() -> None:
     check = "import sparsecomm; assert 'libmpi' not in open('/proc/self/maps').read()"
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=LONG)
 
 
 def test_what_is_no_communicator_is_refused() -> None:
@@ -139,7 +139,7 @@ def test_what_is_no_communicator_is_refused() -> None:
         "    except ValueError as error: assert 'not a communicator' in str(error)\n"
         "    else: raise AssertionError(comm)\n"
     )
-    subprocess.run([sys.executable, "-c", check], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", check], check=True, timeout=LONG)
 
 
 # Without MPI

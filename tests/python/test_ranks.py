@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch.distributed as dist
+from patience import LONG
 from ranks import RankError, run_ranks
 
 
@@ -36,7 +37,7 @@ def test_a_crashed_rank_leaves_the_frames_of_python_and_of_c(function: str, sign
 
 
 def hang() -> None:
-    time.sleep(200 if dist.get_rank() == 0 else 0)
+    time.sleep(10 * LONG if dist.get_rank() == 0 else 0)
 
 
 def test_a_rank_that_hangs_says_where() -> None:

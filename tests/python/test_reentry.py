@@ -19,19 +19,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import PATIENCE, run_ranks
+from patience import LONG, wait_until
+from ranks import run_ranks
 from test_exchange import TRANSPORTS
 from torch import nn
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 
-LATE = 1.5  # seconds that rank 1 comes after rank 0
-SOON = 0.3  # until a signal comes
+SOON = 0.3  # until a signal comes; it may come before the call has begun to wait
+PROMISED = 1.0  # seconds in which a signal ends a call, on a machine that is not busy
 
 
 def outcome(call: Callable[[], object]) -> str:
-    """Returns what ``call`` raised, or "works"; it takes less than a second, times PATIENCE."""
+    """Returns what ``call`` raised, or "works", which takes no waiting."""
     start = time.monotonic()
     try:
         call()
@@ -39,16 +41,22 @@ def outcome(call: Callable[[], object]) -> str:
     except (RuntimeError, ValueError) as error:
         return str(error)
     finally:
-        assert time.monotonic() - start < PATIENCE
+        assert time.monotonic() - start < LONG / 2
 
 
 def sparse() -> torch.Tensor:
     return torch.eye(4).to_sparse()
 
 
-def late() -> None:
+def late(what: str) -> None:
+    """Has rank 1 wait until rank 0 has called let_come()."""
     if dist.get_rank() == 1:
-        time.sleep(LATE)
+        _get_default_store().wait([what])
+
+
+def let_come(what: str) -> None:
+    if dist.get_rank() == 0:
+        _get_default_store().set(what, "")
 
 
 @contextmanager
@@ -66,7 +74,7 @@ def signalled(number: signal.Signals) -> Iterator[None]:
 def calls_from_a_callback(transport: str) -> list[str]:
     made = sparsecomm.Communicator.from_process_group(transport=transport)
     group = dist.new_group(backend="sparsecomm")
-    late()
+    late("attached")
     work = sparsecomm.allreduce(torch.ones(8), communicator=made, async_op=True)
     of_group = dist.all_reduce(sparse(), group=group, async_op=True)
     found: list[str] = []
@@ -87,6 +95,7 @@ def calls_from_a_callback(transport: str) -> list[str]:
         # Attached while the other rank is late: on a future that is done, a callback runs here.
         assert of_group is not None
         called = [work.get_future().then(call), of_group.get_future().then(call_group)]
+        let_come("attached")
         for future in called:
             future.wait()
     else:
@@ -110,18 +119,21 @@ def test_a_blocking_call_from_a_callback_says_what_to_do(transport: str) -> None
 
 def closing_in_a_callback() -> None:
     made = sparsecomm.Communicator.from_process_group()
-    late()
+    late("attached")
     work = sparsecomm.allreduce(torch.ones(8), communicator=made, async_op=True)
-    assert work.get_future().then(lambda _: outcome(made.close)).wait() == "works"
+    closed = work.get_future().then(lambda _: outcome(made.close))
+    let_come("attached")
+    assert closed.wait() == "works"
     with pytest.raises(ValueError, match="is closed"):
         sparsecomm.allreduce(torch.ones(8), communicator=made)
     group = dist.new_group(backend="sparsecomm")
-    late()
+    late("attached to the group")
     started = dist.all_reduce(sparse(), group=group, async_op=True)
     assert started is not None
     ended = started.get_future().then(
         lambda _: outcome(lambda: dist.destroy_process_group(group)),
     )
+    let_come("attached to the group")
     assert ended.wait() == "works"
 
 
@@ -139,8 +151,9 @@ def calls_from_a_log_handler(transport: str) -> list[str]:
         def emit(self, record: logging.LogRecord) -> None:
             found.append(outcome(lambda: sparsecomm.allreduce(torch.ones(8), communicator=made)))
             found.append(outcome(made.counters))
+            let_come("called")
 
-    late()
+    late("called")
     logging.getLogger("sparsecomm").addHandler(Calling())
     got = sparsecomm.allreduce(torch.ones(8), communicator=made)
     assert got.tolist() == [2.0] * 8
@@ -167,16 +180,17 @@ def calls_from_a_signal_handler(transport: str) -> list[str]:
     def handle(number: int, frame: object) -> None:
         if transport == "ucx":  # whose messages get on in the thread that is interrupted
             found.append(outcome(allreduce))
+            let_come("called")
         else:
+            let_come("called")
             allreduce()
         found.append(outcome(made.counters))
 
     signal.signal(signal.SIGUSR1, handle)
-    late()
+    late("called")
     if dist.get_rank() == 0:
         with signalled(signal.SIGUSR1):
             allreduce()
-            # While rank 0 still waited.
             assert found
     else:
         allreduce()
@@ -193,59 +207,62 @@ def test_a_blocking_call_from_a_signal_handler_works_or_says_what_to_do(transpor
     assert len(found) == (transport == "ucx")
 
 
-def interrupted(call: Callable[[], object]) -> None:
-    """Ctrl-C ends ``call`` within a second, times PATIENCE."""
+def interrupted(call: Callable[[], object], limit: float) -> None:
+    """Ctrl-C ends ``call`` within ``limit`` seconds."""
     start = time.monotonic()
     with signalled(signal.SIGINT), pytest.raises(KeyboardInterrupt):
         call()
-    assert SOON <= time.monotonic() - start < SOON + PATIENCE
+    assert SOON <= time.monotonic() - start < SOON + limit
 
 
-def ctrl_c(transport: str) -> str:
+def ctrl_c(limit: float, transport: str) -> str:
     """Rank 1 does not come before rank 0 has been interrupted."""
     made = sparsecomm.Communicator.from_process_group(transport=transport)
     sparsecomm.allreduce(torch.ones(8), communicator=made)
     data = torch.ones(8)
     if dist.get_rank() == 0:
-        interrupted(lambda: sparsecomm.allreduce(data, communicator=made))
+        interrupted(lambda: sparsecomm.allreduce(data, communicator=made), limit)
+        let_come("interrupted")
         assert data.tolist() == [1.0] * 8
         with pytest.raises(dist.DistBackendError, match="make a new one"):
             sparsecomm.allreduce(data, communicator=made)
         dist.barrier()
         return ""
-    time.sleep(SOON + 1.2 * PATIENCE)
+    late("interrupted")
     start = time.monotonic()
     with pytest.raises(dist.DistBackendError) as error:
         sparsecomm.allreduce(data, communicator=made)
-    assert time.monotonic() - start < 5 * PATIENCE
+    assert time.monotonic() - start < LONG / 2
     dist.barrier()
     return str(error.value)
 
 
-def ctrl_c_of_others() -> None:
+def ctrl_c_of_others(limit: float) -> None:
     rank = dist.get_rank()
     # The wait for what goes on.
     made = sparsecomm.Communicator.from_process_group()
-    late()
+    late("of a communicator")
     work = sparsecomm.allreduce(torch.ones(8), communicator=made, async_op=True)
     if rank == 0:
-        interrupted(work.wait)
+        interrupted(work.wait, limit)
+        let_come("of a communicator")
     assert work.wait().tolist() == [2.0] * 8
     group = dist.new_group(backend="sparsecomm")
-    late()
+    late("of a group")
     tensor = sparse()
     if rank == 0:
-        interrupted(lambda: dist.all_reduce(tensor, group=group))
-        time.sleep(LATE)
-        assert torch.equal(tensor.to_dense(), 2 * torch.eye(4))
+        interrupted(lambda: dist.all_reduce(tensor, group=group), limit)
+        let_come("of a group")
     else:
         dist.all_reduce(tensor, group=group)
+    dist.all_reduce(sparse(), group=group)  # before it the first one has ended
+    assert torch.equal(tensor.to_dense(), 2 * torch.eye(4))
     # Connecting: rank 1 does not come.
     if rank == 0:
-        interrupted(sparsecomm.Communicator.from_process_group)
+        interrupted(sparsecomm.Communicator.from_process_group, limit)
 
 
-def ctrl_c_of_an_optimizer() -> None:
+def ctrl_c_of_an_optimizer(limit: float) -> None:
     model = nn.Linear(8, 8)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -256,25 +273,33 @@ def ctrl_c_of_an_optimizer() -> None:
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    late()
+    late("of an optimizer")
     model(torch.ones(2, 8)).sum().backward()
     if dist.get_rank() == 0:
-        interrupted(optimizer.step)
+        interrupted(optimizer.step, limit)
+        let_come("of an optimizer")
     optimizer.step()
 
 
+# The documentation promises a second, which a busy machine does not keep.
+LIMITS = [LONG / 2, pytest.param(PROMISED, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("transport", TRANSPORTS)
-def test_ctrl_c_ends_a_blocking_collective(transport: str) -> None:
-    reason = run_ranks(2, ctrl_c, transport)[1]
+def test_ctrl_c_ends_a_blocking_collective(transport: str, limit: float) -> None:
+    reason = run_ranks(2, ctrl_c, limit, transport)[1]
     assert "rank 0" in reason
 
 
-def test_ctrl_c_ends_other_waits() -> None:
-    run_ranks(2, ctrl_c_of_others)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_ctrl_c_ends_other_waits(limit: float) -> None:
+    run_ranks(2, ctrl_c_of_others, limit)
 
 
-def test_ctrl_c_ends_an_optimizers_step() -> None:
-    run_ranks(2, ctrl_c_of_an_optimizer)
+@pytest.mark.parametrize("limit", LIMITS)
+def test_ctrl_c_ends_an_optimizers_step(limit: float) -> None:
+    run_ranks(2, ctrl_c_of_an_optimizer, limit)
 
 
 def beside_training(seconds: float) -> dict[str, int]:
@@ -324,8 +349,7 @@ def beside_training(seconds: float) -> dict[str, int]:
         models += 1
     # No more steps: every call has an answer by now or soon.
     current[0] = state
-    while not all(worked.values()) and not problems:
-        time.sleep(0.01)
+    wait_until(lambda: all(worked.values()) or problems)
     stop.set()
     for thread in threads:
         thread.join()

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from patience import PATIENCE
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
@@ -64,9 +65,9 @@ def test_a_run_that_takes_too_long_leaves_no_rank(
     program.write_text(
         "import os, sys, time\n"
         "open(os.path.join(sys.argv[-1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
-        "time.sleep(100)\n"
+        "time.sleep(1000)\n"
     )
-    monkeypatch.setattr(reproduce, "LONGEST_RUN", 12)
+    monkeypatch.setattr(reproduce, "LONGEST_RUN", 12 * PATIENCE)
     run = reproduce.Run(tmp_path / "run", [str(program)])
     assert reproduce.make_all([run]) == [run]
     for rank in range(reproduce.RANKS):

@@ -22,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from logs import Collect
+from patience import LONG, LONG_TIME, PATIENCE
 from ranks import end_soon, run_ranks
 from test_exchange import ALGORITHMS, EVERYWHERE, exchange_ones, make_options
 
@@ -38,7 +39,6 @@ from sparsecomm.transports import (
     table,
 )
 
-PATIENCE = timedelta(seconds=30)
 NOWHERE = "/nowhere/libucp.so.0"
 UCX_PROBLEM = next(row["problem"] for row in table() if row["name"] == "ucx")
 needs_ucx = pytest.mark.skipif(bool(UCX_PROBLEM), reason=UCX_PROBLEM or "ucx")
@@ -60,7 +60,7 @@ def options_of(density: float = 1.0) -> _C.ExchangeOptions:
 class Sum:
     """An allreduce of everything, checked."""
 
-    def __init__(self, transport: _C.Transport, timeout: timedelta = PATIENCE) -> None:
+    def __init__(self, transport: _C.Transport, timeout: timedelta = LONG_TIME) -> None:
         self.communicator = _C.Communicator(transport, timeout)
         self._exchange = _C.Exchange(self.communicator, 1000, torch.float32, options_of())
 
@@ -92,15 +92,15 @@ def test_the_environment_says_what_calls_leave_open() -> None:
         "UCX_TLS": "tcp",
         "GLOO_SOCKET_IFNAME": "eth0,eth1",
     }
-    options = connect_options(AUTO, PATIENCE, environment)
+    options = connect_options(AUTO, LONG_TIME, environment)
     assert options.transport == "c10d"
     assert options.ucx.library == "/opt/libucp.so"
     assert options.ucx.reserved == ["TLS"]
     ((name, value),) = options.ucx.settings
     assert name == "NET_DEVICES"
     assert value.split(",")[:2] == ["eth0", "eth1"]
-    assert connect_options("ucx", PATIENCE, environment).transport == "ucx"
-    options = connect_options(AUTO, PATIENCE, {})
+    assert connect_options("ucx", LONG_TIME, environment).transport == "ucx"
+    options = connect_options(AUTO, LONG_TIME, {})
     assert (options.transport, options.ucx.library, options.ucx.settings) == (AUTO, "", [])
 
 
@@ -117,10 +117,10 @@ def test_ranks_on_loopback_use_that_interface_alone() -> None:
         ({}, True, [("NET_DEVICES", "lo")]),
         ({}, False, []),
     ]:
-        options = connect_options(AUTO, PATIENCE, environment, loopback=loopback)
+        options = connect_options(AUTO, LONG_TIME, environment, loopback=loopback)
         assert options.ucx.settings == settings
     chosen = {"GLOO_SOCKET_IFNAME": "eth0", "UCX_TCP_PORT_RANGE": "41000-41010"}
-    options = connect_options(AUTO, PATIENCE, chosen, loopback=True)
+    options = connect_options(AUTO, LONG_TIME, chosen, loopback=True)
     assert options.ucx.settings[0][1].split(",")[0] == "eth0"
     assert "eth0" in listening(True, chosen)["ucx"]
     assert "41000-41010" in listening(True, chosen)["ucx"]
@@ -181,7 +181,7 @@ def _in_a_clean_environment() -> Collect:
 def _listen(transport: str) -> tuple[set[str], list[str]]:
     log = _in_a_clean_environment()
     before = _listening_sockets()  # of torch's own gloo, at this host's name
-    total = Sum(connect(None, PATIENCE, transport, call="this test"))
+    total = Sum(connect(None, LONG_TIME, transport, call="this test"))
     total.run()
     return _listening_sockets() - before, log.texts
 
@@ -242,7 +242,7 @@ def _choose(transport: str, libraries: tuple[str | None, ...]) -> tuple[Any, lis
     chosen = []
     for _ in range(2):
         try:
-            made = connect(None, PATIENCE, transport)
+            made = connect(None, LONG_TIME, transport)
         except (RuntimeError, ValueError) as error:
             chosen.append(f"{type(error).__name__}: {error}")
             continue
@@ -305,24 +305,24 @@ def _connect_with_few_descriptors() -> tuple[float, str]:
         resource.setrlimit(resource.RLIMIT_NOFILE, (open_files + 3, limits[1]))
     start = time.monotonic()
     with pytest.raises(_C.TransportError) as error:
-        connect(None, PATIENCE, "ucx")
+        connect(None, LONG_TIME, "ucx")
     took = time.monotonic() - start
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    Sum(connect(None, PATIENCE, "ucx")).run()  # nothing of the first attempt is in the way
+    Sum(connect(None, LONG_TIME, "ucx")).run()  # nothing of the first attempt is in the way
     return took, str(error.value)
 
 
 def test_a_rank_with_too_few_descriptors_is_named_by_all_at_once() -> None:
     outcomes = run_ranks(3, _connect_with_few_descriptors)
     for took, text in outcomes:
-        assert took < PATIENCE.total_seconds() / 2
+        assert took < LONG / 2
         assert text == outcomes[0][1]
         assert re.search(r"rank 1: it needs \d+ file descriptors, \d+ of .* ulimit -n \d+", text)
 
 
 def _disagree() -> str:
     with pytest.raises(RuntimeError) as error:
-        connect(None, PATIENCE, ("c10d", AUTO)[dist.get_rank()])
+        connect(None, LONG_TIME, ("c10d", AUTO)[dist.get_rank()])
     return str(error.value)
 
 
@@ -332,11 +332,13 @@ def test_ranks_that_ask_for_different_transports_are_told() -> None:
 
 
 def _come_alone(transport: str) -> str:
+    store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() == 1:
-        time.sleep(2)
+        store.wait(["raised"])
         return ""
     with pytest.raises(RuntimeError) as error:
         connect(None, timedelta(seconds=1), transport)
+    store.set("raised", "")
     return str(error.value)
 
 
@@ -377,7 +379,7 @@ def test_the_backend_falls_back_too() -> None:
 
 OPERATIONS = 50
 # One whose process is killed is noticed long before.
-DEADLINES = {signal.SIGKILL: timedelta(seconds=15), signal.SIGSTOP: timedelta(seconds=2)}
+DEADLINES = {signal.SIGKILL: LONG, signal.SIGSTOP: 2 * PATIENCE}
 
 
 def _survive(
@@ -390,7 +392,8 @@ def _survive(
     group: dist.ProcessGroup | None = None
     outcomes = []
     for victim, last in zip(victims, lasts, strict=True):
-        communicator = _C.Communicator(connect(group, PATIENCE, transport), DEADLINES[number])
+        deadline = timedelta(seconds=DEADLINES[number])
+        communicator = _C.Communicator(connect(group, LONG_TIME, transport), deadline)
         for step in range(OPERATIONS + 1):  # the signal may come amid the one after
             if rank == victim and step == last:
                 end_soon(number, generator)
@@ -408,7 +411,7 @@ def _survive(
         left.remove(victim)
         group = dist.new_group(left, use_local_synchronization=True)
         assert group is not None
-        again = Sum(connect(group, PATIENCE, transport))
+        again = Sum(connect(group, LONG_TIME, transport))
         for _ in range(5):
             again.run()
         outcomes.append((took, text, again.communicator.size))
@@ -445,7 +448,7 @@ def test_survivors_name_the_ranks_they_lose_and_go_on(
     for (took, text, remaining), victim in zip(outcome, victims, strict=True):
         # A communicator numbers its ranks from 0.
         assert text.startswith(f"rank {left.index(victim)} "), text
-        assert took < 10, text
+        assert took < LONG / 2, text
         left.remove(victim)
         assert remaining == len(left)
 
@@ -458,7 +461,7 @@ FAULTS = _C.FaultKind.__members__
 
 def _messages_of_two_steps(algorithm: str) -> int:
     """That the culprit sends."""
-    communicator = _C.Communicator(connect(None, PATIENCE, "c10d"), PATIENCE)
+    communicator = _C.Communicator(connect(None, LONG_TIME, "c10d"), LONG_TIME)
     for _ in range(2):
         exchange_ones(communicator, algorithm, 1000)
     messages = torch.tensor(communicator.counters()["messages"])
@@ -471,10 +474,12 @@ def _fail(name: str) -> list[tuple[str, str, bool]]:
     said = []
     for algorithm in ALGORITHMS:
         message = random.Random(f"{name} {algorithm}").randrange(_messages_of_two_steps(algorithm))
-        transport = connect(None, PATIENCE, "c10d")
+        transport = connect(None, LONG_TIME, "c10d")
         if dist.get_rank() == CULPRIT:
             transport = transport.with_fault(FAULTS[name], message)
-        communicator = _C.Communicator(transport, timedelta(seconds=2))
+        # One that never comes is noticed by the deadline, any other long before.
+        deadline = timedelta(seconds=2 * PATIENCE) if name == "delay" else LONG_TIME
+        communicator = _C.Communicator(transport, deadline)
         exchange = _C.Exchange(communicator, 1000, torch.float32, make_options(algorithm, 0.1))
         text, conserved = "", False
         # Fewer messages than in the first step of an exchange go into its later ones.
@@ -508,7 +513,7 @@ def test_survivors_of_a_fault_name_the_rank_and_lose_nothing(name: str) -> None:
 
 
 def _fork() -> tuple[list[int], str]:
-    total = Sum(connect(None, PATIENCE, "ucx"))
+    total = Sum(connect(None, LONG_TIME, "ucx"))
     total.run()
     reader, writer = os.pipe()
     statuses = []
@@ -544,7 +549,7 @@ def test_a_fork_is_told_and_its_parent_goes_on() -> None:
 def _several() -> list[str]:
     chosen = []
     for _ in range(3):
-        totals = [Sum(connect(None, PATIENCE, name)) for name in ("ucx", "c10d", "ucx")]
+        totals = [Sum(connect(None, LONG_TIME, name)) for name in ("ucx", "c10d", "ucx")]
         for _ in range(5):
             for total in totals:
                 total.run()
@@ -641,7 +646,7 @@ def test_the_c_library_and_the_environment_are_left_alone(tmp_path: Path, asked_
 
 
 def _wait_for_a_rank_that_is_late(waiting: int) -> str:
-    communicator = sparsecomm.Communicator.from_process_group(transport="ucx", timeout=PATIENCE)
+    communicator = sparsecomm.Communicator.from_process_group(transport="ucx", timeout=LONG_TIME)
     tensor = torch.eye(4).to_sparse()
     sparsecomm.allreduce(tensor, communicator=communicator)
     dist.barrier()
@@ -649,7 +654,7 @@ def _wait_for_a_rank_that_is_late(waiting: int) -> str:
         os.kill(os.getpid(), signal.SIGKILL)
     store = dist.distributed_c10d._get_default_store()
     if dist.get_rank() != waiting:
-        store.wait(["done"], PATIENCE)
+        store.wait(["done"], LONG_TIME)
     text = ""
     try:
         sparsecomm.allreduce(tensor, communicator=communicator)
