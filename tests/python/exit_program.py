@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import select
 import signal
@@ -16,11 +17,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from patience import LONG, LONG_TIME, wait_until
+from patience import LONG, LONG_TIME
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -144,7 +146,11 @@ def shards(how: str) -> None:
 
 def daemon(how: str) -> None:
     """A thread is in a blocking call as the program ends."""
-    made = sparsecomm.Communicator.from_process_group()
+    made = sparsecomm.Communicator.from_process_group(stall_limit=timedelta(milliseconds=50))
+    waits = threading.Event()
+    handler = logging.Handler()
+    handler.emit = lambda _: waits.set()  # type: ignore[method-assign]
+    logging.getLogger("sparsecomm").addHandler(handler)
 
     def block() -> None:
         with suppress(RuntimeError):
@@ -152,7 +158,7 @@ def daemon(how: str) -> None:
 
     if dist.get_rank() == 0:
         threading.Thread(target=block, daemon=True).start()
-        wait_until(lambda: made.counters()["messages"])
+        assert waits.wait(LONG)
     late("pending")
 
 

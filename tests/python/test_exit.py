@@ -57,6 +57,7 @@ def statuses(kinds: list[str], rounds: int) -> dict[str, dict[str, int]]:
     return found
 
 
+@pytest.mark.timeout(600)  # many processes, one after the other
 def test_programs_end_with_status_0_whatever_is_pending() -> None:
     assert statuses(FEW, 1).keys() == set(FEW) <= set(KINDS)
 
