@@ -56,7 +56,7 @@ void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind k
   ASSERT_GE(messages, 2u);
   // Several at once, since most of the time goes by in waiting.
   std::atomic<std::uint64_t> next = 0;
-  expect_no_errors(on_threads(kind == FaultKind::delay ? 12 : 4, [&](int) {
+  expect_no_errors(on_threads(12, [&](int) {
     for (std::uint64_t message = next++; message < messages; message = next++) {
       check_fault(algorithm, make_inproc_transports(ranks), {kind, message});
     }
@@ -355,9 +355,10 @@ TEST(CommunicatorTest, WhatWasCancelledIsNotRolledBack) {
 TEST(CommunicatorTest, ARankThatIsAloneWaitsForNoReport) {
   auto const start = std::chrono::steady_clock::now();
   auto const errors = run_ranks(
-      1, [](Communicator& communicator) { communicator.run(std::make_shared<Committing>(0)); });
+      1, [](Communicator& communicator) { communicator.run(std::make_shared<Committing>(0)); },
+      {.failure_grace = long_time()});
   EXPECT_NE(errors[0], nullptr);
-  EXPECT_LT(std::chrono::steady_clock::now() - start, patient_options().failure_grace / 2);
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
 }
 
 class Throwing final : public Operation {

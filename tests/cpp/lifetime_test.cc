@@ -186,7 +186,7 @@ void check_interrupted(WrapTransport const& wrap) {
         }
         EXPECT_THROW(communicator.run(std::make_shared<Plain>()), Aborted);
       },
-      patient_options(), std::nullopt, wrap));
+      {.failure_grace = long_time()}, std::nullopt, wrap));
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   EXPECT_NE(reason.find("rank 0 failed"), std::string::npos) << reason;
 }

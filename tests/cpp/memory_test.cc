@@ -106,8 +106,7 @@ bool starve(std::string const& algorithm, int steps, std::size_t first, std::siz
     communicator.submit(exchange).wait();
   };
   CommunicatorOptions options = patient_options();
-  // Without memory for a report none comes.
-  if (count > 1) options.failure_grace = patiently(std::chrono::seconds(1));
+  options.failure_grace = patiently(std::chrono::seconds(1));
   expect_no_errors(run_ranks(ranks, body, options, {}, wrap_for(algorithm)));
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   bool const refused = allocated > first;
