@@ -32,8 +32,9 @@ VENV := .venv
 export VIRTUAL_ENV := $(CURDIR)/$(VENV)
 export PATH := $(VIRTUAL_ENV)/bin:$(PATH)
 export MAX_JOBS := $(JOBS)
-# Objects found in the compiler cache by any clone of this repository.
+# Objects found in the compiler cache by any clone of this repository: paths below are made relative.
 export CCACHE_NOHASHDIR := 1
+export CCACHE_BASEDIR := $(CURDIR)
 
 # Where setup.py has CMake build the Python module; the C++ tests link with the same core.
 BUILD := build/python
