@@ -36,9 +36,12 @@ export MAX_JOBS := $(JOBS)
 export CCACHE_NOHASHDIR := 1
 export CCACHE_BASEDIR := $(CURDIR)
 
+# Warnings are errors here, not where a user's compiler may have more of them.
+STRICT := -DSPARSECOMM_WERROR=ON
+
 # Where setup.py has CMake build the Python module; the C++ tests link with the same core.
 BUILD := build/python
-CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,-G Ninja) -DSPARSECOMM_BUILD_TESTS=ON -DSPARSECOMM_WERROR=ON
+CONFIGURE = cmake -S csrc -B $(BUILD) $(if $(wildcard $(BUILD)/CMakeCache.txt),,-G Ninja) -DSPARSECOMM_BUILD_TESTS=ON $(STRICT)
 
 SOURCES := $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cmake' -o -name CMakeLists.txt)
 CPP := $(shell find csrc benchmarks/scale tests/cpp tests/fuzz -name '*.cc' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
@@ -101,11 +104,12 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 
 # ---- checks
 
-test: test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run what a change must pass, in 25 minutes
+test: cuda test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run what a change must pass, in 25 minutes
 
-test-all: cuda test-cpp sanitize fuzz ## run every test and check, in hours
+test-all: cuda test-cpp test-neon sanitize ## run every test and check, in hours
 	OMP_NUM_THREADS=1 python -m pytest -m "slow or not slow" $(ARGS)
 	$(MAKE) lint types BASE=
+	$(MAKE) fuzz
 
 test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
 	$(CONFIGURE)
@@ -129,7 +133,7 @@ NEON_TESTS := kernels_test fused_test top_k_test block_scan_test parallel_test s
 
 test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compiled for aarch64, under an emulator
 	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \
-	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse" -DSPARSECOMM_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON
+	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse" $(STRICT) -DSPARSECOMM_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON
 	cmake --build build/neon --parallel $(JOBS) --target $(NEON_TESTS)
 	ctest --test-dir build/neon --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
@@ -165,10 +169,10 @@ SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test
 SANITIZED_THREAD := failure_test ucx_test parallel_test
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
-	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS $(STRICT)
 	cmake --build build/asan --parallel $(JOBS) --target $(SANITIZED_ADDRESS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(TEST_JOBS) --exclude-regex _NOT_BUILT
-	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
+	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread $(STRICT)
 	cmake --build build/tsan --parallel $(JOBS) --target $(SANITIZED_THREAD)
 	ctest --test-dir build/tsan --output-on-failure --parallel $(TEST_JOBS) \
 	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)'
@@ -176,10 +180,10 @@ sanitize-quick: setup ## run those C++ tests under the sanitizers where they mat
 sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs under the sanitizers
 
 sanitize-core: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
-	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS
+	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS $(STRICT)
 	cmake --build build/asan --parallel $(JOBS)
 	ctest --test-dir build/asan --output-on-failure --parallel $(TEST_JOBS)
-	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread
+	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread $(STRICT)
 	cmake --build build/tsan --parallel $(JOBS)
 	ctest --test-dir build/tsan --output-on-failure --parallel $(TEST_JOBS)
 
@@ -219,7 +223,7 @@ CLANG = $(firstword $(foreach name,clang++ clang++-18 clang++-17 clang++-16 clan
 
 fuzz: setup ## fuzz each parser for FUZZ_SECONDS; needs clang++
 	@[ -n "$(CLANG)" ] || { echo "make fuzz needs clang++ with libFuzzer: apt-get install clang libclang-rt-dev" >&2; exit 1; }
-	cmake -S csrc -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=$(CLANG) -DSPARSECOMM_FUZZ=ON
+	cmake -S csrc -B build/fuzz -G Ninja -DCMAKE_CXX_COMPILER=$(CLANG) -DSPARSECOMM_FUZZ=ON $(STRICT)
 	for name in $(patsubst tests/fuzz/%_fuzz.cc,%,$(wildcard tests/fuzz/*_fuzz.cc)); do \
 	  cmake --build build/fuzz --parallel $(JOBS) --target $${name}_fuzz; \
 	  mkdir -p build/fuzz/corpus/$$name; \

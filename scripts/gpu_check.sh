@@ -10,6 +10,8 @@
 # for each step goes to standard output. The exit status is 0 if all steps passed. SPARSECOMM_GPU_BUDGET, 480 by default, is
 # the time limit of the whole in seconds: steps for which none is left are skipped, and count as failed.
 set -uo pipefail
+usage=$(sed -n '2,/^set/s/^# \{0,1\}//p' "$0")
+[ $# = 0 ] || [ "$1" = prepare ] || { mkdir -p "$1" && out=$(cd "$1" && pwd); }
 cd "$(dirname "$0")/.."
 
 prefix=$PWD/.gpu
@@ -33,12 +35,11 @@ if [ "${1:-}" = prepare ]; then
   exit
 fi
 if [ $# = 0 ]; then
-  sed -n '2,/^set/s/^# \{0,1\}//p' "$0" >&2
+  echo "$usage" >&2
   exit 2
 fi
 
-mkdir -p "$1"
-out=$(cd "$1" && pwd)
+rm -f "$out/summary.json" "$out/log.txt"
 shift
 chosen=" $* "
 budget=${SPARSECOMM_GPU_BUDGET:-480}
@@ -66,7 +67,7 @@ step() {
   if [ "$status" != 0 ]; then
     failed=1
     words="FAILED ($status) $(grep -v '^$' "$out/log.txt" | tail -1 | cut -c1-160)"
-    [ "$status" != 124 ] || words="TIMED OUT after $limit s"
+    [[ $status != 124 && $status != 137 ]] || words="TIMED OUT after $limit s"
     [ "$status" != skipped ] || words="SKIPPED: the $budget s of the whole are over"
   fi
   printf '%-16s %4d s  %s\n' "$name" "$seconds" "$words" | tee -a "$out/log.txt"
@@ -142,4 +143,8 @@ step counters 60 counters
 for tool in memcheck racecheck; do
   step "$tool-packing" 60 sanitizer "$tool" packing
 done
+if [ ${#rows[@]} = 0 ]; then
+  echo "there is no step$chosen" >&2
+  exit 2
+fi
 exit $failed

@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+FOR_ALL = {".clang-tidy", "pyproject.toml", "CMakeLists.txt"}  # of these every finding depends
+
 
 def output(*command: str | Path) -> list[str]:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -20,7 +22,7 @@ def output(*command: str | Path) -> list[str]:
 def compiled(build: Path) -> set[Path]:
     """The sources in csrc, and the batches of those in csrc/torch."""
     commands = json.loads((build / "compile_commands.json").read_text())
-    sources = [Path(command["file"]) for command in commands]
+    sources = [Path(command["file"]).resolve() for command in commands]
     return {source for source in sources if {"csrc", "Unity"} & set(source.parts[:-1])}
 
 
@@ -41,10 +43,13 @@ def main() -> None:
     sources = {source for source in compiled(build) if source.suffix in (".cc", ".cxx")}
     if len(sys.argv) > 2 and sys.argv[2]:
         root = Path(output("git", "rev-parse", "--show-toplevel")[0])
-        changed = {root / name for name in output("git", "diff", "--name-only", sys.argv[2])}
-        if root / ".clang-tidy" not in changed:
+        names = output("git", "diff", "--name-only", sys.argv[2])
+        names += output("git", "ls-files", "--others", "--exclude-standard")
+        changed = {root / name for name in names}
+        if not any(path.name in FOR_ALL for path in changed):
             units = [files for files in dependencies(build) if files & changed]
-            sources &= {file for files in units for file in files}
+            sources &= changed.union(*units)
+        print(f"clang-tidy reads {len(sources)} sources", file=sys.stderr)
     print("\n".join(sorted(map(str, sources))))
 
 

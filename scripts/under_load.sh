@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command N times beside three busy loops, and prints how often it failed and how long it took:
+# Runs a command N times beside busy loops, one more than there are cores, and prints how often it failed and how long it took:
 #   scripts/under_load.sh N COMMAND [ARGUMENT ...]
 # The output of the runs that fail is shown. Everything runs at the lowest priority, the loops too, which
 # compete with the command.
@@ -10,8 +10,8 @@ shift
 
 output=$(mktemp)
 loops=()
-trap 'kill "${loops[@]}"; rm -f "$output"' EXIT
-for _ in 1 2 3; do
+trap 'kill "${loops[@]}" || true; rm -f "$output"' EXIT
+for _ in $(seq $(($(nproc) + 1))); do
   nice -n 19 bash -c 'while :; do :; done' &
   loops+=($!)
 done
