@@ -271,7 +271,7 @@ Proposal GradientExchange<T>::prepare() {
   // Not before, since what the former one rejected may have had to be put back.
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
-  if (ready_) std::exchange(ready_, {})();
+  await_gradient();
   before_ = stats_;
   state_before_ = state_;
   traffic_before_ = Traffic::of(communicator_->transport().counters());
@@ -301,6 +301,14 @@ Proposal GradientExchange<T>::prepare() {
           .former_seconds = former_seconds_,
           .former_entries = former_selected_,
           .extent = extent_};
+}
+
+template <class T>
+void GradientExchange<T>::await_gradient() {
+  if (!ready_) return;
+  unselected_ = false;  // what never came cannot be kept
+  std::exchange(ready_, {})();
+  unselected_ = true;
 }
 
 template <class T>
@@ -461,9 +469,11 @@ void GradientExchange<T>::roll_back() noexcept {
 template <class T>
 void GradientExchange<T>::withdraw() {
   local_->restore();
-  if (std::exchange(unselected_, false) && keeps_residual()) {
-    if (ready_) std::exchange(ready_, {})();
-    if (local_->all_finite()) local_->accumulate();
+  if (unselected_ && keeps_residual()) {
+    await_gradient();
+    bool const finite = local_->all_finite();
+    unselected_ = false;
+    if (finite) local_->accumulate();
   }
   delivered_ = false;
 }

@@ -132,6 +132,7 @@ class GradientExchange final : public Operation {
  private:
   void check_messages(AlgorithmEntry const& algorithm) const;
   void use(AlgorithmEntry const& algorithm);
+  void await_gradient();
   void find_threshold();
   void record(AlgorithmEntry const& algorithm, std::optional<double> predicted, double seconds);
   void run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback);

@@ -224,7 +224,7 @@ def _fail_as_the_step_begins(kind: str, transport: str, end: str) -> tuple[torch
     with mock.patch.object(hooks, "connect", lambda *args, **_: connect(*args[:2], transport)):
         if kind == "optimizer":
             optimizer = sparsecomm.optim.OkTopkSGD(
-                module.parameters(), lr=1.0, density=0.1, timeout=limit
+                module.named_parameters(), lr=1.0, density=0.1, timeout=limit
             )
             exchange = optimizer.exchange
         else:
