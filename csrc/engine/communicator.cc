@@ -263,6 +263,7 @@ void Communicator::progress() {
     }
     std::exception_ptr error;
     try {
+      if (closing) item.operation->roll_back();
       require<Aborted>(!closing, "the communicator was closed before this operation ran");
       execute(*item.operation, item.state->begin());
     } catch (...) {
@@ -312,6 +313,7 @@ class Communicator::InProgress {
 };
 
 void Communicator::execute(Operation& operation, bool cancelled, Interrupt* interrupt) {
+  if (failure_ || !broken_.empty()) operation.roll_back();
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   require<Aborted>(broken_.empty(), "an earlier operation failed (", broken_,
                    "); go on from a checkpoint, or destroy this communicator, hook state or "
@@ -322,23 +324,21 @@ void Communicator::execute(Operation& operation, bool cancelled, Interrupt* inte
                   Deadline(clock_, options_.timeout, interrupt),
                   operation.commits() ? this : nullptr);
   StallWatch::Operation const watched(watch_.get(), next_operation_);
-  bool prepared = false;
   try {
     require_no_alarm();
-    prepared = !cancelled;
     Agreement const agreement = agree(channel, cancelled ? nullptr : &operation);
     operation.run(channel, agreement);
     require<Error>(!operation.commits() || committing(), "an operation ended without commit()");
   } catch (Mismatch const&) {
-    if (prepared) operation.roll_back();
+    operation.roll_back();
     throw;
   } catch (Cancelled const&) {
-    if (prepared) operation.roll_back();
+    operation.roll_back();
     throw;
   } catch (...) {
     // What failed after commit() stands on the others.
     bool const committed = committing();
-    if (prepared && !committed) operation.roll_back();
+    if (!committed) operation.roll_back();
     if (!broken_.empty()) throw;  // concluded by commit()
     bool const stands = conclude_failure(std::current_exception(), committed, interrupt);
     if (committed && !stands) operation.roll_back();

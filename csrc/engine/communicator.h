@@ -72,8 +72,8 @@ class Operation {
   // Whether run() calls channel.commit(), exactly once, so that the operation stands on all
   // survivors of a failure or on none; the same on all ranks.
   virtual bool commits() const { return false; }
-  // Undoes what prepare() and run() did to the caller's data so that nothing is lost; called after
-  // a failure.
+  // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
+  // before either of them was called.
   virtual void roll_back() noexcept {}
   // Of stages that the communicator knows: Stage::whole and Stage::agree; others are the
   // operation's own. Null: nobody looks.

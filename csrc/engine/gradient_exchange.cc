@@ -124,14 +124,14 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
                                std::span<V> moment, bool ends_step) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
-    bool const keeps_residual =
-        planned_ || options_.feedback || algorithm_->sparse || options_.warmup.dense_steps > 0;
-    require(!keeps_residual || segment.residual.size() == segment.gradient.size(), "a gradient of ",
+    require(!keeps_residual() || segment.residual.size() == segment.gradient.size(), "a gradient of ",
             segment.gradient.size(), " entries has a residual of ", segment.residual.size());
     total += segment.gradient.size();
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
+  local_->forget();
   local_->bind(std::move(segments), moment);
+  unselected_ = true;
   ready_ = std::move(ready);
   ends_step_ = ends_step;
 }
@@ -266,13 +266,12 @@ typename GradientExchange<T>::V GradientExchange<T>::divisor() const {
 
 template <class T>
 Proposal GradientExchange<T>::prepare() {
-  local_->forget();
   delivered_ = false;
   received_.reset();
   // Not before, since what the former one rejected may have had to be put back.
   if (planned_ && plan_.algorithm() != nullptr && plan_.algorithm() != algorithm_)
     use(*plan_.algorithm());
-  if (ready_) std::exchange(ready_, {})();
+  await_gradient();
   before_ = stats_;
   state_before_ = state_;
   traffic_before_ = Traffic::of(communicator_->transport().counters());
@@ -305,6 +304,14 @@ Proposal GradientExchange<T>::prepare() {
 }
 
 template <class T>
+void GradientExchange<T>::await_gradient() {
+  if (!ready_) return;
+  unselected_ = false;  // what never came cannot be kept
+  std::exchange(ready_, {})();
+  unselected_ = true;
+}
+
+template <class T>
 void GradientExchange<T>::find_threshold() {
   if (extent_ == 0) return;
   ThresholdSource const source =
@@ -334,7 +341,8 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   AlgorithmEntry const& algorithm = warmup ? find_algorithm(warmup_algorithm) : *algorithm_;
   TimePoint const agreed = clock.now();
   if (!agreement.all_finite) {
-    // Somebody's overflow: all ranks see it, and no residual has been touched.
+    // Somebody's overflow: all ranks see it, and no residual is touched.
+    unselected_ = false;
     channel.commit();
     V const nan = std::numeric_limits<V>::quiet_NaN();
     local_->fill(static_cast<T>(nan));
@@ -401,10 +409,12 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
     if (options_.rule.accumulates()) {
+      unselected_ = false;
       local_->accumulate();
       find_threshold();
     }
     selection = local_->select(k());
+    unselected_ = false;
   }
   AllreduceResult<V> result;
   {
@@ -429,8 +439,12 @@ template <class T>
 void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback) {
   if (feedback) {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
-    if (options_.rule.accumulates()) local_->accumulate();
+    if (options_.rule.accumulates()) {
+      unselected_ = false;
+      local_->accumulate();
+    }
     local_->flush();
+    unselected_ = false;
   }
   Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
   // The sum and the average of one gradient are the gradient.
@@ -455,6 +469,12 @@ void GradientExchange<T>::roll_back() noexcept {
 template <class T>
 void GradientExchange<T>::withdraw() {
   local_->restore();
+  if (unselected_ && keeps_residual()) {
+    await_gradient();
+    bool const finite = local_->all_finite();
+    unselected_ = false;
+    if (finite) local_->accumulate();
+  }
   delivered_ = false;
 }
 

@@ -92,7 +92,8 @@ class GradientExchange final : public Operation {
   // Where the last result has entries, sorted, until the next exchange; none: everywhere.
   std::optional<std::span<const std::uint32_t>> received() const { return received_; }
   // For a caller who cannot use the result: what this rank contributed to it returns to the
-  // residual. All ranks must do so alike.
+  // residual, and so does a finite gradient of which nothing had been selected yet. All ranks must
+  // do so alike.
   void withdraw();
   // The same if another part of the same step failed, perhaps before this one on other ranks: the
   // step has not been made.
@@ -131,11 +132,15 @@ class GradientExchange final : public Operation {
  private:
   void check_messages(AlgorithmEntry const& algorithm) const;
   void use(AlgorithmEntry const& algorithm);
+  void await_gradient();
   void find_threshold();
   void record(AlgorithmEntry const& algorithm, std::optional<double> predicted, double seconds);
   void run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback);
   void run_sparse(Channel& channel);
   void forget_thresholds();
+  bool keeps_residual() const {
+    return planned_ || options_.feedback || algorithm_->sparse || options_.warmup.dense_steps > 0;
+  }
   bool warms_up_densely() const { return state_.step < options_.warmup.dense_steps; }
   double density() const { return options_.warmup.at(state_.step, options_.density); }
   void follow_plan(std::uint64_t result_nnz);
@@ -159,6 +164,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<DenseAllreduce<T>> dense_;
   std::function<void()> ready_;
   bool ends_step_ = true;
+  bool unselected_ = false;  // the gradient that was bound: no part of it is in the residual
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;
   std::optional<std::span<const std::uint32_t>> received_;

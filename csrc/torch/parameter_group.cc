@@ -190,9 +190,12 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
     busy_ = false;  // before whoever waits for `done` may begin the next step
     done(std::move(error));
   };
+  std::shared_ptr<Operation> operation;
   try {
-    communicator_->submit(bind(std::move(ready), ends_step), finish);
+    operation = bind(std::move(ready), ends_step);
+    communicator_->submit(operation, finish);
   } catch (...) {
+    if (operation) operation->roll_back();
     give_back();
     busy_ = false;
     throw;

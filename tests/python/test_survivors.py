@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import pickle
@@ -9,13 +10,14 @@ import random
 import signal
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from patience import LONG_TIME
+from patience import LONG_TIME, PATIENCE
 from ranks import run_ranks
 from test_exchange import TRANSPORTS
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,6 +166,7 @@ def _lose_and_go_on(transport: str, message: int) -> tuple[int, str, torch.Tenso
         kept: torch.Tensor = entry["residuals"]["weight"]
         return kept.view_as(module.weight)
 
+    kept = torch.zeros(20, 60, dtype=torch.float64)
     for _ in range(8):
         gradient = torch.randint(-8, 8, (20, 60), generator=generator).double()
         before = module.weight.detach().clone()
@@ -178,10 +181,11 @@ def _lose_and_go_on(transport: str, message: int) -> tuple[int, str, torch.Tenso
             ddp = DistributedDataParallel(module, process_group=group)
             state.reconnect(group)
             assert sparsecomm.register_comm_hook(ddp, state) is state
-            open_sum = residual().clone()
+            open_sum = kept + gradient
             continue
         optimizer.step()
         applied += 1
+        kept = residual().clone()
         if open_sum is not None:
             open_sum += gradient - (before - module.weight.detach())
     assert open_sum is not None
@@ -197,6 +201,86 @@ def test_survivors_go_on_with_their_residuals(message: int, transport: str) -> N
     for applied, parameters, nowhere in (ends[0], ends[2]):
         assert (applied, parameters) == ends[0][:2]
         assert torch.count_nonzero(nowhere) == 0
+
+
+# ---- a step that fails before anything has been selected
+
+
+def _kept(entry: dict[str, Any], what: str) -> torch.Tensor:
+    kept: torch.Tensor = entry[what]["weight"]
+    return kept.clone().view(20, 60)
+
+
+def _fail_as_the_step_begins(kind: str, transport: str, end: str) -> tuple[torch.Tensor, ...]:
+    """Residual and velocity before and after the step that fails, and the gradient of it."""
+    rank = dist.get_rank()
+    momentum = 0.5 if kind == "momentum" else 0.0
+    limit = timedelta(seconds=5 * PATIENCE) if end == "late" else LONG_TIME
+    module = torch.nn.Linear(60, 20, bias=False, dtype=torch.float64)
+    torch.nn.init.zeros_(module.weight)
+    optimizer: Any
+    exchange: Any
+    model: torch.nn.Module = module
+    with mock.patch.object(hooks, "connect", lambda *args, **_: connect(*args[:2], transport)):
+        if kind == "optimizer":
+            optimizer = sparsecomm.optim.OkTopkSGD(
+                module.named_parameters(), lr=1.0, density=0.1, timeout=limit
+            )
+            exchange = optimizer.exchange
+        else:
+            make = sparsecomm.OkTopkState if kind == "oktopk" else sparsecomm.TopkState
+            exchange = make(density=0.1, momentum=momentum, timeout=limit)
+            model = DistributedDataParallel(module)
+            sparsecomm.register_comm_hook(model, exchange)
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    store = dist.distributed_c10d._get_default_store()
+    generator = torch.Generator().manual_seed(rank)
+    entry: dict[str, Any] = {}
+    for step in range(4):
+        gradient = torch.randint(-8, 8, (20, 60), generator=generator).double()
+        optimizer.zero_grad()
+        if rank == CULPRIT and step == 3:
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            store.wait(["failed"], LONG_TIME)
+        try:
+            (model(torch.eye(60, dtype=torch.float64)).T * gradient).sum().backward()
+            optimizer.step()
+        except RuntimeError:
+            assert step == 3
+            store.set("failed", "")
+            [after] = exchange.state_dict().values()
+            moments = [_kept(e, "moments") for e in (entry, after)] if momentum else []
+            return _kept(entry, "residuals"), _kept(after, "residuals"), gradient, *moments
+        [entry] = exchange.state_dict().values()
+        entry = copy.deepcopy(entry)
+    raise AssertionError("the step did not fail")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("oktopk", "killed"),
+        ("topk", "killed"),
+        ("momentum", "killed"),
+        ("optimizer", "killed"),
+        ("topk", "late"),
+        ("optimizer", "late"),
+    ],
+)
+def test_a_gradient_is_kept_if_a_rank_is_missing_as_the_step_begins(
+    kind: str, end: str, transport: str
+) -> None:
+    ends = run_ranks(
+        3, _fail_as_the_step_begins, kind, transport, end, may_die=(CULPRIT,), timeout=110
+    )
+    for before, after, gradient, *moments in (ends[0], ends[2]):
+        velocity = gradient
+        if kind == "momentum":
+            velocity = 0.5 * moments[0] + gradient
+            assert torch.equal(moments[1], velocity)
+        assert torch.equal(after, before + velocity)
 
 
 # ---- reconnect()
