@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the CUDA code on a machine with a GPU, in 8 minutes at most.
 #
-#   scripts/gpu_check.sh prepare           # with a network: puts what such a machine may lack into .gpu (3 MB)
+#   scripts/gpu_check.sh prepare           # with a network: puts what such a machine may lack into .gpu (6 MB)
 #   scripts/gpu_check.sh DIR               # with a GPU, nvcc and a torch with CUDA, no network: every step
 #   scripts/gpu_check.sh DIR STEP...       # only these steps
 #

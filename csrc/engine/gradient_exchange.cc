@@ -124,8 +124,9 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
                                std::span<V> moment, bool ends_step) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
-    require(!keeps_residual() || segment.residual.size() == segment.gradient.size(), "a gradient of ",
-            segment.gradient.size(), " entries has a residual of ", segment.residual.size());
+    require(!keeps_residual() || segment.residual.size() == segment.gradient.size(),
+            "a gradient of ", segment.gradient.size(), " entries has a residual of ",
+            segment.residual.size());
     total += segment.gradient.size();
   }
   require(total == extent_, "the segments hold ", total, " entries, the group ", extent_);
@@ -444,8 +445,8 @@ void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, 
       local_->accumulate();
     }
     local_->flush();
-    unselected_ = false;
   }
+  unselected_ = false;
   Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
   // The sum and the average of one gradient are the gradient.
   if (communicator_->size() > 1) {

@@ -601,6 +601,25 @@ TEST(ReadyTest, AGradientThatDoesNotComeIsAnErrorOnEveryRankAndTheOthersAreKept)
   }));
 }
 
+// After a dense warm-up there is a residual, which a dense algorithm without feedback leaves alone.
+TEST(WithdrawTest, AResultThatIsTakenBackIsNoGradient) {
+  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "dense_ring";
+    options.warmup.dense_steps = 1;
+    auto const exchange =
+        std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
+    std::vector<float> gradient(100), residual(100, 0.0f);
+    for (int step = 0; step < 2; ++step) {
+      std::ranges::fill(gradient, 1.0f);
+      exchange->bind({{gradient, residual}});
+      communicator.submit(exchange).wait();
+    }
+    exchange->withdraw();
+    EXPECT_EQ(residual, std::vector<float>(100, 0.0f));
+  }));
+}
+
 // A device that fails in the middle, and then cannot give back either, in words of torch's.
 class Failing final : public LocalGradient<float> {
  public:
