@@ -54,6 +54,19 @@ class SimulatedTransport final : public WrappedTransport {
   BusyClock& clock_;
 };
 
+// A difference of two times may be less than what disturbs them, and is 0 then.
+bool is_difference(std::string_view figure) {
+  return figure == "round" || figure == "message" || figure == "byte" || figure == "pack";
+}
+
+void expect_measured(Figures const& figures) {
+  auto const values = figures.values();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    EXPECT_TRUE(values[i] > 0 || (values[i] == 0 && is_difference(Figures::names[i])))
+        << Figures::names[i] << " took " << values[i] << " s";
+  }
+}
+
 TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
   for (int const ranks : {1, 2, 3, 4}) {
     std::vector<Figures> figures(ranks);
@@ -77,8 +90,7 @@ TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
     for (int rank = 0; rank < ranks; ++rank) {
       EXPECT_EQ(figures[rank].values(), figures[0].values());
     }
-    auto const values = figures[0].values();
-    for (std::size_t i = 3; i < values.size(); ++i) EXPECT_GT(values[i], 0) << i;
+    expect_measured(figures[0]);
     if (ranks > 1) {
       EXPECT_GT(figures[0].link.round + figures[0].link.message, 0);
       EXPECT_GT(figures[0].link.byte, 0);
@@ -156,7 +168,8 @@ TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
       EXPECT_EQ(figures[rank].values(), figures[0].values()) << "rank " << rank;
     }
     EXPECT_LE(messages[0], 63 * 3 + 16 * 7u);
-    for (double const figure : figures[0].values()) EXPECT_GT(figure, 0);
+    expect_measured(figures[0]);
+    EXPECT_GT(figures[0].link.round + figures[0].link.message, 0);
     // What was simulated was found, where slowness does not multiply what disturbs this machine.
     // The checksum's time comes on top.
     if (setting.slowdown > 1 || &setting == settings) continue;
