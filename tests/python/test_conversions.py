@@ -1,4 +1,4 @@
-"""Models that are converted, and gradients that are swapped, under an optimizer."""
+"""Models that are converted, and gradients that are swapped, under an optimizer or a hook."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from models import checkpoint_of, flat, gathered
 from ranks import run_ranks
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrize, prune
 
+import sparsecomm
 from sparsecomm import Compression
 from sparsecomm.optim import DistributedOptimizer, OkTopkAdam, OkTopkSGD, TopkSGD
 
@@ -522,3 +524,56 @@ def test_replicas_that_drift_apart_are_noticed() -> None:
     first, second = run_ranks(2, check_drift)
     assert first == second
     assert all("the values of 3.bias: " in message for message in first)
+
+
+# ---- under DistributedDataParallel
+
+
+# A type that changed, and changed back, takes DDP's hooks from the parameter.
+LOST_BY_DDP = {
+    *("half().float()", "bfloat16().float()", "double().float()", "half()", "p.data = half"),
+    *(name for name, kind in KINDS.items() if kind.errors.get(NONE) in (REPLACED, ON_META)),
+}
+
+
+def check_hooks(names: list[str]) -> None:
+    for name in names:
+        if "channels last" in name or "transposed" in name:
+            continue  # torch 2.13's own DDP misplaces such gradients
+        kind = KINDS[name]
+        model, plain = make_model(), make_model()
+        ddp = DistributedDataParallel(model)
+        sparsecomm.register_comm_hook(ddp, sparsecomm.OkTopkState(**ALL))
+        held = [list(model.parameters()), list(plain.parameters())]
+        optimizer, expected = (torch.optim.SGD(parameters, **RATE) for parameters in held)
+        problem = ""
+        for step in range(3):
+            try:
+                optimizer.zero_grad()
+                expected.zero_grad()
+                if step == 1:
+                    kind.convert(model, optimizer)
+                forward(ddp, step).backward()
+            except RuntimeError as error:
+                problem = str(error)
+                break
+            if step == 1:
+                kind.convert(plain, expected)
+            forward(plain, step).backward()
+            average(held[1])
+            optimizer.step()
+            expected.step()
+            found, wanted = (flat(one) for one in held)
+            assert torch.equal(*gathered(found)), name
+            assert torch.equal(found, wanted), name
+        if name in LOST_BY_DDP:
+            assert "no longer reduces the gradient of 0.weight" in problem, name
+        elif kind.errors.get(NONE) == SWAP:
+            assert re.search(SWAP[1], problem), (name, problem)
+        else:
+            assert not problem, (name, problem)
+
+
+@pytest.mark.parametrize("part", range(3))
+def test_ddp_that_lost_its_parameters_raises(part: int) -> None:
+    run_ranks(2, check_hooks, list(KINDS)[part::3], timeout=110)
