@@ -627,7 +627,9 @@ def register_comm_hook(
         TypeError: ``ddp`` is not a DistributedDataParallel model, or ``state`` not one of our
             states.
         RuntimeError: the model has a hook already or has run a backward pass, the state serves
-            another model, or ``torch._dynamo.config.optimize_ddp`` is ``"python_reducer"``.
+            another model, or ``torch._dynamo.config.optimize_ddp`` is ``"python_reducer"``. The
+            model raises it in its forward pass once parameters have been replaced, or converted to
+            another type or device, and be it back again: DDP reduces no gradient of these.
         ValueError: the state was given another process group than the model, or is connected to
             another one.
     """
@@ -676,8 +678,38 @@ def register_comm_hook(
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
+    ddp.register_forward_pre_hook(_reducer_watch(ddp.module))
     watch_for_adam(state, ddp.module.parameters())
     return state
+
+
+def _reducer_watch(model: torch.nn.Module) -> Callable[[torch.nn.Module, Any], None]:
+    """Returns a forward hook that raises once DDP no longer reduces one of the gradients it does.
+
+    Torch gives a parameter whose type or device has changed another gradient accumulator, which
+    DDP's reducer does not know, even if it is changed back; nor does it know a new parameter.
+    """
+    reduced = [
+        (f"{path}.{key}" if path else key, module, key)
+        for path, module in model.named_modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and _C.has_reducer(parameter)
+    ]
+
+    def before_forward(_module: torch.nn.Module, _inputs: Any) -> None:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        for name, module, key in reduced:
+            parameter = module._parameters.get(key)
+            if parameter is None or _C.has_reducer(parameter) or not parameter.requires_grad:
+                continue
+            raise RuntimeError(
+                f"DistributedDataParallel no longer reduces the gradient of {name}, which has been "
+                "replaced, or converted to another type or device, so that ranks would drift "
+                "apart: make DistributedDataParallel, and the state, anew for the model as it is"
+            )
+
+    return before_forward
 
 
 def _remedy(model: Any) -> str:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
-from sparsecomm.optim.exchange import OptimizerExchange, require_alone
+from sparsecomm.optim.exchange import OptimizerExchange, described_values, require_alone
+from sparsecomm.optim.owners import Owners
 from sparsecomm.optim.travelling import TravellingGradient
 
 # What a parameter's gradient is multiplied by, and the parameter itself, before they are added up.
@@ -23,9 +24,29 @@ class _Slot:
     name: str
     parameter: Tensor
     bucket: _Bucket
-    view: Tensor  # of the bucket's buffer, with the parameter's strides unless that has gaps
+    flat: Tensor  # the part of the bucket's buffer
+    # Of that part, with the strides that the parameter had first unless those have gaps. Whoever
+    # converts a model points the grad it finds, so this very tensor, to memory elsewhere.
+    view: Tensor
     travelling: TravellingGradient  # the parameter's grad during the exchange
     arrived: bool = False
+
+    def __post_init__(self) -> None:
+        self.address = self.view.data_ptr()
+        self._strides = self.view.stride()
+
+    def renew(self) -> Tensor:
+        """Makes the view anew, when it is elsewhere."""
+        self.view = self.flat.as_strided(self.travelling.shape, self._strides)
+        return self.view
+
+    def conversion(self) -> TypeError:
+        """The error if the parameter is no longer of the type, device or shape it was of."""
+        return TypeError(
+            f"{self.name} is {_kind(self.parameter)} now, and was {_kind(self.travelling)} when "
+            "the optimizer was made: make the optimizer anew for the converted model, or convert "
+            "it back"
+        )
 
     def give_up(self) -> None:
         """Leaves no placeholder in the parameter's ``grad``."""
@@ -54,22 +75,30 @@ class GradientBuckets:
     Args:
         state: what exchanges.
         capacity: bytes of a bucket, at most, but for parameters that are larger.
+        compare_every: steps after which the ranks compare their parameters; 0: never.
         rates: for each parameter, what its gradient is multiplied by, and the share of the
             parameter itself that is added, before both are exchanged.
     """
 
     def __init__(
-        self, state: OptimizerExchange, capacity: float, rates: Rates | None = None
+        self,
+        state: OptimizerExchange,
+        capacity: float,
+        compare_every: int,
+        rates: Rates | None = None,
     ) -> None:
         self._state = state
         self._capacity = capacity
+        self._compare_every = compare_every
         self._rates = rates
         self._buckets: list[_Bucket] = []
         self._slots: dict[Tensor, _Slot] = {}
+        self._owners = Owners()
         self._frozen: list[tuple[str, Tensor]] = []
         self._launched = 0
         self._pausing = False
-        self._synchronized = False
+        self._delivered = False  # what was exchanged waits to become the grads
+        self._synchronized = False  # it is
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles, self._buckets)
 
@@ -78,6 +107,7 @@ class GradientBuckets:
         hook = _hook(weakref.ref(self))
         self._frozen += [pair for pair in named if not pair[1].requires_grad]
         trained = [pair for pair in named if pair[1].requires_grad]
+        self._owners.add(parameter for _, parameter in trained)
         for members in self._split(trained):
             first = members[0][1]
             numel = sum(parameter.numel() for _, parameter in members)
@@ -89,7 +119,8 @@ class GradientBuckets:
                 flat = bucket.buffer.narrow(0, offset, parameter.numel())
                 strides = torch.empty_like(parameter, device="meta").stride()
                 view = flat.as_strided(parameter.shape, strides)
-                slot = _Slot(name, parameter, bucket, view, TravellingGradient(name, parameter))
+                travelling = TravellingGradient(name, parameter)
+                slot = _Slot(name, parameter, bucket, flat, view, travelling)
                 offset += parameter.numel()
                 bucket.slots.append(slot)
                 bucket.parameters.append(parameter)
@@ -125,13 +156,13 @@ class GradientBuckets:
                 "exchanges what it computes; run all but the last one of a step within no_sync(), "
                 "and call the optimizer's zero_grad() after one that was broken off"
             )
-        self._synchronized = False
+        self._delivered = self._synchronized = False
         self._take(slot)
         if slot.bucket.missing == 0:
             self._launch()
 
     def _take(self, slot: _Slot) -> None:
-        parameter, view = slot.parameter, slot.view
+        parameter = slot.parameter
         gradient = parameter.grad
         if gradient is not None:
             if gradient.layout != torch.strided:
@@ -141,6 +172,13 @@ class GradientBuckets:
                 )
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()
+        try:
+            parameter.grad = slot.travelling  # torch compares type, device and shape
+        except RuntimeError:
+            raise slot.conversion() from None
+        view = slot.view
+        if view.data_ptr() != slot.address:
+            view = slot.renew()
         factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
         if gradient is None:
             view.zero_()
@@ -150,7 +188,6 @@ class GradientBuckets:
             view.copy_(gradient)
         if share != 0:
             view.add_(parameter.detach(), alpha=share)
-        parameter.grad = slot.travelling
         slot.arrived = True
         slot.bucket.missing -= 1
 
@@ -181,6 +218,26 @@ class GradientBuckets:
             return
         if self._pausing:
             raise RuntimeError("gradients are not exchanged within no_sync(); leave it before")
+        if not self._delivered:
+            self._complete()
+            self._delivered = True
+            self._state.steps += 1
+            if self._compare_every and self._state.steps % self._compare_every == 0:
+                self.compare_parameters()
+        for slot in self._slots.values():
+            view = slot.view
+            if view.data_ptr() != slot.address:
+                view = slot.renew()
+            try:
+                slot.parameter.grad = view
+            except RuntimeError:
+                raise slot.conversion() from None
+        for bucket in self._buckets:
+            bucket.version = bucket.buffer._version
+        self._delivered, self._synchronized = False, True
+
+    def _complete(self) -> None:
+        """Exchanges what has not been exchanged, and waits for all of it."""
         for name, parameter in self._frozen:
             if parameter.requires_grad and parameter.grad is not None:
                 raise RuntimeError(
@@ -190,6 +247,7 @@ class GradientBuckets:
                 )
         for slot in self._slots.values():
             if not slot.arrived:
+                self._require_in_model(slot)
                 self._take(slot)
             elif slot.parameter.grad is not slot.travelling:
                 raise RuntimeError(
@@ -199,15 +257,24 @@ class GradientBuckets:
                 )
         self._launch()
         self._wait()
-        for slot in self._slots.values():
-            slot.parameter.grad = slot.view
-        for bucket in self._buckets:
-            bucket.version = bucket.buffer._version
-        self._synchronized = True
+
+    def _require_in_model(self, slot: _Slot) -> None:
+        if self._owners.successor(slot.parameter) is not None:
+            raise RuntimeError(
+                f"{slot.name} was replaced in the model by another parameter, which this optimizer "
+                "does not have: load_state_dict(assign=True) does so, moves to meta devices, and "
+                "conversions under torch.__future__.set_overwrite_module_params_on_conversion(); "
+                "make the optimizer anew afterwards"
+            )
+
+    def compare_parameters(self) -> None:
+        """Raises the same error on every rank unless all have the same values."""
+        named = [(slot.name, slot.parameter) for slot in self._slots.values()]
+        self._state.compare(described_values(named))
 
     def only_zeros_were_given(self) -> bool:
         """Whether every ``grad`` is zeros that no backward pass has brought."""
-        if self._synchronized or self._has_arrivals():
+        if self._delivered or self._synchronized or self._has_arrivals():
             return False
         gradients = [slot.parameter.grad for slot in self._slots.values()]
         return all(g is not None and not g.any() for g in gradients)
@@ -236,7 +303,7 @@ class GradientBuckets:
 
     def discard(self) -> None:
         """The gradients are not wanted: what is on its way is waited for, and forgotten."""
-        self._synchronized = False
+        self._delivered = self._synchronized = False
         if self._has_arrivals():
             self._wait()
 
@@ -256,23 +323,28 @@ class GradientBuckets:
         finally:
             self._pausing = before
 
-    def add_received(self, parameters: list[Tensor], factor: float) -> None:
+    def add_received(self, parameters: list[Tensor], factor: float) -> list[tuple[Tensor, Tensor]]:
         """Adds ``factor`` times its gradient to each parameter, where entries have come.
 
-        Gradients that somebody has changed since are added everywhere.
+        Gradients that somebody has changed since are added everywhere. Returns the parameters, and
+        their gradients, whose ``grad`` is what was exchanged: to all others nothing is added.
         """
+        received, views = [], []
+        for parameter in parameters:
+            slot = self._slots.get(parameter)
+            if slot is None:
+                continue
+            view = slot.view
+            if parameter.grad is view and view.data_ptr() == slot.address:
+                received.append(parameter)
+                views.append(view)
         changed = any(bucket.buffer._version != bucket.version for bucket in self._buckets)
-        views = [self._slots[parameter].view for parameter in parameters]
-        self._state._native.add_received(parameters, views, factor, changed)
+        self._state._native.add_received(received, views, factor, changed)
+        return list(zip(received, views, strict=True))
 
-    def has_result(self, parameter: Tensor) -> bool:
-        """Whether the parameter's ``grad`` is what was exchanged, and not another tensor."""
-        slot = self._slots.get(parameter)
-        return slot is not None and parameter.grad is slot.view
 
-    def give_back(self, parameter: Tensor) -> None:
-        """Makes the parameter's ``grad`` what was exchanged."""
-        parameter.grad = self._slots[parameter].view
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 def _has_failed(work: Work | None) -> bool:

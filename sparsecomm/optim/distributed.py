@@ -76,6 +76,9 @@ class DistributedOptimizer(_Adopted):
         bucket_cap_mb: MiB of a bucket, whose entries are selected together; more than 0.
             ``math.inf``: of all of the gradient, as in the papers, exchanged once it is complete.
             Parameters that are sent whole have one of their own.
+        compare_every: steps after which the ranks compare the values of their parameters by
+            checksum, since ranks that drifted apart train no model; 0: never, see
+            :meth:`compare_parameters`.
         keywords: as in :class:`sparsecomm.CompressionState`.
 
     Raises:
@@ -98,6 +101,7 @@ class DistributedOptimizer(_Adopted):
         process_group: dist.ProcessGroup | None = None,
         average: bool = True,
         bucket_cap_mb: float = 25.0,
+        compare_every: int = 1000,
         **keywords: Unpack[CommunicatorKeywords],
     ) -> None:
         try:
@@ -107,6 +111,7 @@ class DistributedOptimizer(_Adopted):
                 named_parameters,
                 average=average,
                 bucket_cap_mb=bucket_cap_mb,
+                compare_every=compare_every,
                 options=communicator_options(DistributedOptimizer, keywords),
             )
         except BaseException:
@@ -121,6 +126,7 @@ class DistributedOptimizer(_Adopted):
         *,
         average: bool = True,
         bucket_cap_mb: float = 25.0,
+        compare_every: int = 1000,
         lr_in_accumulator: bool = False,
         options: CommunicatorOptions,
         saved: dict[str, Any] | None = None,
@@ -139,6 +145,12 @@ class DistributedOptimizer(_Adopted):
             raise TypeError(f"bucket_cap_mb must be a number, not {type(bucket_cap_mb).__name__}")
         if not bucket_cap_mb > 0:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb} is not a size; use more than 0 MiB")
+        if isinstance(compare_every, bool) or not isinstance(compare_every, int):
+            raise TypeError(f"compare_every must be an int, not {type(compare_every).__name__}")
+        if compare_every < 0:
+            raise ValueError(
+                f"compare_every={compare_every} is no number of steps; use 1 or more, 0 for never"
+            )
         exchange = OptimizerExchange(
             compression,
             process_group,
@@ -160,12 +172,13 @@ class DistributedOptimizer(_Adopted):
         if join:
             # First, since this says which ranks it waits for.
             exchange._connect(f"{type(self).__name__}()")
-            exchange.compare(self._agreed(named, bucket_cap_mb))
+            exchange.compare(self._agreed(named, bucket_cap_mb, compare_every))
         self._group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         rates = _rates(weakref.ref(self)) if lr_in_accumulator else None
         self._exchange = exchange
         self._parameter_names = [name for name, _ in named]
-        self._buckets = GradientBuckets(exchange, bucket_cap_mb * _MEBIBYTE, rates)
+        capacity = bucket_cap_mb * _MEBIBYTE
+        self._buckets = GradientBuckets(exchange, capacity, compare_every, rates)
         self._buckets.add(named)
         # Without the tensors: what an unpickled optimizer is attached with.
         self._exchange_arguments = {
@@ -173,10 +186,11 @@ class DistributedOptimizer(_Adopted):
             "process_group": process_group,
             "average": average,
             "bucket_cap_mb": bucket_cap_mb,
+            "compare_every": compare_every,
             "lr_in_accumulator": lr_in_accumulator,
             "options": options,
         }
-        self._hidden: list[Tensor] = []
+        self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their grads
         watch_for_adam(exchange, [parameter for _, parameter in named])
         _patch_again(self)
 
@@ -193,9 +207,23 @@ class DistributedOptimizer(_Adopted):
 
         Raises:
             RuntimeError: within :meth:`no_sync`, or the exchange failed; what was to be sent
-                is in the residuals then, and every ``grad`` is ``None``.
+                is in the residuals then, and every ``grad`` is ``None``. Or a parameter was
+                replaced in its module, or ranks drifted apart: see :meth:`compare_parameters`.
+            TypeError: a parameter was converted to another type or device and not back; raised by
+                the backward pass that brings its gradient, too.
         """
         self._buckets.synchronize()
+
+    def compare_parameters(self) -> None:
+        """Checks that every rank has the same values in the parameters that are trained.
+
+        Collective: every rank calls it, between two steps; before a checkpoint, say. It happens by
+        itself every ``compare_every`` steps.
+
+        Raises:
+            RuntimeError: they differ; the same text on every rank, which names what and where.
+        """
+        self._buckets.compare_parameters()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Returns a context in which backward passes only accumulate, as DDP's."""
@@ -349,11 +377,14 @@ class DistributedOptimizer(_Adopted):
                 "DistributedOptimizer(torch.optim.SGD(...), compression=Compression(momentum=...))"
             )
 
-    def _agreed(self, named: list[tuple[str, Tensor]], bucket_cap_mb: float) -> dict[str, str]:
+    def _agreed(
+        self, named: list[tuple[str, Tensor]], bucket_cap_mb: float, compare_every: int
+    ) -> dict[str, str]:
         """What the ranks must agree on, by name."""
         entries = {
             "optimizer": type(self).__name__,
             "bucket_cap_mb": f"{bucket_cap_mb:g}",
+            "compare_every": str(compare_every),
             "lr_in_accumulator": str(self._lr_in_accumulator),
         }
         for i, group in enumerate(self.param_groups):
@@ -376,17 +407,27 @@ class DistributedOptimizer(_Adopted):
             self._check_rates(group)
             if not self._adds(group):
                 continue
-            parameters = [p for p in group["params"] if self._buckets.has_result(p)]
-            factor = 1.0 if self._lr_in_accumulator else float(group["lr"])
-            rises = group["maximize"] and not self._lr_in_accumulator
-            self._buckets.add_received(parameters, factor if rises else -factor)
-            for parameter in parameters:
-                parameter.grad = None
-            self._hidden += parameters
+            factor = -1.0 if self._lr_in_accumulator else -float(group["lr"])
+            if group["maximize"] and not self._lr_in_accumulator:
+                factor = -factor
+            self._hide(self._buckets.add_received(group["params"], factor))
+            if self._lr_in_accumulator:  # what somebody put in an update's place is one
+                others = [(p, p.grad) for p in group["params"] if p.grad is not None]
+                for parameter, gradient in others:
+                    parameter.add_(gradient, alpha=factor)
+                self._hide(others)
+
+    def _hide(self, gradients: list[tuple[Tensor, Tensor]]) -> None:
+        self._hidden += gradients
+        for parameter, _ in gradients:
+            parameter.grad = None
 
     def _conclude(self) -> None:
-        for parameter in self._hidden:
-            self._buckets.give_back(parameter)
+        for parameter, gradient in self._hidden:
+            try:
+                parameter.grad = gradient
+            except RuntimeError:  # of one that was converted since: the next step says so
+                continue
         self._hidden.clear()
         self._buckets.finished()
 

@@ -34,6 +34,7 @@ class OptimizerExchange(CompressionState):
     ) -> None:
         self._average = average
         self._pending: dict[str, Any] | None = None
+        self.steps = 0  # since the ranks connected, so the same on all
         self.unfinished = False  # some buckets of a step have been exchanged, and others not
         self.loaded = False  # and the optimizer not yet
         super().__init__(compression, process_group, communicator_options=options)
@@ -47,6 +48,10 @@ class OptimizerExchange(CompressionState):
         super().load_state_dict(state_dict)
         self._pending = None
         self.loaded = True
+
+    def reconnect(self, process_group: dist.ProcessGroup | None = None) -> None:
+        super().reconnect(process_group)
+        self.steps = 0
 
     # Gradients that have been exchanged are neither in the residuals nor in the parameters.
     def _require_finished(self, what: str) -> None:
@@ -183,6 +188,13 @@ def described_parameters(named: list[tuple[str, Tensor]]) -> dict[str, str]:
     for name, parameter in named:
         kind = f"{parameter.dtype} {list(parameter.shape)} of strides {list(parameter.stride())}"
         entries[name] = kind if parameter.requires_grad else f"{kind}, without a gradient"
+    return entries | described_values(named)
+
+
+def described_values(named: list[tuple[str, Tensor]]) -> dict[str, str]:
+    """Checksums of the parameters' values, which ranks must agree on."""
+    entries = {}
+    for name, parameter in named:
         values = parameter.detach().cpu().contiguous()
         entries[f"the values of {name}"] = f"{_C.checksum(values):016x}"
     return entries

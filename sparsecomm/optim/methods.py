@@ -31,6 +31,7 @@ class ExchangeOptions(SelectionOptions, CommunicatorKeywords, total=False):
     process_group: dist.ProcessGroup | None
     average: bool
     bucket_cap_mb: float
+    compare_every: int
 
 
 class AdamExchangeOptions(ExchangeOptions, total=False):
@@ -52,7 +53,8 @@ class _Method(DistributedOptimizer):
         check_options(type(self), options, known)
         given: dict[str, Any] = {**self._defaults, **options}
         keywords = {name: given.pop(name) for name in COMMUNICATOR_KEYWORDS if name in given}
-        others = {name: given.pop(name) for name in ("average", "bucket_cap_mb") if name in given}
+        names = ("average", "bucket_cap_mb", "compare_every")
+        others = {name: given.pop(name) for name in names if name in given}
         process_group = given.pop("process_group", None)
         self._attach(
             Compression(algorithm=self._algorithm, **given),

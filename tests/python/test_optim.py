@@ -802,6 +802,8 @@ def wrapped(**arguments: Any) -> Any:
         (sgd, {"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb=0 .* more than 0 MiB"),
         (sgd, {"bucket_cap_mb": math.nan}, ValueError, "bucket_cap_mb=nan"),
         (sgd, {"bucket_cap_mb": True}, TypeError, "bucket_cap_mb must be a number, not bool"),
+        (sgd, {"compare_every": 2.0}, TypeError, "compare_every must be an int, not float"),
+        (wrapped, {"compare_every": -1}, ValueError, "compare_every=-1 .* 1 or more"),
         (sgd, {"average": 1}, TypeError, "average must be True or False, not int"),
         (sgd, {"lr_in_accumulator": 1}, TypeError, "lr_in_accumulator must be True or False"),
         (

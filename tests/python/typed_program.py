@@ -79,6 +79,7 @@ def optimizers(model: torch.nn.Module, group: dist.ProcessGroup) -> list[torch.o
         assert_type(opt.exchange, sparsecomm.CompressionState)
     opt.synchronize()
     torch.optim.lr_scheduler.StepLR(opt, 10)
+    opt.compare_parameters()
     opt.load_state_dict(opt.state_dict())
     wrapped = optim.DistributedOptimizer(
         torch.optim.RMSprop(model.parameters()),
