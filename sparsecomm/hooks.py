@@ -690,7 +690,7 @@ def _reducer_watch(model: torch.nn.Module) -> Callable[[torch.nn.Module, Any], N
     DDP's reducer does not know, even if it is changed back; nor does it know a new parameter.
     """
     reduced = [
-        (f"{path}.{key}" if path else key, module, key)
+        (f"{path}.{key}" if path else key, module._parameters, key)
         for path, module in model.named_modules()
         for key, parameter in module._parameters.items()
         if parameter is not None and _C.has_reducer(parameter)
@@ -699,10 +699,8 @@ def _reducer_watch(model: torch.nn.Module) -> Callable[[torch.nn.Module, Any], N
     def before_forward(_module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        for name, module, key in reduced:
-            parameter = module._parameters.get(key)
-            if parameter is None or _C.has_reducer(parameter) or not parameter.requires_grad:
-                continue
+        name = _C.first_unreduced(reduced)
+        if name is not None:
             raise RuntimeError(
                 f"DistributedDataParallel no longer reduces the gradient of {name}, which has been "
                 "replaced, or converted to another type or device, so that ranks would drift "

@@ -1,5 +1,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/utils/lambda_post_hook.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -222,6 +223,16 @@ py::dict stats_dict(HookState const& state) {
   return result;
 }
 
+// True where DDP's reducer waits for the parameter's gradient: its hooks on gradient accumulators
+// are the only ones of this type.
+bool has_reducer(at::Tensor const& parameter) {
+  auto const accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
+  return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](auto const& hook) {
+           return dynamic_cast<torch::autograd::utils::LambdaPostHook const*>(hook.get()) !=
+                  nullptr;
+         });
+}
+
 }  // namespace
 
 void bind_hooks(py::module_& module) {
@@ -282,14 +293,19 @@ void bind_hooks(py::module_& module) {
   module.def("has_run_backward", [](c10d::Reducer const& reducer) {
     return std::ranges::any_of(reducer.get_backward_stats(), [](auto time) { return time != 0; });
   });
-  // True where DDP's reducer waits for the parameter's gradient: its hooks on gradient accumulators
-  // are the only ones of this type.
-  module.def("has_reducer", [](at::Tensor const& parameter) {
-    auto const accumulator = torch::autograd::impl::try_get_grad_accumulator(parameter);
-    return accumulator && std::ranges::any_of(accumulator->post_hooks(), [](auto const& hook) {
-             return dynamic_cast<torch::autograd::utils::LambdaPostHook const*>(hook.get()) !=
-                    nullptr;
-           });
+  module.def("has_reducer", &has_reducer);
+  // The name of the first place, (name, a module's parameters, key), whose parameter is trained and
+  // whose gradient no reducer waits for.
+  module.def("first_unreduced", [](py::list const& places) -> std::optional<py::str> {
+    for (py::handle const place : places) {
+      auto const [name, parameters, key] = place.cast<std::tuple<py::str, py::dict, py::str>>();
+      if (!parameters.contains(key)) continue;
+      py::object const parameter = parameters[key];
+      if (!THPVariable_Check(parameter.ptr())) continue;
+      at::Tensor const& tensor = THPVariable_Unpack(parameter.ptr());
+      if (tensor.requires_grad() && !has_reducer(tensor)) return name;
+    }
+    return std::nullopt;
   });
   // What a hook in Python returns instead of raising, as DdpHook does.
   module.def("failed_work", [](py::object const& error) -> c10::intrusive_ptr<c10d::Work> {
