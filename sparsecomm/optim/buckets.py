@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from sparsecomm import _C
 from sparsecomm.optim.exchange import OptimizerExchange, require_alone
 from sparsecomm.optim.travelling import TravellingGradient
 
@@ -23,9 +24,23 @@ class _Slot:
     name: str
     parameter: Tensor
     bucket: _Bucket
-    view: Tensor  # of the bucket's buffer, with the parameter's strides unless that has gaps
-    travelling: TravellingGradient  # the parameter's grad during the exchange
+    flat: Tensor  # part of the bucket's buffer
     arrived: bool = False
+
+    def __post_init__(self) -> None:
+        self.lay_out()
+
+    def lay_out(self) -> None:
+        """Makes a view as the parameter lies now; a conversion may have moved the former."""
+        self.strides = self.parameter.stride()
+        # Of the buffer, with these strides unless they have gaps.
+        self.view = self.flat.as_strided(self.parameter.shape, _C.gradient_strides(self.parameter))
+        # The parameter's grad during the exchange.
+        self.travelling = TravellingGradient(self.name, self.parameter)
+
+    def is_laid_out(self) -> bool:
+        strides = self.parameter.stride()
+        return strides == self.strides and self.view.data_ptr() == self.flat.data_ptr()
 
     def give_up(self) -> None:
         """Leaves no placeholder in the parameter's ``grad``."""
@@ -38,7 +53,6 @@ class _Bucket:
     buffer: Tensor
     slots: list[_Slot] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)  # of the slots
-    flats: list[Tensor] = field(default_factory=list)  # parts of the buffer
     missing: int = 0
     version: int = -1  # of the buffer when its result had come
     work: Work | None = None
@@ -87,13 +101,10 @@ class GradientBuckets:
             offset = 0
             for name, parameter in members:
                 flat = bucket.buffer.narrow(0, offset, parameter.numel())
-                strides = torch.empty_like(parameter, device="meta").stride()
-                view = flat.as_strided(parameter.shape, strides)
-                slot = _Slot(name, parameter, bucket, view, TravellingGradient(name, parameter))
+                slot = _Slot(name, parameter, bucket, flat)
                 offset += parameter.numel()
                 bucket.slots.append(slot)
                 bucket.parameters.append(parameter)
-                bucket.flats.append(flat)
                 self._slots[parameter] = slot
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
@@ -131,8 +142,7 @@ class GradientBuckets:
             self._launch()
 
     def _take(self, slot: _Slot) -> None:
-        parameter, view = slot.parameter, slot.view
-        gradient = parameter.grad
+        parameter, gradient = slot.parameter, slot.parameter.grad
         if gradient is not None:
             if gradient.layout != torch.strided:
                 raise TypeError(
@@ -141,6 +151,11 @@ class GradientBuckets:
                 )
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()
+        if not slot.is_laid_out():
+            # It may be the slot's former view, of the same memory.
+            gradient = None if gradient is None else gradient.clone()
+            slot.lay_out()
+        view = slot.view
         factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
         if gradient is None:
             view.zero_()
@@ -165,7 +180,7 @@ class GradientBuckets:
                 index == len(self._buckets) - 1,
                 bucket.buffer,
                 bucket.parameters,
-                bucket.flats,
+                [slot.view for slot in bucket.slots],
             )
             self._launched += 1
 
