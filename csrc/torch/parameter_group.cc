@@ -251,6 +251,7 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   std::vector<Arrival> joined;
   given_back_.clear();
   for (Arrival const& arrival : arrivals_) {
+    if (arrival.numel == 0) continue;  // it shares its offset with the next one
     if (arrival.unused) withhold(arrival);
     if (!joined.empty() && joined.back().data + joined.back().numel * width == arrival.data) {
       joined.back().numel += arrival.numel;

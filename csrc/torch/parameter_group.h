@@ -112,7 +112,7 @@ class ParameterGroup {
                  SideStream const* side);
   // Of members that are not row-major: the order of their dimensions.
   std::string layout_text() const;
-  // Arrivals in offset order, neighbours in memory joined.
+  // Arrivals that have entries, in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
   virtual void withdraw_exchange(bool failed) = 0;
   virtual void residual_changed() = 0;

@@ -399,3 +399,27 @@ def test_ranks_convert_alike() -> None:
     texts = run_ranks(2, _check_ranks_that_differ)
     assert texts[0] == texts[1]
     assert "layout: row-major on rank 0 but weights.0 0 2 3 1" in texts[0]
+
+
+# ---- parameters without entries
+
+
+def _check_empty() -> None:
+    for name, kind in (STATES | ORDERED).items():
+        results = []
+        for shapes in (SHAPES, [(8, 0), *SHAPES[:2], (0,), (0, 3), *SHAPES[2:], (2, 0, 2)]):
+            state, model = kind(), Weights(shapes)
+            ddp = make(state, model, native=True)
+            for step in range(4):
+                ddp.zero_grad()
+                ddp(drawn_gradients(step, shapes)).backward()
+            whole = [g for g in gradients_of(model) if g.numel()]
+            results.append(whole + [t for t in kept(state) if t.numel()])
+        assert equal(*results), name
+        ddp = make(kind(), Weights([(8, 0), (0,)]), native=True)
+        for _ in range(3):
+            ddp(drawn_gradients(0, [(8, 0), (0,)])).backward()
+
+
+def test_parameters_without_entries() -> None:
+    run_ranks(2, _check_empty)
