@@ -24,6 +24,7 @@ from sparsecomm.rank_entries import (
     refuse_saver_of_one_rank,
     refuse_to_copy,
 )
+from sparsecomm.reducer import ReducerFinder
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import (
     connect,
@@ -31,7 +32,8 @@ from sparsecomm.transports import (
     require_initialised,
 )
 
-_FORMAT = 3  # of state_dict()
+_FORMAT = 4  # of state_dict()
+_MEMORY_ORDER = 3  # the format with residuals as they lay in memory
 _SETTLING = timedelta(seconds=10)  # until the other groups of a failed step have failed as well
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
 _PYTHON_REDUCER = (
@@ -97,6 +99,7 @@ class CompressionState:
         self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
         self._error: Exception | None = None  # of this step's hook in Python
         self._part = ""  # of the model, where ranks hold different ones
+        self._reducers = ReducerFinder()
         self._compression = compression
         self._native = _C.HookState(
             compression.native(average=self._average),
@@ -189,6 +192,7 @@ class CompressionState:
         self._native.reconnect(self._transport_to(process_group, "state.reconnect"))
         self._process_group = process_group
         self._registered = False
+        self._reducers = ReducerFinder()
         self._reconnected = True
 
     def _require_reconnectable(self) -> None:
@@ -290,7 +294,7 @@ class CompressionState:
         refuse_saver_of_one_rank(place[1])
         saved = self._native.checkpoint()
         entry = {
-            "format": _FORMAT,
+            "format": _FORMAT if saved.pop("row_major") else _MEMORY_ORDER,
             "algorithm": self.algorithm,
             "density": self.density,
             **saved,
@@ -345,7 +349,9 @@ class CompressionState:
                 f"this is not a state_dict of {type(self).__name__}: it lacks "
                 + ", ".join(sorted(missing))
             )
-        for key, value in {"format": _FORMAT, "algorithm": self.algorithm}.items():
+        row_major = entry["format"] != _MEMORY_ORDER
+        expected = {"format": _FORMAT if row_major else _MEMORY_ORDER, "algorithm": self.algorithm}
+        for key, value in expected.items():
             if entry[key] != value:
                 raise ValueError(
                     f"the state_dict has {key} = {entry[key]!r}, this state {value!r}; load it "
@@ -366,6 +372,7 @@ class CompressionState:
                 tensors.update({name: t * (former / size) for name, t in tensors.items()})
         loaded = {
             **kept,
+            "row_major": row_major,
             "groups": list(entry["groups"]),
             "loss_scale": float(entry["loss_scale"]),
         }
@@ -407,7 +414,8 @@ class CompressionState:
                 if not self._native.connected:
                     watch_for_adam(self, bucket.parameters())
                 self._connect()
-                future: torch.futures.Future[torch.Tensor] = self._native.run(bucket).get_future()
+                work = self._native.run(bucket, self._reducers.reducer_of(bucket))
+                future: torch.futures.Future[torch.Tensor] = work.get_future()
                 return future
             except Exception as error:
                 self._error = error

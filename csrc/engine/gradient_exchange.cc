@@ -70,7 +70,7 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       extent_(extent),
       options_(options),
       text_(constant_fields()),
-      digest_(Digest().add(text_)),
+      digest_(Digest().add(text_).add(layout_)),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
       local_(local ? std::move(local)
@@ -144,6 +144,12 @@ void GradientExchange<T>::set_density(double density) {
   validate(changed);
   if (density != options_.density) forget_thresholds();
   options_ = changed;
+}
+
+template <class T>
+void GradientExchange<T>::set_layout(std::string text) {
+  layout_ = std::move(text);
+  digest_ = Digest().add(text_).add(layout_);
 }
 
 // Those there are belong to another k.
@@ -251,7 +257,8 @@ std::string GradientExchange<T>::constant_fields() const {
 template <class T>
 std::string GradientExchange<T>::changing_fields() const {
   std::ostringstream text;
-  text << ";density=" << Shortest{density()} << ";step=" << state_.step
+  text << ";layout=" << (layout_.empty() ? "row-major" : layout_)
+       << ";density=" << Shortest{density()} << ";step=" << state_.step
        << ";global_threshold=" << Shortest{state_.collective.global_threshold} << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   text << ";ends_step=" << ends_step_;

@@ -82,6 +82,8 @@ class GradientExchange final : public Operation {
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
             std::span<V> moment = {}, bool ends_step = true);
   void set_density(double density);
+  // How entries are ordered, in words: ranks must agree on it.
+  void set_layout(std::string text);
   // Gradients, and with them residuals and moments, are in other units from now on: thresholds
   // follow. The same on all ranks.
   void rescale(double ratio);
@@ -153,8 +155,9 @@ class GradientExchange final : public Operation {
   std::string name_;
   std::uint64_t extent_;
   ExchangeOptions options_;
-  std::string text_;  // of the proposal
-  Digest digest_;     // of the text
+  std::string text_;    // of the proposal
+  std::string layout_;  // empty: the usual one
+  Digest digest_;       // of both
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;

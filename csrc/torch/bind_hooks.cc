@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include "bindings.h"
+#include "ddp_bucket.h"
 #include "hook_state.h"
 #include "interpreter.h"
 #include "planner_dict.h"
@@ -24,17 +25,6 @@ namespace py = pybind11;
 namespace sparsecomm {
 namespace {
 
-Bucket to_bucket(c10d::GradBucket& bucket) {
-  Bucket result{static_cast<std::size_t>(bucket.getIndex()), bucket.isLast(), bucket.getBuffer(),
-                bucket.getParameters(), bucket.getGradients()};
-  // DDP brings a sparse gradient in a bucket of its own, without a view of it.
-  if (result.buffer.is_sparse()) result.gradients = {result.buffer};
-  for (at::Tensor const& parameter : result.parameters) {
-    result.unused.push_back(!parameter.grad().defined());
-  }
-  return result;
-}
-
 c10::intrusive_ptr<c10::ivalue::Future> failed_future(std::exception_ptr error, c10::TypePtr type) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
   future->setError(std::move(error));
@@ -48,13 +38,15 @@ c10::intrusive_ptr<c10::ivalue::Future> failed_future(std::exception_ptr error, 
 // the step's further buckets, for which the reducer waits when the pass ends.
 class DdpHook final : public c10d::CommHookInterface {
  public:
-  explicit DdpHook(std::shared_ptr<HookState> state) : state_(std::move(state)) {}
+  DdpHook(c10d::Reducer const& reducer, std::shared_ptr<HookState> state)
+      : reducer_(reducer), state_(std::move(state)) {}
 
   c10::intrusive_ptr<c10::ivalue::Future> runHook(c10d::GradBucket& bucket) override {
     if (bucket.getIndex() == 0) error_ = nullptr;
     try {
       if (!error_) {
-        return state_->run(to_bucket(bucket), bucket.getBuffer(), c10::TensorType::get());
+        return state_->run(to_bucket(bucket, &reducer_), bucket.getBuffer(),
+                           c10::TensorType::get());
       }
     } catch (...) {
       error_ = std::current_exception();
@@ -64,6 +56,7 @@ class DdpHook final : public c10d::CommHookInterface {
   at::Tensor parseHookResult(c10::IValue const& result) override { return result.toTensor(); }
 
  private:
+  c10d::Reducer const& reducer_;  // which owns this
   std::shared_ptr<HookState> state_;
   std::exception_ptr error_;  // of this step
 };
@@ -133,6 +126,7 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
     groups.append(saved);
   }
   py::dict result;
+  result["row_major"] = checkpoint.row_major;
   result["residuals"] = checkpoint.residuals;
   result["moments"] = checkpoint.moments;
   result["loss_scale"] = checkpoint.loss_scale;
@@ -143,6 +137,7 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
 // Throws a Python exception, or py::cast_error, where the dict is not one that to_dict() makes.
 HookCheckpoint read_dict(py::dict const& saved) {
   HookCheckpoint checkpoint;
+  checkpoint.row_major = saved["row_major"].cast<bool>();
   checkpoint.residuals = saved["residuals"].cast<std::map<std::string, at::Tensor>>();
   checkpoint.moments = saved["moments"].cast<std::map<std::string, at::Tensor>>();
   checkpoint.loss_scale = saved["loss_scale"].cast<double>();
@@ -260,8 +255,10 @@ void bind_hooks(py::module_& module) {
       .def("name_parameters", &HookState::name_parameters)
       .def("set_densities", &HookState::set_densities)
       .def("follow_loss_scale", &HookState::follow_loss_scale)
-      .def("run", [](HookState& self,
-                     c10d::GradBucket& bucket) { return run_for_python(self, to_bucket(bucket)); })
+      .def("run",
+           [](HookState& self, c10d::GradBucket& bucket, c10d::Reducer const* reducer) {
+             return run_for_python(self, to_bucket(bucket, reducer));
+           })
       .def(
           "exchange",
           [](HookState& self, std::size_t index, bool last, at::Tensor const& buffer,
@@ -289,6 +286,10 @@ void bind_hooks(py::module_& module) {
     return checksum.value();
   });
 
+  module.def("is_bucket_of", &is_bucket_of);
+  // The strides of a bucket's view for the parameter's gradient.
+  module.def("gradient_strides",
+             [](at::Tensor const& parameter) { return Layout(parameter).strides().vec(); });
   // True when the reducer has seen a gradient become ready; a hook would then begin in the middle.
   module.def("has_run_backward", [](c10d::Reducer const& reducer) {
     return std::ranges::any_of(reducer.get_backward_stats(), [](auto time) { return time != 0; });
@@ -314,7 +315,7 @@ void bind_hooks(py::module_& module) {
         failed_future(std::make_exception_ptr(py::error_already_set()), c10::PyObjectType::get()));
   });
   module.def("register_hook", [](c10d::Reducer& reducer, std::shared_ptr<HookState> state) {
-    reducer.register_comm_hook(std::make_unique<DdpHook>(std::move(state)));
+    reducer.register_comm_hook(std::make_unique<DdpHook>(reducer, std::move(state)));
   });
 }
 

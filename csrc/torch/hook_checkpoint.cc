@@ -27,6 +27,11 @@ ExchangeState state_for(ParameterGroup const& group, HookCheckpoint const& loade
   return state;
 }
 
+// A 1-D copy.
+at::Tensor row_major(at::Tensor const& kept) {
+  return kept.clone(at::MemoryFormat::Contiguous).view({-1});
+}
+
 // The layout first: of other tensors no number can be read.
 void check_readable(at::Tensor const& tensor, std::string const& key) {
   require(tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta(),
@@ -38,13 +43,13 @@ void check_readable(at::Tensor const& tensor, std::string const& key) {
 // Throws InvalidArgument unless the loaded checkpoint fits the group.
 void HookState::check_loaded(ParameterGroup const& group) const {
   for (ParameterGroup::Member const& member : group.members()) {
-    check_loaded(member.key, static_cast<std::int64_t>(member.numel),
-                 group.residual().scalar_type(), group.has_moment());
+    check_loaded(member.key, member.layout, group.residual().scalar_type(), group.has_moment());
   }
 }
 
-void HookState::check_loaded(std::string const& key, std::int64_t numel, at::ScalarType dtype,
+void HookState::check_loaded(std::string const& key, Layout const& layout, at::ScalarType dtype,
                              bool keeps_moment) const {
+  std::int64_t const numel = c10::multiply_integers(layout.sizes());
   auto const saved = loaded_->residuals.find(key);
   require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", key,
           "; it belongs to another model, or was saved with other parameter names");
@@ -55,6 +60,14 @@ void HookState::check_loaded(std::string const& key, std::int64_t numel, at::Sca
   require(saved->second.scalar_type() == dtype, "the loaded residual of ", key, " is ",
           at::toString(saved->second.scalar_type()), ", that of this model ", at::toString(dtype),
           "; it belongs to another model");
+  require(loaded_->row_major || layout.row_major(), "the state_dict to load has the residual of ",
+          key,
+          " in the order of memory that the parameter had when it was saved, and does not say "
+          "which that was; now its strides are ",
+          layout.strides(), " for the shape ", layout.sizes(),
+          ": load it while the model is contiguous, as the saved one was, and "
+          "convert the model afterwards; or put it into row-major order yourself "
+          "(docs/training.md, Checkpoints)");
   auto const moment = loaded_->moments.find(key);
   bool const has_moment = moment != loaded_->moments.end();
   require(has_moment == keeps_moment, "the loaded state_dict has ", has_moment ? "a" : "no",
@@ -75,7 +88,7 @@ void HookState::check_loaded_names() const {
   for (at::Tensor const& parameter : parameters_) {
     auto const name = names_.find(parameter.unsafeGetTensorImpl());
     if (name == names_.end() || !loaded_->residuals.contains(name->second)) continue;
-    check_loaded(name->second, parameter.numel(), residual_dtype(parameter),
+    check_loaded(name->second, Layout(parameter), residual_dtype(parameter),
                  options_at(density_of(parameter)).rule.has_moment());
   }
   check_all_loaded();
@@ -85,9 +98,10 @@ void HookState::restore(ParameterGroup& group) {
   group.load_state(state_for(group, *loaded_));  // which may throw, so before anything is written
   if (side_) side_->let_current_wait();
   for (ParameterGroup::Member const& member : group.members()) {
-    group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(-1));
+    c10::IntArrayRef const sizes = member.layout.sizes();
+    group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(sizes));
     if (group.has_moment()) {
-      group.moment_of(member).copy_(loaded_->moments.at(member.key).reshape(-1));
+      group.moment_of(member).copy_(loaded_->moments.at(member.key).reshape(sizes));
     }
   }
   if (side_) side_->wait_for_current();
@@ -137,9 +151,9 @@ HookCheckpoint HookState::checkpoint() const {
     saved.state = group->state();
     for (ParameterGroup::Member const& member : group->members()) {
       saved.parameters.push_back(member.key);
-      checkpoint.residuals.emplace(member.key, group->residual_of(member).clone());
+      checkpoint.residuals.emplace(member.key, row_major(group->residual_of(member)));
       if (group->has_moment()) {
-        checkpoint.moments.emplace(member.key, group->moment_of(member).clone());
+        checkpoint.moments.emplace(member.key, row_major(group->moment_of(member)));
       }
     }
   }
@@ -150,6 +164,7 @@ HookCheckpoint HookState::checkpoint() const {
           group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
       if (!taken) checkpoint.groups.push_back(group);
     }
+    checkpoint.row_major = loaded_->row_major;
     checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
     checkpoint.moments.insert(loaded_->moments.begin(), loaded_->moments.end());
   } else {
@@ -212,6 +227,8 @@ void HookState::load(HookCheckpoint checkpoint) {
     throw;
   }
   for (auto const& group : groups_) restore(*group);
+  // What is named has been checked, in whatever layout it comes then.
+  if (!names_.empty()) loaded_->row_major = true;
   loss_scale_ = loss_scale;
   if (sealed_) settle_loaded();
 }

@@ -1,10 +1,12 @@
 // Which parameters a hook's state exchanges together, and how each group of them.
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 #include <limits>
 #include <set>
 #include <utility>
 
-#include "hook_state.h"
+#include "hook_step.h"
 
 namespace sparsecomm {
 
@@ -43,14 +45,39 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
     if (group == fresh.end()) group = fresh.insert(fresh.end(), Fresh{density, {}, {}});
     std::size_t const offset =
         group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
-    group->members.push_back(
-        {key_of(parameter), offset, static_cast<std::size_t>(parameter.numel())});
+    group->members.push_back({key_of(parameter), offset,
+                              static_cast<std::size_t>(parameter.numel()), Layout(parameter)});
     group->parameters.push_back(parameter);
   }
   for (Fresh& group : fresh) {
     add_group(dtype, group.density, std::move(group.members), group.parameters);
   }
   if (regroups) drop_empty_groups();
+}
+
+// The gradients in the layout of their residuals, which is that of the parameters, so that it does
+// not depend on when DDP has made its buckets. Where the bucket has another they are copied, before
+// the exchange and after it.
+std::vector<at::Tensor> HookState::arrange(Bucket const& bucket, PendingBucket& pending) {
+  c10::NoGradGuard const no_grad;
+  std::vector<at::Tensor> arranged = bucket.gradients;
+  for (std::size_t i = 0; i < arranged.size(); ++i) {
+    at::Tensor const& parameter = bucket.parameters[i];
+    Place const place = places_.at(parameter.unsafeGetTensorImpl());
+    Layout const& layout = place.group->members()[place.member].layout;
+    if (!layout.fits(parameter)) place.group->lay_out(place.member, parameter);
+    at::Tensor const& gradient = bucket.gradients[i];
+    at::Tensor const& result = bucket.results.empty() ? gradient : bucket.results[i];
+    bool const fits = layout.is_of(gradient) || (layout.row_major() && gradient.is_contiguous());
+    if (fits && result.is_same(gradient)) continue;
+    at::Tensor const copy =
+        at::empty_strided(layout.sizes(), layout.strides(), bucket.buffer.options());
+    copy.copy_(gradient.reshape(layout.sizes()));
+    if (side_) side_->use(copy);
+    pending.moved.emplace_back(copy, result);
+    arranged[i] = copy;
+  }
+  return arranged;
 }
 
 // Of one that no bucket has brought before.
@@ -64,18 +91,19 @@ void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
                           std::vector<ParameterGroup::Member> members,
                           std::vector<at::Tensor> const& parameters) {
   std::string const name = concat(groups_formed_++, " from ", members.front().key);
-  groups_.push_back(ParameterGroup::make(name, dtype, std::move(members), options_at(density),
-                                         *communicator_, !by_bucket_, side_.get()));
+  auto group = ParameterGroup::make(name, dtype, std::move(members), options_at(density),
+                                    *communicator_, !by_bucket_, side_.get());
+  if (loaded_) {  // which may throw: then the group is not there in the next step either
+    check_loaded(*group);
+    restore(*group);
+  }
+  groups_.push_back(std::move(group));
   if (density) own_densities_.emplace(groups_.back().get(), *density);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto const known = places_.find(parameters[i].unsafeGetTensorImpl());
     std::size_t const order = known == places_.end() ? places_.size() : known->second.order;
     if (known == places_.end()) parameters_.push_back(parameters[i]);
     places_[parameters[i].unsafeGetTensorImpl()] = {groups_.back().get(), i, order};
-  }
-  if (loaded_) {
-    check_loaded(*groups_.back());
-    restore(*groups_.back());
   }
 }
 

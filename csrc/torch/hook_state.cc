@@ -47,12 +47,14 @@ void check_gradients(Bucket const& bucket) {
   }
   for (std::size_t i = 0; i < bucket.gradients.size(); ++i) {
     at::Tensor const& gradient = bucket.gradients[i];
-    require(gradient.numel() == bucket.parameters[i].numel() && gradient.is_contiguous() &&
+    c10::IntArrayRef const sizes = bucket.parameters[i].sizes();
+    require((gradient.sizes() == sizes ||
+             (gradient.is_contiguous() && gradient.numel() == bucket.parameters[i].numel())) &&
                 gradient.options().type_equal(bucket.buffer.options()),
             "gradient ", i, " of bucket ", bucket.index, " is ", gradient.toString(), ' ',
-            gradient.sizes(), " for a parameter of shape ", bucket.parameters[i].sizes(),
-            "; it must be a contiguous view of the buffer, ", bucket.buffer.toString(),
-            ", with as many elements as the parameter");
+            gradient.sizes(), " for a parameter of shape ", sizes, "; it must be ",
+            bucket.buffer.toString(),
+            " as the buffer, and of that shape, or contiguous with as many elements");
   }
 }
 
@@ -197,7 +199,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
 
   if (bucket.index == 0) begin_step(loss_scale);
   std::vector<at::Tensor> const& parameters = bucket.parameters;
-  std::vector<at::Tensor> const& gradients = bucket.gradients;
   bool const sparse = buffer.is_sparse();
   if (!sparse) form_group(parameters, buffer.scalar_type());
   std::size_t const sparse_order = sparse ? order_of_sparse(parameters.front()) : 0;
@@ -215,6 +216,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
       std::move(type), side_ ? std::vector{*device_} : std::vector<at::Device>{});
   pending->side = side_.get();
+  std::vector<at::Tensor> const gradients = sparse ? bucket.gradients : arrange(bucket, *pending);
   if (side_) {
     pending->made = side_->mark_current();
     if (!sparse) side_->use(buffer);

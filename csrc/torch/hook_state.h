@@ -30,7 +30,9 @@ struct HookCheckpoint {
     std::vector<std::string> parameters;
     ExchangeState state;
   };
-  std::map<std::string, at::Tensor> residuals;  // by parameter, 1-D
+  // In the order of the parameters' entries; else in that of their memory then, 1-D.
+  bool row_major = true;
+  std::map<std::string, at::Tensor> residuals;  // by parameter
   std::map<std::string, at::Tensor> moments;    // likewise; empty where the rule has none
   std::vector<Group> groups;
   double loss_scale = 1;
@@ -50,13 +52,15 @@ struct Bucket {
   std::size_t index = 0;  // 0 begins a step
   bool last = false;      // of the step
   at::Tensor buffer;
-  // As many of both; a gradient is a view of the buffer, contiguous. A buffer that is sparse is the
-  // only gradient.
+  // As many of both; a gradient is of the parameter's shape, or contiguous with as many entries. A
+  // buffer that is sparse is the only gradient.
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> gradients;
   // Which gradients are zero since this rank has not used the parameter: where no rank has, the
   // result is dropped, and so the residual must stay. Empty: none.
   std::vector<bool> unused = {};
+  // Where the averages are wanted, in another layout or memory perhaps; empty: in the gradients.
+  std::vector<at::Tensor> results = {};
 };
 
 struct GroupStats {
@@ -158,6 +162,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
             std::string cuda_library);
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
   void drop_empty_groups();
+  std::vector<at::Tensor> arrange(Bucket const& bucket, PendingBucket& pending);
   void add_group(at::ScalarType dtype, std::optional<double> density,
                  std::vector<ParameterGroup::Member> members,
                  std::vector<at::Tensor> const& parameters);
@@ -185,7 +190,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void settle_device(Bucket const& bucket);
   std::string key_of(at::Tensor const& parameter);
   void check_loaded(ParameterGroup const& group) const;
-  void check_loaded(std::string const& key, std::int64_t numel, at::ScalarType dtype,
+  void check_loaded(std::string const& key, Layout const& layout, at::ScalarType dtype,
                     bool keeps_moment) const;
   void check_loaded_names() const;
   std::set<std::string> keys_of_groups() const;

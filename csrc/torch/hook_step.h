@@ -1,6 +1,7 @@
 // What hook_state.cc and hook_submit.cc share: buckets on their way, and the step they belong to.
 #pragma once
 
+#include <c10/core/GradMode.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -20,6 +21,8 @@ struct HookState::PendingBucket {
   c10::intrusive_ptr<c10::ivalue::Future> future;
   SideStream const* side = nullptr;
   std::shared_ptr<c10::Event const> made;  // on a device: what makes the bucket
+  // What is copied to where the bucket wants it, of gradients that were exchanged elsewhere.
+  std::vector<std::pair<at::Tensor, at::Tensor>> moved;
   std::mutex mutex;
   std::size_t open_groups = 0;
   std::exception_ptr error;
@@ -50,13 +53,22 @@ struct HookState::PendingBucket {
   // that is current now.
   void complete() {
     if (!side) {
+      move_back();
       future->markCompleted(value);
       return;
     }
     auto const current = side->make_current();
+    move_back();
     // A future that fails to record its event never wakes who waits for it: fail before.
     side->mark_current();
     future->markCompleted(value);
+  }
+
+ private:
+  void move_back() {
+    c10::NoGradGuard const no_grad;
+    for (auto const& [exchanged, result] : moved) result.copy_(exchanged.reshape(result.sizes()));
+    moved.clear();
   }
 };
 

@@ -60,7 +60,8 @@ void HookState::add_received(std::vector<at::Tensor> const& parameters,
     ParameterGroup const& group = *place->second.group;
     ParameterGroup::Member const& member = group.members()[place->second.member];
     auto const received = group.received();
-    if (everywhere || !received || parameter.strides() != gradients[i].strides()) {
+    if (everywhere || !received || parameter.strides() != gradients[i].strides() ||
+        !member.layout.is_of(gradients[i])) {
       parameter.add_(gradients[i], factor);
       continue;
     }

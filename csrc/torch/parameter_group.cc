@@ -27,6 +27,12 @@ at::Tensor zeros(std::size_t numel, at::TensorOptions const& options) {
   return at::from_blob(memory, {size}, [](void* data) { std::free(data); }, options).zero_();
 }
 
+// What is kept of a member or an arrival, 1-D, in the order of memory.
+at::Tensor part_of(at::Tensor const& kept, auto const& place) {
+  return kept.narrow(0, static_cast<std::int64_t>(place.offset),
+                     static_cast<std::int64_t>(place.numel));
+}
+
 template <class T>
 class TypedGroup final : public ParameterGroup {
  public:
@@ -42,6 +48,7 @@ class TypedGroup final : public ParameterGroup {
             side ? make_device_gradient<T>(options.schedule, options.rule, numel_, side->queue())
                  : nullptr)) {
     exchange_->show_to(labels_);
+    exchange_->set_layout(layout_text());
   }
 
   bool delivered() const override { return exchange_->delivered(); }
@@ -72,6 +79,7 @@ class TypedGroup final : public ParameterGroup {
     }
   }
   void residual_changed() override { exchange_->residual_changed(); }
+  void set_layout(std::string text) override { exchange_->set_layout(std::move(text)); }
   std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step) override {
     std::vector<Segment<T>> segments;
     bool const keeps_residual = residual_.numel() > 0;
@@ -139,14 +147,35 @@ ParameterGroup::ParameterGroup(std::string name, at::ScalarType dtype, std::vect
 }
 
 at::Tensor ParameterGroup::residual_of(Member const& member) const {
-  return residual_.narrow(0, static_cast<std::int64_t>(member.offset),
-                          static_cast<std::int64_t>(member.numel));
+  return member.layout.view(part_of(residual_, member));
 }
 
 at::Tensor ParameterGroup::moment_of(Member const& member) const {
   if (!moment_.defined()) return {};
-  return moment_.narrow(0, static_cast<std::int64_t>(member.offset),
-                        static_cast<std::int64_t>(member.numel));
+  return member.layout.view(part_of(moment_, member));
+}
+
+std::string ParameterGroup::layout_text() const {
+  std::string text;
+  for (Member const& member : members_) {
+    if (member.layout.row_major()) continue;
+    text += concat(text.empty() ? "" : ", ", member.key, ' ', member.layout.text());
+  }
+  return text;
+}
+
+void ParameterGroup::lay_out(std::size_t member, at::Tensor const& parameter) {
+  require_idle();
+  Member& moved = members_.at(member);
+  Layout const former = std::exchange(moved.layout, Layout(parameter));
+  c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
+  for (at::Tensor const& kept : {residual_, moment_}) {
+    if (!kept.defined() || kept.numel() == 0) continue;
+    at::Tensor const part = part_of(kept, moved);
+    at::Tensor const copy = former.view(part).clone();
+    moved.layout.view(part).copy_(copy.reshape(moved.layout.sizes()));
+  }
+  set_layout(layout_text());
 }
 
 void ParameterGroup::rescale(double ratio) {
@@ -162,12 +191,16 @@ void ParameterGroup::reconnect(Communicator& communicator) {
 }
 
 bool ParameterGroup::arrive(Member const& member, void* data, bool unused) {
-  require(!busy_,
-          "the gradients of a new step arrived while those of the last one are being exchanged");
+  require_idle();
   arrivals_.push_back({member.offset, static_cast<std::byte*>(data), member.numel, unused});
   arrived_ += member.numel;
   require(arrived_ <= numel_, "parameter ", member.key, " arrived twice in one step");
   return arrivals_.size() == members_.size();
+}
+
+void ParameterGroup::require_idle() const {
+  require(!busy_,
+          "the gradients of a new step arrived while those of the last one are being exchanged");
 }
 
 void ParameterGroup::discard_arrivals() {
@@ -221,6 +254,7 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   std::vector<Arrival> joined;
   given_back_.clear();
   for (Arrival const& arrival : arrivals_) {
+    if (arrival.numel == 0) continue;  // it shares its offset with the next one
     if (arrival.unused) withhold(arrival);
     if (!joined.empty() && joined.back().data + joined.back().numel * width == arrival.data) {
       joined.back().numel += arrival.numel;
@@ -236,8 +270,7 @@ void ParameterGroup::withhold(Arrival const& arrival) {
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
   for (at::Tensor const& kept : {residual_, moment_}) {
     if (!kept.defined() || kept.numel() == 0) continue;
-    at::Tensor const part = kept.narrow(0, static_cast<std::int64_t>(arrival.offset),
-                                        static_cast<std::int64_t>(arrival.numel));
+    at::Tensor const part = part_of(kept, arrival);
     withheld_.emplace_back(part, part.clone());
     part.zero_();
   }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "engine/gradient_exchange.h"
+#include "layout.h"
 #include "profiler_labels.h"
 #include "side_stream.h"
 
@@ -30,6 +31,7 @@ class ParameterGroup {
     std::string key;         // names the parameter in checkpoints
     std::size_t offset = 0;  // in the group
     std::size_t numel = 0;
+    Layout layout = {};  // of the gradient, and so of what is kept
   };
 
   // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `keeps_residual`: false
@@ -49,10 +51,14 @@ class ParameterGroup {
   // All members' residuals, 1-D, float32 (float64 for float64 gradients), in member order; empty
   // where none is kept.
   at::Tensor const& residual() const { return residual_; }
+  // A view of the parameter's shape and layout.
   at::Tensor residual_of(Member const& member) const;
   // The rule's u or m of a member, as its residual; undefined where the rule has none.
   at::Tensor moment_of(Member const& member) const;
   bool has_moment() const { return moment_.defined(); }
+  // The parameter lies in memory in another way, and so will its gradients: what is kept of them
+  // moves along. Where members differ between ranks, the exchange is a mismatch.
+  void lay_out(std::size_t member, at::Tensor const& parameter);
   // Gradients are in other units from now on: what is kept is multiplied.
   void rescale(double ratio);
 
@@ -104,10 +110,13 @@ class ParameterGroup {
   ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
                  Communicator& communicator, bool keeps_residual, bool has_moment,
                  SideStream const* side);
-  // Arrivals in offset order, neighbours in memory joined.
+  // Of members that are not row-major: the order of their dimensions.
+  std::string layout_text() const;
+  // Arrivals that have entries, in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
   virtual void withdraw_exchange(bool failed) = 0;
   virtual void residual_changed() = 0;
+  virtual void set_layout(std::string text) = 0;
   virtual void reconnect_exchange(Communicator& communicator) = 0;
   virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step) = 0;
 
@@ -121,6 +130,7 @@ class ParameterGroup {
   ProfilerLabels labels_;
 
  private:
+  void require_idle() const;
   void withhold(Arrival const& arrival);
   void give_back();
 

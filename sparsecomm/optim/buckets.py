@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 
+from sparsecomm import _C
 from sparsecomm.optim.exchange import OptimizerExchange, described_values, require_alone
 from sparsecomm.optim.owners import Owners
 from sparsecomm.optim.travelling import TravellingGradient
@@ -25,28 +26,42 @@ class _Slot:
     parameter: Tensor
     bucket: _Bucket
     flat: Tensor  # the part of the bucket's buffer
-    # Of that part, with the strides that the parameter had first unless those have gaps. Whoever
-    # converts a model points the grad it finds, so this very tensor, to memory elsewhere.
-    view: Tensor
-    travelling: TravellingGradient  # the parameter's grad during the exchange
     arrived: bool = False
 
     def __post_init__(self) -> None:
-        self.address = self.view.data_ptr()
-        self._strides = self.view.stride()
+        self.shape = self.parameter.shape
+        self.lay_out()
 
-    def renew(self) -> Tensor:
-        """Makes the view anew, when it is elsewhere."""
-        self.view = self.flat.as_strided(self.travelling.shape, self._strides)
-        return self.view
+    def lay_out(self) -> None:
+        """Makes a view as the parameter lies now, and a placeholder for its grad."""
+        self.require_unconverted()
+        self.strides = self.parameter.stride()
+        # These strides unless they have gaps.
+        self._view_strides = _C.gradient_strides(self.parameter)
+        self.renew_view()
+        # The parameter's grad during the exchange.
+        self.travelling = TravellingGradient(self.name, self.parameter)
 
-    def conversion(self) -> TypeError:
-        """The error if the parameter is no longer of the type, device or shape it was of."""
-        return TypeError(
-            f"{self.name} is {_kind(self.parameter)} now, and was {_kind(self.travelling)} when "
-            "the optimizer was made: make the optimizer anew for the converted model, or convert "
-            "it back"
-        )
+    def renew_view(self) -> None:
+        """Makes the view of the buffer: who converts a model points the grad it finds elsewhere."""
+        self.view = self.flat.as_strided(self.shape, self._view_strides)
+
+    def has_view(self) -> bool:
+        return self.view.data_ptr() == self.flat.data_ptr()
+
+    def is_laid_out(self) -> bool:
+        return self.parameter.stride() == self.strides and self.has_view()
+
+    def require_unconverted(self) -> None:
+        """Raises TypeError if the parameter is no longer of the type, device or shape it was of."""
+        parameter, flat = self.parameter, self.flat
+        now = parameter.dtype, parameter.device, parameter.shape
+        if now != (flat.dtype, flat.device, self.shape):
+            raise TypeError(
+                f"{self.name} is {parameter.dtype} {list(parameter.shape)} on {parameter.device} "
+                f"now, and was {flat.dtype} {list(self.shape)} on {flat.device} when the optimizer "
+                "was made: make the optimizer anew for the converted model, or convert it back"
+            )
 
     def give_up(self) -> None:
         """Leaves no placeholder in the parameter's ``grad``."""
@@ -59,7 +74,6 @@ class _Bucket:
     buffer: Tensor
     slots: list[_Slot] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)  # of the slots
-    flats: list[Tensor] = field(default_factory=list)  # parts of the buffer
     missing: int = 0
     version: int = -1  # of the buffer when its result had come
     work: Work | None = None
@@ -117,14 +131,10 @@ class GradientBuckets:
             offset = 0
             for name, parameter in members:
                 flat = bucket.buffer.narrow(0, offset, parameter.numel())
-                strides = torch.empty_like(parameter, device="meta").stride()
-                view = flat.as_strided(parameter.shape, strides)
-                travelling = TravellingGradient(name, parameter)
-                slot = _Slot(name, parameter, bucket, flat, view, travelling)
+                slot = _Slot(name, parameter, bucket, flat)
                 offset += parameter.numel()
                 bucket.slots.append(slot)
                 bucket.parameters.append(parameter)
-                bucket.flats.append(flat)
                 self._slots[parameter] = slot
                 handle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
@@ -162,8 +172,7 @@ class GradientBuckets:
             self._launch()
 
     def _take(self, slot: _Slot) -> None:
-        parameter = slot.parameter
-        gradient = parameter.grad
+        parameter, gradient = slot.parameter, slot.parameter.grad
         if gradient is not None:
             if gradient.layout != torch.strided:
                 raise TypeError(
@@ -172,13 +181,12 @@ class GradientBuckets:
                 )
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()
-        try:
-            parameter.grad = slot.travelling  # torch compares type, device and shape
-        except RuntimeError:
-            raise slot.conversion() from None
+        slot.require_unconverted()
+        if not slot.is_laid_out():
+            # It may be the slot's former view, of the same memory.
+            gradient = None if gradient is None else gradient.clone()
+            slot.lay_out()
         view = slot.view
-        if view.data_ptr() != slot.address:
-            view = slot.renew()
         factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
         if gradient is None:
             view.zero_()
@@ -188,6 +196,7 @@ class GradientBuckets:
             view.copy_(gradient)
         if share != 0:
             view.add_(parameter.detach(), alpha=share)
+        parameter.grad = slot.travelling
         slot.arrived = True
         slot.bucket.missing -= 1
 
@@ -202,7 +211,7 @@ class GradientBuckets:
                 index == len(self._buckets) - 1,
                 bucket.buffer,
                 bucket.parameters,
-                bucket.flats,
+                [slot.view for slot in bucket.slots],
             )
             self._launched += 1
 
@@ -225,13 +234,10 @@ class GradientBuckets:
             if self._compare_every and self._state.steps % self._compare_every == 0:
                 self.compare_parameters()
         for slot in self._slots.values():
-            view = slot.view
-            if view.data_ptr() != slot.address:
-                view = slot.renew()
-            try:
-                slot.parameter.grad = view
-            except RuntimeError:
-                raise slot.conversion() from None
+            slot.require_unconverted()
+            if not slot.has_view():
+                slot.renew_view()
+            slot.parameter.grad = slot.view
         for bucket in self._buckets:
             bucket.version = bucket.buffer._version
         self._delivered, self._synchronized = False, True
@@ -332,19 +338,12 @@ class GradientBuckets:
         received, views = [], []
         for parameter in parameters:
             slot = self._slots.get(parameter)
-            if slot is None:
-                continue
-            view = slot.view
-            if parameter.grad is view and view.data_ptr() == slot.address:
+            if slot is not None and parameter.grad is slot.view and slot.has_view():
                 received.append(parameter)
-                views.append(view)
+                views.append(slot.view)
         changed = any(bucket.buffer._version != bucket.version for bucket in self._buckets)
         self._state._native.add_received(received, views, factor, changed)
         return list(zip(received, views, strict=True))
-
-
-def _kind(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {list(tensor.shape)} on {tensor.device}"
 
 
 def _has_failed(work: Work | None) -> bool:
