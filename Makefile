@@ -13,6 +13,8 @@ TORCH ?= torch==2.13.0
 JOBS ?= $(shell env -u OMP_NUM_THREADS nproc)
 # Tests at once: many wait more than they compute.
 TEST_JOBS ?= $(shell expr 2 \* $(JOBS))
+# No test takes longer, in seconds.
+CTEST = ctest --output-on-failure --timeout $$(awk "BEGIN { print 300 * $${SPARSECOMM_TEST_PATIENCE:-1} }")
 # make train
 RANKS ?= 2
 EPOCHS ?= 5
@@ -114,7 +116,7 @@ test-all: cuda test-cpp test-neon sanitize ## run every test and check, in hours
 test-cpp: setup $(VENV)/.simgrid ## run the C++ tests
 	$(CONFIGURE)
 	cmake --build $(BUILD) --parallel $(JOBS)
-	ctest --test-dir $(BUILD) --output-on-failure --parallel $(TEST_JOBS)
+	$(CTEST) --test-dir $(BUILD) --parallel $(TEST_JOBS)
 
 cuda: setup ## compile the CUDA kernels, and their tests for a device, where there is an nvcc
 	@if ! command -v nvcc > /dev/null; then \
@@ -135,7 +137,7 @@ test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compile
 	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \
 	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse" $(STRICT) -DSPARSECOMM_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON
 	cmake --build build/neon --parallel $(JOBS) --target $(NEON_TESTS)
-	ctest --test-dir build/neon --output-on-failure --parallel $(JOBS) --exclude-regex _NOT_BUILT
+	$(CTEST) --test-dir build/neon --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
 test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
@@ -171,10 +173,10 @@ SANITIZED_THREAD := failure_test ucx_test parallel_test
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS $(STRICT)
 	cmake --build build/asan --parallel $(JOBS) --target $(SANITIZED_ADDRESS)
-	ctest --test-dir build/asan --output-on-failure --parallel $(TEST_JOBS) --exclude-regex _NOT_BUILT
+	$(CTEST) --test-dir build/asan --parallel $(TEST_JOBS) --exclude-regex _NOT_BUILT
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread $(STRICT)
 	cmake --build build/tsan --parallel $(JOBS) --target $(SANITIZED_THREAD)
-	ctest --test-dir build/tsan --output-on-failure --parallel $(TEST_JOBS) \
+	$(CTEST) --test-dir build/tsan --parallel $(TEST_JOBS) \
 	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)'
 
 sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs under the sanitizers
@@ -182,10 +184,10 @@ sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs unde
 sanitize-core: setup ## run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS $(STRICT)
 	cmake --build build/asan --parallel $(JOBS)
-	ctest --test-dir build/asan --output-on-failure --parallel $(TEST_JOBS)
+	$(CTEST) --test-dir build/asan --parallel $(TEST_JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread $(STRICT)
 	cmake --build build/tsan --parallel $(JOBS)
-	ctest --test-dir build/tsan --output-on-failure --parallel $(TEST_JOBS)
+	$(CTEST) --test-dir build/tsan --parallel $(TEST_JOBS)
 
 # torch and Python themselves are not instrumented. Left alone: leaks as the interpreter ends, the signals that tests send,
 # symbols that torch defines twice, memory that one library's allocator hands to another's, and UCX's cma, which has the
