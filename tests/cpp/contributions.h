@@ -100,6 +100,4 @@ inline std::vector<std::exception_ptr> run_transports(
   return errors;
 }
 
-inline Deadline soon() { return {steady_clock(), long_time()}; }
-
 }  // namespace sparsecomm::test

@@ -13,9 +13,8 @@
 namespace sparsecomm {
 namespace {
 
+using test::soon;
 using Bytes = std::vector<std::byte>;
-
-Deadline soon(Duration allowance = test::long_time()) { return {steady_clock(), allowance}; }
 
 Bytes pattern(std::size_t size, int seed) {
   Bytes bytes(size);

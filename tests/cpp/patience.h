@@ -24,4 +24,6 @@ inline Duration patiently(Duration limit) {
 // A limit that nothing comes near to, even on a loaded machine.
 inline Duration long_time() { return patiently(std::chrono::seconds(60)); }
 
+inline Deadline soon(Duration allowance = long_time()) { return {steady_clock(), allowance}; }
+
 }  // namespace sparsecomm::test

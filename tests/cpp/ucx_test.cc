@@ -35,8 +35,6 @@ class UcxTest : public ::testing::Test {
   }
 };
 
-Deadline soon() { return {steady_clock(), long_time()}; }
-
 std::vector<std::byte> pattern(std::size_t size, int seed) {
   std::vector<std::byte> bytes(size);
   for (std::size_t i = 0; i < size; ++i) bytes[i] = static_cast<std::byte>(i * 31 + seed);

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from patience import LONG
+from patience import LONG, PATIENCE
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -123,7 +123,9 @@ if socket.gethostname() == "host1":
     with socket.create_server(("", 4000)) as server, server.accept()[0] as peer:
         start = time.perf_counter()
         while size > 0:
-            size -= len(peer.recv(1 << 20))
+            received = len(peer.recv(1 << 20))
+            assert received > 0
+            size -= received
         print(time.perf_counter() - start, file=open(sys.argv[2], "w"))
 else:
     while True:  # until it listens
@@ -139,15 +141,13 @@ else:
     with Hosts(2, "80mbit") as pair:
         file = Path(f"/tmp/sparsecomm-{os.getpid()}-seconds")
         command = [sys.executable, "-c", code, str(int(rate / 8 * seconds)), str(file)]
-        times = []
         try:
-            # A machine that is busy may keep a link from its rate, once or twice.
-            while len(times) < 5 and (not times or times[-1] >= seconds * 2):
-                pair.run([command] * 2, [{}] * 2)
-                times.append(float(file.read_text()))
+            pair.run([command] * 2, [{}] * 2)
+            took = float(file.read_text())
         finally:
             file.unlink(missing_ok=True)
-    assert seconds * 0.8 < min(times) < seconds * 2
+    # A machine that is busy keeps a link from its rate.
+    assert seconds * 0.8 < took < seconds * 10 * PATIENCE
 
 
 @pytest.mark.lab
