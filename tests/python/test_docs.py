@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import socket
@@ -12,7 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import LONG
+import torch.distributed as dist
+from patience import LONG, PATIENCE
+from ranks import run_ranks
 
 from sparsecomm import _C
 from sparsecomm.cli.ping_pong import find_mpiexec
@@ -54,7 +57,24 @@ def test_python_snippet(number: int, tmp_path: Path) -> None:
         mpiexec = find_mpiexec() or pytest.skip("no mpi4py or no mpiexec")
         run([mpiexec, "-n", "2", sys.executable, str(script)], tmp_path)
         return
-    run([*TORCHRUN, "--standalone", "--nproc-per-node", "2", str(script)], tmp_path)
+    run_ranks(2, run_as_torchrun, str(script), tmp_path, timeout=1.5 * LONG / PATIENCE)
+
+
+def run_as_torchrun(script: str, folder: Path) -> None:
+    """Runs a script as torchrun would, in a rank of run_ranks(), which has imported torch."""
+    store = dist.distributed_c10d._get_default_store()
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, dist.TCPStore)
+    os.environ.update(
+        MASTER_ADDR=store.host,
+        MASTER_PORT=str(store.port),
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        LOCAL_WORLD_SIZE=str(dist.get_world_size()),
+    )
+    dist.destroy_process_group()
+    os.chdir(folder)
+    runpy.run_path(script, run_name="__main__")
 
 
 def test_what_is_shown_and_not_run() -> None:

@@ -37,7 +37,9 @@ def run(ranks: int, program: str, *arguments: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("task", QUICK)
+@pytest.mark.parametrize(
+    "task", [pytest.param(t, marks=() if t == "linear" else pytest.mark.slow) for t in QUICK]
+)
 def test_ranks_of_mpi_train_together(task: str, tmp_path: Path) -> None:
     arguments, package = QUICK[task]
     if package is not None:

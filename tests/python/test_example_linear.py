@@ -245,7 +245,7 @@ def free_port() -> int:
         return port
 
 
-@pytest.mark.parametrize("method", ["sgd", "scd"])
+@pytest.mark.parametrize("method", ["sgd", pytest.param("scd", marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_to_the_same_curve(tmp_path: Path, method: str) -> None:
     options = ["--method", method, "--epochs", "8"]
     run_ranks(2, train_each, tmp_path, {"whole": options}, timeout=100)

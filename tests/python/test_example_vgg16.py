@@ -104,7 +104,10 @@ def test_the_learning_rate_rises_for_an_epoch_and_falls_to_zero() -> None:
 # Whole runs
 
 
-@pytest.mark.parametrize("hook", ["ddp", "oktopk"])
+HOOKS_OF_RUNS = [pytest.param("ddp", marks=pytest.mark.slow), "oktopk"]
+
+
+@pytest.mark.parametrize("hook", HOOKS_OF_RUNS)
 def test_a_resumed_run_is_bit_identical(tmp_path: Path, hook: str) -> None:
     whole = train(tmp_path / "whole", "--hook", hook)
     assert whole["complete"]
@@ -140,6 +143,7 @@ def train_and_resume(output: Path) -> None:
             training.Training(chosen, train_vgg16.ImageTask).run()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_three_ranks_resume_to_the_bit(tmp_path: Path) -> None:
     """From three on, what a sum rounds to depends on how DDP has laid out its buckets."""
@@ -159,6 +163,7 @@ def train_with_each_hook(output: Path) -> None:
         training.Training(options, train_vgg16.ImageTask).run()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_ranks_train_together_with_each_hook(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -192,7 +197,7 @@ def test_ranks_train_together_with_each_hook(
     assert alone["curves"]["loss"][:1] == read_back["curves"]["loss"]
 
 
-@pytest.mark.parametrize("hook", ["ddp", "oktopk"])
+@pytest.mark.parametrize("hook", HOOKS_OF_RUNS)
 def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
     arguments = ["--hook", hook, "--batch", "1", "--output", str(tmp_path)]
     survivor, victim = launch(arguments, ranks=2, port=free_port())
@@ -205,6 +210,7 @@ def test_a_lost_rank_ends_the_others(tmp_path: Path, hook: str) -> None:
     assert "train_vgg16: rank 0: " in errors
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path: Path) -> None:
     """One rank is killed in the midst of training, and the run ends as if none had been."""

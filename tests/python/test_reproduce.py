@@ -91,7 +91,7 @@ def test_every_method_is_run_with_every_seed(tmp_path: Path) -> None:
         assert (ROOT / run.command[0]).is_file()
 
 
-@pytest.mark.parametrize("select", ["threshold", "exact"])
+@pytest.mark.parametrize("select", ["threshold", pytest.param("exact", marks=pytest.mark.slow)])
 def test_what_is_observed_is_what_the_hook_saw(tmp_path: Path, select: str) -> None:
     options = train_vgg16.parse_options(
         [
