@@ -7,6 +7,7 @@ import faulthandler
 import functools
 import multiprocessing
 import os
+import pickle
 import random
 import resource
 import shlex
@@ -93,11 +94,13 @@ def _main(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG_TIME)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
-        pipe.send(("result", function(*args)))
+        result = "result", function(*args)
+        # By value: torch's own pickling has the parent fetch tensors from this process, which ends.
+        pipe.send_bytes(pickle.dumps(result))
         if dist.is_initialized():
             dist.destroy_process_group()
     except BaseException:
-        pipe.send(("error", traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
 
 
 def _describe(exit_code: int | None) -> str:
@@ -159,7 +162,7 @@ def run_ranks(
             for pipe in wait(open_pipes, left):
                 assert isinstance(pipe, Connection)
                 try:
-                    results[pipes.index(pipe)] = pipe.recv()
+                    results[pipes.index(pipe)] = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     rank = pipes.index(pipe)
                     processes[rank].join(LONG)
