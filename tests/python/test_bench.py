@@ -206,7 +206,11 @@ def test_allreduce(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "dtype", "pattern"), [(1, "f32", "uniform"), (3, "bf16", "clustered:0.5")]
+    ("ranks", "dtype", "pattern"),
+    [
+        pytest.param(1, "f32", "uniform", marks=pytest.mark.slow),
+        (3, "bf16", "clustered:0.5"),
+    ],
 )
 def test_allreduce_elsewhere(tmp_path: Path, ranks: int, dtype: str, pattern: str) -> None:
     file = tmp_path / "rows.json"

@@ -116,7 +116,7 @@ def _check_density_one() -> None:
     check_momentum_at_density_one()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_density_one_is_plain_ddp(size: int) -> None:
     run_ranks(size, _check_density_one, timeout=110)
 
@@ -481,7 +481,7 @@ def _check_mixed_precision() -> None:
     check_autocast()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_mixed_precision(size: int) -> None:
     run_ranks(size, _check_mixed_precision, timeout=100)
 

@@ -371,7 +371,12 @@ def check_conversions(method: str, names: list[str]) -> None:
 SOME = ["half().float()", "channels last", "p.grad.data =", "p.grad = a clone"]
 PARTS = [
     *(("SGD", list(KINDS)[part::3]) for part in range(3)),
-    *((method, SOME) for method in METHODS if method != "SGD"),
+    *(
+        pytest.param(method, SOME, marks=pytest.mark.slow)
+        for method in METHODS
+        if method not in ("SGD", "Adam")
+    ),
+    ("Adam", SOME),
 ]
 
 

@@ -343,7 +343,7 @@ def check_steps() -> None:
     )
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps(size: int) -> None:
     run_ranks(size, check_steps, timeout=100)
 
@@ -440,7 +440,7 @@ def check_sparse_gradients() -> None:
     check_overflow_of_sparse_gradients()
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_sparse_gradients(size: int) -> None:
     run_ranks(size, check_sparse_gradients, timeout=100)
 
@@ -527,6 +527,6 @@ def check_compiled() -> None:
             python_reducer(native)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_compiled(size: int) -> None:
     run_ranks(size, check_compiled, timeout=100)

@@ -299,7 +299,7 @@ def check_accumulation_and_density() -> None:
     assert 0.5 * 2 / 12 < state.stats()["realised_density"] < 1.3 * (0.5 * 2 + 0.01 * 10) / 12
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_exchange(size: int) -> None:
     run_ranks(size, _check_exchange, timeout=100)
 

@@ -771,7 +771,7 @@ def make_gradients(step: int) -> dict[str, nn.Parameter]:
     return dict(model.named_parameters())
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_optimizers(size: int, tmp_path: Path) -> None:
     run_ranks(size, check_all, tmp_path, timeout=110)
 
