@@ -227,6 +227,12 @@ def _fail_as_the_step_begins(kind: str, transport: str, end: str) -> tuple[torch
                 module.named_parameters(), lr=1.0, density=0.1, timeout=limit
             )
             exchange = optimizer.exchange
+        elif kind == "fsdp":
+            mesh = init_device_mesh("cpu", (3, 1), mesh_dim_names=("replicate", "shard"))
+            fully_shard(module, mesh=mesh["shard"])
+            compression = sparsecomm.Compression(density=0.1)
+            exchange = sparsecomm.fsdp.apply(module, compression, mesh["replicate"], timeout=limit)
+            optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
         else:
             make = sparsecomm.OkTopkState if kind == "oktopk" else sparsecomm.TopkState
             exchange = make(density=0.1, momentum=momentum, timeout=limit)
@@ -265,6 +271,7 @@ def _fail_as_the_step_begins(kind: str, transport: str, end: str) -> tuple[torch
         ("topk", "killed"),
         ("momentum", "killed"),
         ("optimizer", "killed"),
+        ("fsdp", "killed"),
         ("topk", "late"),
         ("optimizer", "late"),
     ],
