@@ -1,24 +1,14 @@
 #include "engine/gradient_exchange.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cmath>
 #include <sstream>
 #include <utility>
 
+#include "base/shortest.h"
+
 namespace sparsecomm {
 namespace {
-
-// Prints the fewest digits that read back as the same number.
-struct Shortest {
-  double value;
-  friend std::ostream& operator<<(std::ostream& out, Shortest number) {
-    std::array<char, 32> digits{};
-    char* const end = std::to_chars(digits.begin(), digits.end(), number.value).ptr;
-    return out.write(digits.data(), end - digits.data());
-  }
-};
 
 // Measures a stage, and shows it.
 class Stopwatch {
@@ -69,7 +59,8 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
     : name_(std::move(name)),
       extent_(extent),
       options_(options),
-      text_(constant_fields()),
+      text_(concat("operation=gradient exchange;group=", name_, ";numel=", extent_,
+                   ";dtype=", sparsecomm::name(dtype_of<T>()), text_of(options))),
       digest_(Digest().add(text_).add(layout_)),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
@@ -230,27 +221,6 @@ std::uint64_t GradientExchange<T>::k_of(double density) const {
         1, bucket_top_k_count(extent_, bucket, entries_at(density, bucket)));
   }
   return entries_at(density, extent_);
-}
-
-template <class T>
-std::string GradientExchange<T>::constant_fields() const {
-  std::ostringstream text;
-  AlgorithmOptions const& collective = options_.collective;
-  SelectionRule const& rule = options_.rule;
-  text << "operation=gradient exchange"
-       << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
-       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";average=" << options_.average
-       << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
-       << options_.schedule.period << ";partition_period=" << collective.partition_period
-       << ";balance_factor=" << Shortest{collective.balance_factor}
-       << ";value_codec=" << int(collective.frame.value_codec)
-       << ";overlap_chunk=" << collective.overlap_chunk << ";delta=" << Shortest{collective.delta}
-       << ";dense_codec=" << find_value_codec(collective.dense_codec)->name
-       << ";seed=" << collective.seed << ";dense_steps=" << options_.warmup.dense_steps
-       << ";bucket=" << rule.bucket << ";momentum=" << Shortest{rule.momentum}
-       << ";mask_momentum=" << rule.mask_momentum
-       << ";first_moment=" << Shortest{rule.first_moment};
-  return text.str();
 }
 
 // In the order in which prepare() adds them to the digest.

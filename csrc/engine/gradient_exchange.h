@@ -39,6 +39,8 @@ struct ExchangeOptions {
 
 // Throws InvalidArgument, naming the option, its value and its range.
 void validate(ExchangeOptions const& options);
+// The options that ranks must agree on, as further fields of a proposal's text.
+std::string text_of(ExchangeOptions const& options);
 
 // What must be kept, beside the residuals, for a resumed run to be bit-identical.
 struct ExchangeState {
@@ -149,7 +151,6 @@ class GradientExchange final : public Operation {
   Workload workload() const;
   std::uint64_t k() const { return k_of(density()); }
   std::uint64_t k_of(double density) const;
-  std::string constant_fields() const;
   V divisor() const;
 
   std::string name_;
