@@ -251,8 +251,8 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   if (options_.clip_norm > 0) {
     held_.insert(held_.end(), complete.begin(), complete.end());
     if (bucket.last) {
-      clip_gradients(gradients_,
-                     options_.clip_norm * loss_scale_ / std::sqrt(communicator_->size()));
+      clip_gradients(gradients_, options_.clip_norm / std::sqrt(communicator_->size()),
+                     loss_scale_);
       submit(std::exchange(held_, {}), true);
     }
   } else {
