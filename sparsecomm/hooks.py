@@ -153,7 +153,9 @@ class CompressionState:
         the scaler's own, round nothing. ``clip_norm`` means the gradient without the scale. A step
         with an overflow on any rank has a non-finite gradient on all, so every scaler skips it.
 
-        Call it before the first step, on every rank, with the scaler that scales the loss.
+        Call it before the first step, on every rank, with the scaler that scales the loss. A step
+        in which the scales of ranks differ raises an error that names them. A rank that has run out
+        of data in a ``join()`` is not asked: what it keeps follows the others' scale.
 
         Raises:
             TypeError: ``scaler`` has no ``get_scale()``.

@@ -7,6 +7,7 @@
 #include <functional>
 #include <tuple>
 
+#include "base/shortest.h"
 #include "engine/mismatch.h"
 
 namespace sparsecomm {
@@ -19,6 +20,7 @@ struct Fingerprint {
   std::uint64_t entries;
   std::uint64_t former_entries;
   double former_seconds;
+  double loss_scale;
   std::uint32_t finite;
   Intent intent;
 };
@@ -364,8 +366,13 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
   }
   if (watch_) watch_->propose(proposal.text, proposal.step);
   ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
-  Fingerprint const own{proposal.digest.value(), proposal.entries, proposal.former_entries,
-                        proposal.former_seconds, proposal.finite,  intent};
+  Fingerprint const own{.hash = proposal.digest.value(),
+                        .entries = proposal.entries,
+                        .former_entries = proposal.former_entries,
+                        .former_seconds = proposal.former_seconds,
+                        .loss_scale = proposal.loss_scale,
+                        .finite = proposal.finite,
+                        .intent = intent};
 
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
                              std::size_t capacity) {
@@ -386,12 +393,16 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
                               static_cast<std::uint32_t>(other.intent));
       require<MalformedFrame>(std::isfinite(other.former_seconds) && other.former_seconds >= 0,
                               "a former time of ", other.former_seconds, " s");
+      require<MalformedFrame>(std::isfinite(other.loss_scale) && other.loss_scale >= 0,
+                              "a loss scale of ", other.loss_scale);
       std::uint64_t const entries = std::max(other.entries, other.former_entries);
       require<MalformedFrame>(other.hash != own.hash || entries <= proposal.extent,
                               "a contribution of ", entries, " entries to a vector of ",
                               proposal.extent);
     });
-    agreed = agreed && other.hash == own.hash && other.intent == Intent::go;
+    if (agreement.loss_scale == 0) agreement.loss_scale = other.loss_scale;
+    agreed = agreed && other.hash == own.hash && other.intent == Intent::go &&
+             (other.loss_scale == 0 || other.loss_scale == agreement.loss_scale);
     agreement.all_finite = agreement.all_finite && other.finite != 0;
     agreement.most_entries = std::max(agreement.most_entries, other.entries);
     agreement.total_entries += other.entries;
@@ -402,7 +413,9 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
   if (agreed) return agreement;
 
   if (intent == Intent::go) {
-    explanation = shorten_values(concat(proposal.text, operation->changing_fields()));
+    double const scale = proposal.loss_scale > 0 ? proposal.loss_scale : agreement.loss_scale;
+    explanation = shorten_values(
+        concat(proposal.text, operation->changing_fields(), ";loss_scale=", Shortest{scale}));
   }
   explanation.resize(std::min(explanation.size(), max_proposal_bytes));
   auto const explained =

@@ -57,6 +57,7 @@ struct Agreement {
   std::uint64_t total_entries = 0;
   double former_seconds = 0;  // the most of any rank, here and below
   std::uint64_t former_entries = 0;
+  double loss_scale = 0;  // of all ranks that name one; 0: none does
 };
 
 class Operation {

@@ -1,4 +1,5 @@
 // What the options of a gradient's exchange may be.
+#include "base/shortest.h"
 #include "engine/gradient_exchange.h"
 
 namespace sparsecomm {
@@ -51,6 +52,22 @@ void validate(ExchangeOptions const& options) {
   require(options.collective.delta >= 0 && options.collective.delta <= 1,
           "delta = ", options.collective.delta,
           " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
+}
+
+std::string text_of(ExchangeOptions const& options) {
+  AlgorithmOptions const& collective = options.collective;
+  SelectionRule const& rule = options.rule;
+  return concat(";algorithm=", options.algorithm, ";average=", options.average,
+                ";schedule=", name(options.schedule.between), '/', options.schedule.period,
+                ";partition_period=", collective.partition_period,
+                ";balance_factor=", Shortest{collective.balance_factor},
+                ";value_codec=", int(collective.frame.value_codec),
+                ";overlap_chunk=", collective.overlap_chunk, ";delta=", Shortest{collective.delta},
+                ";dense_codec=", find_value_codec(collective.dense_codec)->name,
+                ";seed=", collective.seed, ";dense_steps=", options.warmup.dense_steps,
+                ";bucket=", rule.bucket, ";momentum=", Shortest{rule.momentum},
+                ";mask_momentum=", rule.mask_momentum,
+                ";first_moment=", Shortest{rule.first_moment});
 }
 
 }  // namespace sparsecomm

@@ -1,24 +1,14 @@
 #include "engine/gradient_exchange.h"
 
 #include <algorithm>
-#include <array>
-#include <charconv>
 #include <cmath>
 #include <sstream>
 #include <utility>
 
+#include "base/shortest.h"
+
 namespace sparsecomm {
 namespace {
-
-// Prints the fewest digits that read back as the same number.
-struct Shortest {
-  double value;
-  friend std::ostream& operator<<(std::ostream& out, Shortest number) {
-    std::array<char, 32> digits{};
-    char* const end = std::to_chars(digits.begin(), digits.end(), number.value).ptr;
-    return out.write(digits.data(), end - digits.data());
-  }
-};
 
 // Measures a stage, and shows it.
 class Stopwatch {
@@ -69,7 +59,8 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
     : name_(std::move(name)),
       extent_(extent),
       options_(options),
-      text_(constant_fields()),
+      text_(concat("operation=gradient exchange;group=", name_, ";numel=", extent_,
+                   ";dtype=", sparsecomm::name(dtype_of<T>()), text_of(options))),
       digest_(Digest().add(text_).add(layout_)),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
@@ -121,7 +112,7 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
 
 template <class T>
 void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready,
-                               std::span<V> moment, bool ends_step) {
+                               std::span<V> moment, bool ends_step, double loss_scale) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
     require(!keeps_residual() || segment.residual.size() == segment.gradient.size(),
@@ -135,6 +126,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
   unselected_ = true;
   ready_ = std::move(ready);
   ends_step_ = ends_step;
+  loss_scale_ = loss_scale;
 }
 
 template <class T>
@@ -161,16 +153,37 @@ void GradientExchange<T>::forget_thresholds() {
   if (sparse_) sparse_->load_state(state_.collective);
 }
 
+// Brings what is this rank's alone into the unit of its gradient.
 template <class T>
-void GradientExchange<T>::rescale(double ratio) {
+void GradientExchange<T>::follow_gradient(double loss_scale) {
+  if (loss_scale == residual_scale_) return;
+  double const ratio = loss_scale / residual_scale_;
+  rescale_(ratio);
+  residual_scale_ = loss_scale;
   state_.local_threshold *= ratio;
-  state_.collective.global_threshold *= ratio;
+  state_before_.local_threshold *= ratio;
   local_->reset(state_.local_threshold);
+}
+
+// The global threshold follows only what ranks have agreed on, so that they all round alike.
+template <class T>
+void GradientExchange<T>::follow(double loss_scale) {
+  follow_gradient(loss_scale);
+  if (loss_scale == state_.loss_scale) return;
+  state_.collective.global_threshold *= loss_scale / state_.loss_scale;
+  state_.loss_scale = loss_scale;
   if (sparse_) sparse_->load_state(state_.collective);
 }
 
 template <class T>
 void GradientExchange<T>::load_state(ExchangeState state) {
+  double const loss_scale = state.loss_scale;
+  restore_state(std::move(state));
+  residual_scale_ = loss_scale;
+}
+
+template <class T>
+void GradientExchange<T>::restore_state(ExchangeState state) {
   auto const& boundaries = state.collective.boundaries;
   require(boundaries.empty() ||
               (boundaries.size() + 1 == static_cast<std::size_t>(communicator_->size()) &&
@@ -209,7 +222,8 @@ void GradientExchange<T>::reconnect(Communicator& communicator) {
   // Thresholds, boundaries and plans are of those ranks.
   ExchangeState state;
   state.step = state_.step;
-  load_state(std::move(state));
+  state.loss_scale = state_.loss_scale;
+  restore_state(std::move(state));
 }
 
 template <class T>
@@ -232,34 +246,13 @@ std::uint64_t GradientExchange<T>::k_of(double density) const {
   return entries_at(density, extent_);
 }
 
-template <class T>
-std::string GradientExchange<T>::constant_fields() const {
-  std::ostringstream text;
-  AlgorithmOptions const& collective = options_.collective;
-  SelectionRule const& rule = options_.rule;
-  text << "operation=gradient exchange"
-       << ";group=" << name_ << ";algorithm=" << options_.algorithm << ";numel=" << extent_
-       << ";dtype=" << sparsecomm::name(dtype_of<T>()) << ";average=" << options_.average
-       << ";schedule=" << sparsecomm::name(options_.schedule.between) << '/'
-       << options_.schedule.period << ";partition_period=" << collective.partition_period
-       << ";balance_factor=" << Shortest{collective.balance_factor}
-       << ";value_codec=" << int(collective.frame.value_codec)
-       << ";overlap_chunk=" << collective.overlap_chunk << ";delta=" << Shortest{collective.delta}
-       << ";dense_codec=" << find_value_codec(collective.dense_codec)->name
-       << ";seed=" << collective.seed << ";dense_steps=" << options_.warmup.dense_steps
-       << ";bucket=" << rule.bucket << ";momentum=" << Shortest{rule.momentum}
-       << ";mask_momentum=" << rule.mask_momentum
-       << ";first_moment=" << Shortest{rule.first_moment};
-  return text.str();
-}
-
 // In the order in which prepare() adds them to the digest.
 template <class T>
 std::string GradientExchange<T>::changing_fields() const {
   std::ostringstream text;
   text << ";layout=" << (layout_.empty() ? "row-major" : layout_)
        << ";density=" << Shortest{density()} << ";step=" << state_.step
-       << ";global_threshold=" << Shortest{state_.collective.global_threshold} << ";boundaries=";
+       << ";global_threshold=" << Shortest{unscaled_global_threshold()} << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   text << ";ends_step=" << ends_step_;
   if (planned_) text << ";planned=" << algorithm();
@@ -283,21 +276,24 @@ Proposal GradientExchange<T>::prepare() {
   before_ = stats_;
   state_before_ = state_;
   traffic_before_ = Traffic::of(communicator_->transport().counters());
+  lacks_threshold_ = true;
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
   TimePoint const started = communicator_->clock().now();
   Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
+  if (loss_scale_ > 0) follow_gradient(loss_scale_);
   bool const finite = local_->all_finite();
   Digest digest = digest_;
   digest.add(density())
       .add(step)
-      .add(state_.collective.global_threshold)
+      .add(unscaled_global_threshold())
       .add(std::as_bytes(std::span(state_.collective.boundaries)))
       .add(ends_step_);
   if (planned_) digest.add(algorithm());
-  // Where the threshold is of what will have been added up, this waits for the agreement.
-  if (finite && !options_.rule.accumulates() && !warms_up_densely() && algorithm_ != nullptr &&
-      algorithm_->sparse) {
+  // Where it is of what will have been added up, or in a unit that others name, this waits for the
+  // agreement.
+  if (finite && loss_scale_ > 0 && !options_.rule.accumulates() && !warms_up_densely() &&
+      algorithm_ != nullptr && algorithm_->sparse) {
     find_threshold();
   }
   proposed_ = communicator_->clock().now();
@@ -306,6 +302,7 @@ Proposal GradientExchange<T>::prepare() {
           .digest = digest,
           .step = step,
           .finite = finite,
+          .loss_scale = loss_scale_,
           .former_seconds = former_seconds_,
           .former_entries = former_selected_,
           .extent = extent_};
@@ -327,6 +324,7 @@ void GradientExchange<T>::find_threshold() {
   if (source != ThresholdSource::reused) threshold_found_ = state_.step;
   local_->find_threshold(k(), state_.step);
   state_.local_threshold = local_->threshold();
+  lacks_threshold_ = false;
 }
 
 template <class T>
@@ -334,15 +332,13 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   Clock const& clock = communicator_->clock();
   bool const warmup = warms_up_densely();
   stats_.agree += clock.now() - proposed_;
+  if (agreement.loss_scale > 0) follow(agreement.loss_scale);
   std::optional<double> predicted;
   if (planned_ && !warmup) {
     plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
       plan_.begin(communicator_->figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
-      if (agreement.all_finite && algorithm_->sparse && !options_.rule.accumulates()) {
-        find_threshold();
-      }
     }
     predicted = plan_.expected(workload(), state_.step);
   }
@@ -419,8 +415,8 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
     if (options_.rule.accumulates()) {
       unselected_ = false;
       local_->accumulate();
-      find_threshold();
     }
+    if (lacks_threshold_) find_threshold();
     selection = local_->select(k());
     unselected_ = false;
   }
@@ -481,6 +477,7 @@ void GradientExchange<T>::withdraw() {
     await_gradient();
     bool const finite = local_->all_finite();
     unselected_ = false;
+    if (finite && loss_scale_ > 0) follow_gradient(loss_scale_);
     if (finite) local_->accumulate();
   }
   delivered_ = false;
@@ -489,7 +486,7 @@ void GradientExchange<T>::withdraw() {
 template <class T>
 void GradientExchange<T>::withdraw_step() {
   withdraw();
-  load_state(state_before_);
+  restore_state(state_before_);
 }
 
 template class GradientExchange<float>;

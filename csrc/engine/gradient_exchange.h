@@ -39,12 +39,17 @@ struct ExchangeOptions {
 
 // Throws InvalidArgument, naming the option, its value and its range.
 void validate(ExchangeOptions const& options);
+// The options that ranks must agree on, as further fields of a proposal's text.
+std::string text_of(ExchangeOptions const& options);
 
 // What must be kept, beside the residuals, for a resumed run to be bit-identical.
 struct ExchangeState {
   std::uint64_t step = 0;
   double local_threshold = 0;  // 0: none yet
   AlgorithmState collective;
+  // The unit of the global threshold, and between steps of all that is kept: the loss scale on
+  // which ranks agreed last.
+  double loss_scale = 1;
   PlanState plan;  // of "auto" alone
 };
 
@@ -78,15 +83,18 @@ class GradientExchange final : public Operation {
   // `moment` is the extent where the rule has one. The memory must stay until the operation has
   // ended. `ready`, if any, is called first in prepare(), and returns once the gradient is there;
   // it may throw. What it takes is in no statistics. `ends_step`: the result is used when this
-  // exchange has ended, so it must stand on all ranks or on none.
+  // exchange has ended, so it must stand on all ranks or on none. `loss_scale`: the unit of the
+  // gradient; 0: it is zero, and what is kept follows the others' unit.
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
-            std::span<V> moment = {}, bool ends_step = true);
+            std::span<V> moment = {}, bool ends_step = true, double loss_scale = 1);
   void set_density(double density);
   // How entries are ordered, in words: ranks must agree on it.
   void set_layout(std::string text);
-  // Gradients, and with them residuals and moments, are in other units from now on: thresholds
-  // follow. The same on all ranks.
-  void rescale(double ratio);
+  // `rescale` multiplies residual and moment, which are the caller's, by a ratio. It is called
+  // where their unit changes: in follow(), and in an exchange before anything is selected.
+  void on_rescale(std::function<void(double)> rescale) { rescale_ = std::move(rescale); }
+  // Brings all that is kept into the unit of another loss scale; not amid an exchange.
+  void follow(double loss_scale);
 
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
@@ -109,6 +117,7 @@ class GradientExchange final : public Operation {
   void reconnect(Communicator& communicator);
 
   ExchangeState const& state() const { return state_; }
+  // The caller loads residual and moment, too, in units of state.loss_scale.
   void load_state(ExchangeState state);
   ExchangeStats const& stats() const { return stats_; }
   StepRecord const& last_step() const { return last_; }
@@ -140,16 +149,21 @@ class GradientExchange final : public Operation {
   void run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback);
   void run_sparse(Channel& channel);
   void forget_thresholds();
+  void restore_state(ExchangeState state);
+  void follow_gradient(double loss_scale);
   bool keeps_residual() const {
     return planned_ || options_.feedback || algorithm_->sparse || options_.warmup.dense_steps > 0;
   }
   bool warms_up_densely() const { return state_.step < options_.warmup.dense_steps; }
+  // Comparable before a rank has learnt the others' unit.
+  double unscaled_global_threshold() const {
+    return state_.collective.global_threshold / state_.loss_scale;
+  }
   double density() const { return options_.warmup.at(state_.step, options_.density); }
   void follow_plan(std::uint64_t result_nnz);
   Workload workload() const;
   std::uint64_t k() const { return k_of(density()); }
   std::uint64_t k_of(double density) const;
-  std::string constant_fields() const;
   V divisor() const;
 
   std::string name_;
@@ -167,7 +181,11 @@ class GradientExchange final : public Operation {
   std::unique_ptr<DenseAllreduce<T>> dense_;
   std::function<void()> ready_;
   bool ends_step_ = true;
-  bool unselected_ = false;  // the gradient that was bound: no part of it is in the residual
+  double loss_scale_ = 1;      // of the gradient; 0: of the others'
+  double residual_scale_ = 1;  // of residual, moment and local threshold
+  std::function<void(double)> rescale_ = [](double) {};
+  bool lacks_threshold_ = true;  // of this step
+  bool unselected_ = false;      // the gradient that was bound: no part of it is in the residual
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;
   std::optional<std::span<const std::uint32_t>> received_;

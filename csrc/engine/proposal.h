@@ -42,6 +42,9 @@ struct Proposal {
   std::optional<std::uint64_t> step = {};  // shown when the operation stalls
   bool finite = true;                      // no NaN or Inf in what this rank contributes
   std::uint64_t entries = 0;               // that this rank contributes; ranks may differ in it
+  // The unit of what this rank contributes. Ranks that name one must agree on it; 0: this one
+  // takes that of the others.
+  double loss_scale = 0;
   // What this rank found in the former operation of this kind, for a plan; 0: nothing.
   double former_seconds = 0;
   std::uint64_t former_entries = 0;

@@ -148,6 +148,7 @@ HookCheckpoint read_dict(py::dict const& saved) {
     group.state.local_threshold = item["local_threshold"].cast<double>();
     group.state.collective.global_threshold = item["global_threshold"].cast<double>();
     group.state.collective.boundaries = item["boundaries"].cast<std::vector<std::uint32_t>>();
+    group.state.loss_scale = checkpoint.loss_scale;
     if (item.contains("plan")) group.state.plan = plan_from_dict(item["plan"]);
   }
   return checkpoint;

@@ -68,11 +68,12 @@ class CooAllreduce::ThreadState {
 };
 
 CooAllreduce::CooAllreduce(at::Tensor tensor, ReduceOp::RedOpType op, Communicator& communicator,
-                           std::shared_ptr<CollectivePool> pool)
+                           std::shared_ptr<CollectivePool> pool, double loss_scale)
     : tensor_(std::move(tensor)),
       op_(op),
       communicator_(communicator),
       pool_(std::move(pool)),
+      loss_scale_(loss_scale),
       inference_mode_(c10::InferenceMode::is_enabled()) {
   if (!tensor_.device().is_cpu()) {
     stream_ = c10::impl::VirtualGuardImpl(tensor_.device().type()).getStream(tensor_.device());
@@ -93,7 +94,9 @@ Proposal CooAllreduce::prepare() {
                             .note = concat("torch dtype=", at::toString(dtype))};
   collective_ = pool_->take(request.tensor.scalar_type(), communicator_);
   collective_->bind(std::move(request));
-  return collective_->prepare();
+  Proposal proposal = collective_->prepare();
+  proposal.loss_scale = loss_scale_;
+  return proposal;
 }
 
 // On the CPU, coalesced, in a type that is exchanged: complex numbers as rows of two.

@@ -19,9 +19,9 @@ namespace sparsecomm {
 class CooAllreduce final : public Operation {
  public:
   // The result replaces the contents of `tensor`, coalesced; a failed operation leaves them as they
-  // were. `pool` is of `communicator`, which outlives the operation.
+  // were. `pool` is of `communicator`, which outlives the operation. `loss_scale`: of the proposal.
   CooAllreduce(at::Tensor tensor, c10d::ReduceOp::RedOpType op, Communicator& communicator,
-               std::shared_ptr<CollectivePool> pool);
+               std::shared_ptr<CollectivePool> pool, double loss_scale = 0);
 
   Proposal prepare() override;
   void run(Channel& channel, Agreement const& agreement) override;
@@ -37,6 +37,7 @@ class CooAllreduce final : public Operation {
   Communicator& communicator_;
   std::shared_ptr<CollectivePool> pool_;
   std::shared_ptr<TensorCollective> collective_;  // between prepare() and the end of run()
+  double loss_scale_;
   bool inference_mode_;
   std::optional<c10::Stream> stream_;  // the caller's, on a device that has any
 };

@@ -1,5 +1,7 @@
 #include "ddp_bucket.h"
 
+#include <torch/csrc/autograd/graph_task.h>
+
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 namespace sparsecomm {
@@ -33,6 +35,8 @@ Bucket to_bucket(c10d::GradBucket& bucket, c10d::Reducer const* reducer) {
                 .buffer = buffer,
                 .parameters = bucket.getParameters(),
                 .gradients = {}};
+  auto const* const own = reducer ? ReducerAccess::find(bucket, *reducer) : nullptr;
+  result.joined = own == nullptr && torch::autograd::get_current_graph_task_id() == -1;
   for (at::Tensor const& parameter : result.parameters) {
     result.unused.push_back(!parameter.grad().defined());
   }
@@ -41,7 +45,6 @@ Bucket to_bucket(c10d::GradBucket& bucket, c10d::Reducer const* reducer) {
     result.gradients = {buffer};
     return result;
   }
-  auto const* const own = reducer ? ReducerAccess::find(bucket, *reducer) : nullptr;
   std::vector<at::Tensor> const slices = bucket.getGradients();
   for (std::size_t i = 0; i < slices.size(); ++i) {
     if (result.parameters[i].is_complex()) {  // in a real buffer; what takes it refuses it

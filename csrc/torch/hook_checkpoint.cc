@@ -20,6 +20,7 @@ ExchangeState state_for(ParameterGroup const& group, HookCheckpoint const& loade
   std::vector<std::string> keys;
   for (ParameterGroup::Member const& member : group.members()) keys.push_back(member.key);
   ExchangeState state;
+  state.loss_scale = loaded.loss_scale;
   for (HookCheckpoint::Group const& saved : loaded.groups) {
     if (saved.parameters == keys) return saved.state;
     state.step = std::max(state.step, saved.state.step);
@@ -39,6 +40,20 @@ void check_readable(at::Tensor const& tensor, std::string const& key) {
 }
 
 }  // namespace
+
+void HookCheckpoint::follow(double other_scale) {
+  if (other_scale == loss_scale) return;
+  double const ratio = other_scale / loss_scale;
+  for (auto* const kept : {&residuals, &moments}) {
+    for (auto& [key, tensor] : *kept) tensor = tensor * ratio;
+  }
+  for (Group& group : groups) {
+    group.state.local_threshold *= ratio;
+    group.state.collective.global_threshold *= ratio;
+    group.state.loss_scale = other_scale;
+  }
+  loss_scale = other_scale;
+}
 
 // Throws InvalidArgument unless the loaded checkpoint fits the group.
 void HookState::check_loaded(ParameterGroup const& group) const {
@@ -138,14 +153,21 @@ void HookState::settle_loaded() {
   if (loaded_->residuals.empty()) loaded_.reset();
 }
 
+// The unit that a checkpoint is in. What a group kept of a step that failed may be in another.
+double HookState::kept_loss_scale() const {
+  if (!groups_.empty()) return groups_.front()->state().loss_scale;
+  return loaded_ ? loaded_->loss_scale : 1;
+}
+
 HookCheckpoint HookState::checkpoint() const {
   Entry const entry(*this);
   require_idle("save the state");
   take_back_broken_step("save the state");
-  if (side_) side_->let_current_wait();
   HookCheckpoint checkpoint;
   if (by_bucket_) return checkpoint;
-  checkpoint.loss_scale = loss_scale_;
+  checkpoint.loss_scale = kept_loss_scale();
+  for (auto const& group : groups_) group->follow(checkpoint.loss_scale);
+  if (side_) side_->let_current_wait();
   for (auto const& group : groups_) {
     HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
     saved.state = group->state();
@@ -159,14 +181,16 @@ HookCheckpoint HookState::checkpoint() const {
   }
   if (side_) side_->wait_for_current();  // before the next step changes what is being copied
   if (loaded_) {                         // what was loaded and no group has taken over yet
-    for (HookCheckpoint::Group const& group : loaded_->groups) {
+    HookCheckpoint rest = *loaded_;
+    rest.follow(checkpoint.loss_scale);
+    for (HookCheckpoint::Group const& group : rest.groups) {
       bool const taken = std::ranges::any_of(
           group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
       if (!taken) checkpoint.groups.push_back(group);
     }
-    checkpoint.row_major = loaded_->row_major;
-    checkpoint.residuals.insert(loaded_->residuals.begin(), loaded_->residuals.end());
-    checkpoint.moments.insert(loaded_->moments.begin(), loaded_->moments.end());
+    checkpoint.row_major = rest.row_major;
+    checkpoint.residuals.merge(rest.residuals);
+    checkpoint.moments.merge(rest.moments);
   } else {
     add_unseen(checkpoint);
   }
@@ -208,7 +232,6 @@ void HookState::load(HookCheckpoint checkpoint) {
   take_back_broken_step("load a state");
   if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
     loaded_.reset();  // of a run without a step, whose parameters had no names
-    loss_scale_ = loss_scale;
     return;
   }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
@@ -218,6 +241,7 @@ void HookState::load(HookCheckpoint checkpoint) {
     check_loaded_names();
     if (sealed_) check_all_loaded();
     for (auto const& group : groups_) {
+      group->follow(group->state().loss_scale);
       former.push_back(group->state());
       group->load_state(state_for(*group, *loaded_));
     }
@@ -229,7 +253,6 @@ void HookState::load(HookCheckpoint checkpoint) {
   for (auto const& group : groups_) restore(*group);
   // What is named has been checked, in whatever layout it comes then.
   if (!names_.empty()) loaded_->row_major = true;
-  loss_scale_ = loss_scale;
   if (sealed_) settle_loaded();
 }
 

@@ -178,7 +178,8 @@ void HookState::reconnect(std::unique_ptr<Transport> transport) {
 
 c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10::IValue value,
                                                        c10::TypePtr type) {
-  std::optional<double> const loss_scale = bucket.index == 0 ? ask_loss_scale() : std::nullopt;
+  // A joined rank's scaler does not hear of the others' steps.
+  double const loss_scale = bucket.index == 0 && !bucket.joined ? ask_loss_scale() : 0;
   Entry const entry(*this);
   try {
     return take(bucket, std::move(value), std::move(type), loss_scale);
@@ -189,8 +190,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::run(Bucket const& bucket, c10
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c10::IValue value,
-                                                        c10::TypePtr type,
-                                                        std::optional<double> loss_scale) {
+                                                        c10::TypePtr type, double loss_scale) {
   at::Tensor const& buffer = bucket.buffer;
   require_open();
   require(communicator_ != nullptr, "this state has no process group yet");
@@ -251,8 +251,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   if (options_.clip_norm > 0) {
     held_.insert(held_.end(), complete.begin(), complete.end());
     if (bucket.last) {
-      clip_gradients(gradients_,
-                     options_.clip_norm * loss_scale_ / std::sqrt(communicator_->size()));
+      if (!bucket.joined) {
+        clip_gradients(gradients_, options_.clip_norm / std::sqrt(communicator_->size()),
+                       step_->loss_scale);
+      }
       submit(std::exchange(held_, {}), true);
     }
   } else {
@@ -269,7 +271,7 @@ void HookState::drop_waiting() {
   gradients_.clear();
 }
 
-void HookState::begin_step(std::optional<double> loss_scale) {
+void HookState::begin_step(double loss_scale) {
   // The former step may have been broken off, by an exception in the backward pass say.
   require(!busy(), "a new step began while the gradients of the last one are being exchanged");
   for (auto const& group : groups_) group->discard_arrivals();
@@ -280,7 +282,7 @@ void HookState::begin_step(std::optional<double> loss_scale) {
   }
   step_ = std::make_shared<Step>();
   step_->follow_backward();
-  if (loss_scale) follow_scale(*loss_scale);
+  step_->loss_scale = loss_scale;
 }
 
 // What a step delivered whose last bucket never came is nobody's: before anything else touches the
@@ -294,35 +296,16 @@ void HookState::take_back_broken_step(char const* before_what) const {
 }
 
 // Runs Python's code, so not under the lock.
-std::optional<double> HookState::ask_loss_scale() const {
+double HookState::ask_loss_scale() const {
   std::shared_ptr<std::function<double()> const> current;
   {
     Entry const entry(*this);
     current = current_loss_scale_;
   }
-  return current ? std::optional((*current)()) : std::nullopt;
-}
-
-// Gradients carry the loss scale, and so does all that is kept of them.
-void HookState::follow_scale(double scale) {
+  double const scale = current ? (*current)() : 1;
   require(std::isfinite(scale) && scale > 0, "the loss scale is ", scale,
           ", which no gradient can be divided by");
-  if (scale == loss_scale_) return;
-  double const ratio = scale / loss_scale_;
-  if (side_) side_->let_current_wait();
-  for (auto const& group : groups_) group->rescale(ratio);
-  if (side_) side_->wait_for_current();
-  if (loaded_) {
-    for (auto* const kept : {&loaded_->residuals, &loaded_->moments}) {
-      for (auto& [key, tensor] : *kept) tensor = tensor * ratio;
-    }
-    for (HookCheckpoint::Group& group : loaded_->groups) {
-      group.state.local_threshold *= ratio;
-      group.state.collective.global_threshold *= ratio;
-    }
-    loaded_->loss_scale = scale;
-  }
-  loss_scale_ = scale;
+  return scale;
 }
 
 // Opens what the gradients' device needs; throws InvalidArgument where they cannot be exchanged.

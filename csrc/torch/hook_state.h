@@ -35,7 +35,9 @@ struct HookCheckpoint {
   std::map<std::string, at::Tensor> residuals;  // by parameter
   std::map<std::string, at::Tensor> moments;    // likewise; empty where the rule has none
   std::vector<Group> groups;
-  double loss_scale = 1;
+  double loss_scale = 1;  // the unit of the tensors and thresholds
+
+  void follow(double other_scale);
 };
 
 struct HookOptions {
@@ -61,6 +63,9 @@ struct Bucket {
   std::vector<bool> unused = {};
   // Where the averages are wanted, in another layout or memory perhaps; empty: in the gradients.
   std::vector<at::Tensor> results = {};
+  // Zeros that DDP hands over for a rank that is out of data: what is kept here goes on to be
+  // delivered, in whatever unit the other ranks' gradients have.
+  bool joined = false;
 };
 
 struct GroupStats {
@@ -96,7 +101,8 @@ class HookState : public std::enable_shared_from_this<HookState> {
   // Before the first run(): densities of their own, which later set_density() leaves alone. At 1 a
   // parameter is sent whole by a dense algorithm.
   void set_densities(std::vector<std::pair<at::Tensor, double>> const& densities);
-  // What the loss is multiplied by, asked for once a step, before its first bucket.
+  // What the loss is multiplied by, asked for once a step, before its first bucket; 1 without. The
+  // same on all ranks, but for those that have joined, which are not asked.
   void follow_loss_scale(std::function<double()> loss_scale);
   void connect(std::unique_ptr<Transport> transport);
   // Goes on with other ranks after a failure, which all of them call for at the same step; the
@@ -169,13 +175,13 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::optional<double> density_of(at::Tensor const& parameter) const;
   ExchangeOptions options_at(std::optional<double> density) const;
   c10::intrusive_ptr<c10::ivalue::Future> take(Bucket const& bucket, c10::IValue value,
-                                               c10::TypePtr type, std::optional<double> loss_scale);
+                                               c10::TypePtr type, double loss_scale);
   void fail_waiting(std::exception_ptr const& error);
   void drop_waiting();
-  void begin_step(std::optional<double> loss_scale);
+  void begin_step(double loss_scale);
   void take_back_broken_step(char const* before_what) const;
-  std::optional<double> ask_loss_scale() const;
-  void follow_scale(double scale);
+  double ask_loss_scale() const;
+  double kept_loss_scale() const;
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
   void submit_groups(std::vector<ParameterGroup*> const& groups, bool last_bucket,
                      std::size_t& left);
@@ -231,7 +237,6 @@ class HookState : public std::enable_shared_from_this<HookState> {
   Duration exposed_{};                                               // of former steps
   std::unordered_map<ParameterGroup const*, double> own_densities_;  // of groups that have one
   std::shared_ptr<std::function<double()> const> current_loss_scale_;
-  double loss_scale_ = 1;
   // Of a step whose gradients are clipped: what has come, by Place::order, and what is complete.
   std::map<std::size_t, at::Tensor> gradients_;
   std::vector<ParameterGroup*> held_;

@@ -82,6 +82,7 @@ struct HookState::Step {
   bool last_bucket_seen = false;
   bool unusable = false;  // a part of it failed or was not finite
   bool failed = false;
+  double loss_scale = 1;  // of the gradients; 0: of the other ranks', see Bucket::joined
   std::vector<ParameterGroup*> delivered;
   TimePoint last_bucket_came{};
   Duration exposed{};

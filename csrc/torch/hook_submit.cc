@@ -27,9 +27,10 @@ void HookState::fail_waiting(std::exception_ptr const& error) {
 void HookState::submit_sparse() {
   while (!held_sparse_.empty()) {
     auto const& [gradient, pending] = held_sparse_.front();
-    submit_groupless(
-        std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, *communicator_, sparse_pool_),
-        pending, [gradient] { return gradient._values().isfinite().all().item<bool>(); });
+    submit_groupless(std::make_shared<CooAllreduce>(gradient, c10d::ReduceOp::AVG, *communicator_,
+                                                    sparse_pool_, step_->loss_scale),
+                     pending,
+                     [gradient] { return gradient._values().isfinite().all().item<bool>(); });
     held_sparse_.erase(held_sparse_.begin());
   }
 }
@@ -102,7 +103,7 @@ void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, bool l
         [buckets](std::exception_ptr const& error) {
           for (auto const& waiting : buckets) waiting->group_done(error);
         },
-        last_bucket && group == groups.back());
+        last_bucket && group == groups.back(), step_->loss_scale);
     waiting_.erase(group);
     --left;
   }

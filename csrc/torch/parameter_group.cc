@@ -49,6 +49,7 @@ class TypedGroup final : public ParameterGroup {
                  : nullptr)) {
     exchange_->show_to(labels_);
     exchange_->set_layout(layout_text());
+    exchange_->on_rescale([this](double ratio) { rescale(ratio); });
   }
 
   bool delivered() const override { return exchange_->delivered(); }
@@ -66,7 +67,7 @@ class TypedGroup final : public ParameterGroup {
   void reconnect_exchange(Communicator& communicator) override {
     exchange_->reconnect(communicator);
   }
-  void rescale_thresholds(double ratio) override { exchange_->rescale(ratio); }
+  void follow(double loss_scale) override { exchange_->follow(loss_scale); }
   std::string_view algorithm() const override { return exchange_->algorithm(); }
   bool settled() const override { return exchange_->settled(); }
 
@@ -80,7 +81,8 @@ class TypedGroup final : public ParameterGroup {
   }
   void residual_changed() override { exchange_->residual_changed(); }
   void set_layout(std::string text) override { exchange_->set_layout(std::move(text)); }
-  std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step) override {
+  std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
+                                  double loss_scale) override {
     std::vector<Segment<T>> segments;
     bool const keeps_residual = residual_.numel() > 0;
     auto* const residual = static_cast<V*>(residual_.data_ptr());
@@ -91,7 +93,7 @@ class TypedGroup final : public ParameterGroup {
     }
     std::span<V> moment;
     if (moment_.defined()) moment = {static_cast<V*>(moment_.data_ptr()), numel_};
-    exchange_->bind(std::move(segments), std::move(ready), moment, ends_step);
+    exchange_->bind(std::move(segments), std::move(ready), moment, ends_step, loss_scale);
     return exchange_;
   }
 
@@ -179,9 +181,10 @@ void ParameterGroup::lay_out(std::size_t member, at::Tensor const& parameter) {
 }
 
 void ParameterGroup::rescale(double ratio) {
+  c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
   residual_.mul_(ratio);
   if (moment_.defined()) moment_.mul_(ratio);
-  rescale_thresholds(ratio);
+  for (auto const& [part, kept] : withheld_) kept.mul_(ratio);
 }
 
 void ParameterGroup::reconnect(Communicator& communicator) {
@@ -209,7 +212,7 @@ void ParameterGroup::discard_arrivals() {
 }
 
 void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
-                            Communicator::Completion done, bool ends_step) {
+                            Communicator::Completion done, bool ends_step, double loss_scale) {
   labels_.follow_this_thread();
   busy_ = true;
   auto const finish = [this, end = std::move(end),
@@ -225,7 +228,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
   };
   std::shared_ptr<Operation> operation;
   try {
-    operation = bind(std::move(ready), ends_step);
+    operation = bind(std::move(ready), ends_step, loss_scale);
     communicator_->submit(operation, finish);
   } catch (...) {
     if (operation) operation->roll_back();
@@ -236,7 +239,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
 }
 
 void ParameterGroup::run(bool ends_step) {
-  std::shared_ptr<Operation> const operation = bind({}, ends_step);
+  std::shared_ptr<Operation> const operation = bind({}, ends_step, 1);
   labels_.follow_this_thread();
   busy_ = true;
   try {

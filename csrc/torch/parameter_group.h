@@ -59,8 +59,8 @@ class ParameterGroup {
   // The parameter lies in memory in another way, and so will its gradients: what is kept of them
   // moves along. Where members differ between ranks, the exchange is a mismatch.
   void lay_out(std::size_t member, at::Tensor const& parameter);
-  // Gradients are in other units from now on: what is kept is multiplied.
-  void rescale(double ratio);
+  // Brings what is kept into the unit of another loss scale.
+  virtual void follow(double loss_scale) = 0;
 
   // Goes on with other ranks, at the same step and with the same residual.
   virtual void require_possible(Communicator const& communicator) const = 0;
@@ -74,9 +74,9 @@ class ParameterGroup {
   void discard_arrivals();
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
   // arrived is there, `end` runs before the group is idle, and then `done`, with the first error;
-  // `ready` and `end` may throw. `ends_step`: see GradientExchange::bind().
+  // `ready` and `end` may throw. `ends_step`, `loss_scale`: see GradientExchange::bind().
   void submit(std::function<void()> ready, Communicator::Completion end,
-              Communicator::Completion done, bool ends_step);
+              Communicator::Completion done, bool ends_step, double loss_scale);
   // Exchanges in this thread where nothing else is going on; blocks.
   void run(bool ends_step);
   bool busy() const { return busy_; }
@@ -95,7 +95,6 @@ class ParameterGroup {
   virtual ExchangeStats const& stats() const = 0;
   virtual StepRecord const& last_step() const = 0;
   virtual void set_density(double density) = 0;
-  virtual void rescale_thresholds(double ratio) = 0;
   virtual std::string_view algorithm() const = 0;
   virtual bool settled() const = 0;
 
@@ -118,7 +117,9 @@ class ParameterGroup {
   virtual void residual_changed() = 0;
   virtual void set_layout(std::string text) = 0;
   virtual void reconnect_exchange(Communicator& communicator) = 0;
-  virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step) = 0;
+  virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
+                                          double loss_scale) = 0;
+  void rescale(double ratio);
 
   std::string name_;
   at::ScalarType dtype_;

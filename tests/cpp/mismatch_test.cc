@@ -125,5 +125,46 @@ TEST(MismatchTest, EveryFieldOfAGradientExchangeThatChangesIsCompared) {
   }
 }
 
+// The last rank names none from the second step on, as one that has joined.
+TEST(LossScaleTest, RanksThatNameOneMustAgreeAndWhatTheOthersKeepFollows) {
+  constexpr std::size_t extent = 100;
+  std::vector<double> delivered(3), kept(3);
+  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
+    int const rank = communicator.rank();
+    auto const exchange =
+        std::make_shared<GradientExchange<double>>("test", extent, ExchangeOptions{}, communicator);
+    std::vector<double> gradient(extent), residual(extent, 0.0), ratios;
+    exchange->on_rescale([&](double ratio) {
+      ratios.push_back(ratio);
+      for (double& x : residual) x *= ratio;
+    });
+    auto const run = [&](double own, double scale) {
+      for (std::size_t i = 0; i < extent; ++i) gradient[i] = own * 3 * (i + 1);  // divides exactly
+      exchange->bind({{gradient, residual}}, {}, {}, true, own);
+      communicator.run(exchange);
+      for (double const x : gradient) delivered[rank] += x / scale;
+    };
+    run(256, 256);
+    run(rank == 2 ? 0 : 1024, 1024);
+    run(rank == 2 ? 0 : 64, 64);
+    EXPECT_EQ(ratios, (std::vector<double>{256, 4, 0.0625}));
+    for (double const x : residual) kept[rank] += x / 64;
+    try {
+      run(rank == 2 ? 0 : 512 << rank, 1);
+      ADD_FAILURE() << "they agreed";
+    } catch (Mismatch const& error) {
+      EXPECT_NE(std::string_view(error.what())
+                    .find(": loss_scale: 1024 on rank 1 but 512 on ranks 0, 2;"),
+                std::string_view::npos)
+          << error.what();
+    }
+  }));
+  EXPECT_GT(delivered[0], 0);
+  EXPECT_EQ(delivered[0], delivered[2]);
+  // Without the step in which they disagreed.
+  double const all = 3.0 * (extent * (extent + 1) / 2) * (3 + 2 + 2);
+  EXPECT_EQ(3 * delivered[0] + kept[0] + kept[1] + kept[2], all);
+}
+
 }  // namespace
 }  // namespace sparsecomm::test
