@@ -239,6 +239,50 @@ def join(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None
         optimizer.step()
 
 
+def check_residuals_of_joined_ranks() -> None:
+    """They are delivered, whatever grads hold, but for those whose result DDP would drop."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+
+    def run(
+        native: bool | None, finds_unused: bool, zeroes_last: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parameters, and the residuals as this rank joins and after all have."""
+        ddp = DistributedDataParallel(
+            whole(Heads()), bucket_cap_mb=0.002, find_unused_parameters=finds_unused
+        )
+        state = None if native is None else register(ddp, "topk, exact", native, 0.25)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        before: dict[str, torch.Tensor] = {}
+        with ddp.join():
+            for step in range(2 if rank == last else 12):
+                # Head 2 not in the step before the last rank joins, nor in the next ones.
+                used = (0, 1, 2, 3) if step in (0, 6) or not finds_unused else (0, 1, 3)
+                if not zeroes_last:
+                    optimizer.zero_grad()
+                backward(ddp, step, used)
+                optimizer.step()
+                if zeroes_last:
+                    optimizer.zero_grad()
+                if step == 1 and state is not None:
+                    before = checkpoint_of(state)["residuals"]
+        after = checkpoint_of(state)["residuals"] if state is not None else {}
+        return with_residuals(ddp, state), before, after
+
+    for finds_unused in (False, True):
+        for zeroes_last in (True, False):
+            expected, _, _ = run(None, finds_unused, zeroes_last)
+            for native in (True, False):
+                result, before, after = run(native, finds_unused, zeroes_last)
+                assert_nothing_is_lost(expected, result, "topk, exact")
+                if rank < last:
+                    continue
+                # Four exchanges of a quarter each; those of head 2 begin once a rank has used it.
+                for head in range(HEADS):
+                    name = f"heads.{head}.weight"
+                    assert before[name].any(), name
+                    assert not after[name].any(), name
+
+
 def freeze(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Head 1 is frozen for some steps, in the midst of training."""
     for step in range(6):
@@ -331,6 +375,7 @@ def check_steps() -> None:
     check_velocity_of_unused_parameters()
     check(Heads, use_one_twice, static_graph=True)
     check(Heads, join)
+    check_residuals_of_joined_ranks()
     check(Heads, freeze, find_unused_parameters=True)
     check(frozen_heads, accumulate, (0.2,), gradient_as_bucket_view=True)
     # What is delivered to a parameter without an optimizer is in no parameter.
