@@ -91,6 +91,9 @@ class GradientExchange final : public Operation {
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
   bool delivered() const { return delivered_; }
+  // True when the gradient that was bound last went through the rule into residual and moment,
+  // whatever became of it then.
+  bool accumulated() const { return accumulated_; }
   // Where the last result has entries, sorted, until the next exchange; none: everywhere.
   std::optional<std::span<const std::uint32_t>> received() const { return received_; }
   // For a caller who cannot use the result: what this rank contributed to it returns to the
@@ -132,6 +135,11 @@ class GradientExchange final : public Operation {
   StageObserver* observer() override { return observer_; }
 
  private:
+  void accumulate() {
+    unselected_ = false;
+    accumulated_ = true;
+    local_->accumulate();
+  }
   void check_messages(AlgorithmEntry const& algorithm) const;
   void use(AlgorithmEntry const& algorithm);
   void await_gradient();
@@ -167,6 +175,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<DenseAllreduce<T>> dense_;
   std::function<void()> ready_;
   bool ends_step_ = true;
+  bool accumulated_ = false;
   bool unselected_ = false;  // the gradient that was bound: no part of it is in the residual
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first
   bool delivered_ = false;

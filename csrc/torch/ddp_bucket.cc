@@ -54,6 +54,7 @@ Bucket to_bucket(c10d::GradBucket& bucket, c10d::Reducer const* reducer) {
   if (reducer && !own) {  // joined: its grads, of its own last step, say nothing
     result.unused = ReducerAccess::may_be_dropped(bucket, *reducer);
   } else {
+    result.of_grads = true;
     for (at::Tensor const& parameter : result.parameters) {
       result.unused.push_back(!parameter.grad().defined());
     }
