@@ -185,6 +185,7 @@ class HookState:
         buffer: torch.Tensor,
         parameters: list[torch.Tensor],
         gradients: list[torch.Tensor],
+        continues: bool = False,
     ) -> Work: ...
     def add_parameters(
         self,

@@ -124,6 +124,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
   local_->forget();
   local_->bind(std::move(segments), moment);
   unselected_ = true;
+  accumulated_ = false;
   ready_ = std::move(ready);
   ends_step_ = ends_step;
   loss_scale_ = loss_scale;
@@ -413,8 +414,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
     if (options_.rule.accumulates()) {
-      unselected_ = false;
-      local_->accumulate();
+      accumulate();
     }
     if (lacks_threshold_) find_threshold();
     selection = local_->select(k());
@@ -443,10 +443,7 @@ template <class T>
 void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback) {
   if (feedback) {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
-    if (options_.rule.accumulates()) {
-      unselected_ = false;
-      local_->accumulate();
-    }
+    if (options_.rule.accumulates()) accumulate();
     local_->flush();
   }
   unselected_ = false;
@@ -475,10 +472,11 @@ void GradientExchange<T>::withdraw() {
   local_->restore();
   if (unselected_ && keeps_residual()) {
     await_gradient();
-    bool const finite = local_->all_finite();
+    if (local_->all_finite()) {
+      if (loss_scale_ > 0) follow_gradient(loss_scale_);
+      accumulate();
+    }
     unselected_ = false;
-    if (finite && loss_scale_ > 0) follow_gradient(loss_scale_);
-    if (finite) local_->accumulate();
   }
   delivered_ = false;
 }

@@ -99,6 +99,9 @@ class GradientExchange final : public Operation {
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
   bool delivered() const { return delivered_; }
+  // True when the gradient that was bound last went through the rule into residual and moment,
+  // whatever became of it then.
+  bool accumulated() const { return accumulated_; }
   // Where the last result has entries, sorted, until the next exchange; none: everywhere.
   std::optional<std::span<const std::uint32_t>> received() const { return received_; }
   // For a caller who cannot use the result: what this rank contributed to it returns to the
@@ -141,6 +144,11 @@ class GradientExchange final : public Operation {
   StageObserver* observer() override { return observer_; }
 
  private:
+  void accumulate() {
+    unselected_ = false;
+    accumulated_ = true;
+    local_->accumulate();
+  }
   void check_messages(AlgorithmEntry const& algorithm) const;
   void use(AlgorithmEntry const& algorithm);
   void await_gradient();
@@ -184,6 +192,7 @@ class GradientExchange final : public Operation {
   double loss_scale_ = 1;      // of the gradient; 0: of the others'
   double residual_scale_ = 1;  // of residual, moment and local threshold
   std::function<void(double)> rescale_ = [](double) {};
+  bool accumulated_ = false;
   bool lacks_threshold_ = true;  // of this step
   bool unselected_ = false;      // the gradient that was bound: no part of it is in the residual
   std::unique_ptr<DenseAllreduce<T>> warmup_;  // of the dense steps that come first

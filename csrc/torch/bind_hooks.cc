@@ -263,12 +263,17 @@ void bind_hooks(py::module_& module) {
       .def(
           "exchange",
           [](HookState& self, std::size_t index, bool last, at::Tensor const& buffer,
-             std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients) {
-            return run_for_python(
-                self, {index, last, buffer, std::move(parameters), std::move(gradients)});
+             std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients,
+             bool continues) {
+            return run_for_python(self, {.index = index,
+                                         .last = last,
+                                         .buffer = buffer,
+                                         .parameters = std::move(parameters),
+                                         .gradients = std::move(gradients),
+                                         .continues = continues});
           },
           py::arg("index"), py::arg("last"), py::arg("buffer"), py::arg("parameters"),
-          py::arg("gradients"))
+          py::arg("gradients"), py::arg("continues") = false)
       .def("add_parameters", &HookState::add_parameters)
       .def("add_received", &HookState::add_received, py::arg("parameters"), py::arg("gradients"),
            py::arg("factor"), py::arg("everywhere"), py::call_guard<py::gil_scoped_release>())

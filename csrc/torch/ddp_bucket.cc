@@ -20,6 +20,23 @@ class ReducerAccess final : public c10d::Reducer {
   static bool exposes_views(c10d::Reducer const& reducer) {
     return reducer.*(&ReducerAccess::gradient_as_bucket_view_);
   }
+  // Of a joined rank's bucket: which results DDP will drop, for all that this rank can know. It
+  // drops those of parameters that no rank has used, by a map that this rank adds to as the last
+  // step has left it.
+  static std::vector<bool> may_be_dropped(c10d::GradBucket const& bucket,
+                                          c10d::Reducer const& reducer) {
+    std::vector<std::size_t> const& indices =
+        (reducer.*(&ReducerAccess::buckets_)).at(bucket.getIndex()).variable_indices;
+    bool const drops = reducer.*(&ReducerAccess::find_unused_parameters_) ||
+                       reducer.*(&ReducerAccess::static_graph_);
+    std::vector<bool> dropped(indices.size());
+    if (!drops) return dropped;
+    at::Tensor const used = (reducer.*(&ReducerAccess::local_used_map_dev_)).cpu();
+    for (std::size_t i = 0; i < indices.size(); ++i) {
+      dropped[i] = used.const_data_ptr<int>()[indices[i]] == 0;
+    }
+    return dropped;
+  }
 };
 
 }  // namespace
@@ -37,8 +54,13 @@ Bucket to_bucket(c10d::GradBucket& bucket, c10d::Reducer const* reducer) {
                 .gradients = {}};
   auto const* const own = reducer ? ReducerAccess::find(bucket, *reducer) : nullptr;
   result.joined = own == nullptr && torch::autograd::get_current_graph_task_id() == -1;
-  for (at::Tensor const& parameter : result.parameters) {
-    result.unused.push_back(!parameter.grad().defined());
+  if (result.joined && reducer) {  // its grads, of its own last step, say nothing
+    result.unused = ReducerAccess::may_be_dropped(bucket, *reducer);
+  } else {
+    result.of_grads = true;
+    for (at::Tensor const& parameter : result.parameters) {
+      result.unused.push_back(!parameter.grad().defined());
+    }
   }
   // DDP brings a sparse gradient in a bucket of its own, without a view of it.
   if (buffer.is_sparse()) {

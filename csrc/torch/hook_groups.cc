@@ -55,6 +55,28 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
   if (regroups) drop_empty_groups();
 }
 
+// Leaves in the gradients what is new since the last exchange. Returns which of them this rank has
+// not used.
+std::vector<bool> HookState::take_fresh(Bucket const& bucket, PendingBucket& pending) {
+  std::vector<bool> unused = bucket.unused;
+  unused.resize(bucket.parameters.size());
+  for (std::size_t i = 0; i < unused.size() && !by_bucket_; ++i) {
+    at::Tensor const& parameter = bucket.parameters[i];
+    Place& place = places_.at(parameter.unsafeGetTensorImpl());
+    if (bucket.continues) place.group->continue_step();
+    if (!bucket.of_grads) continue;
+    if (!place.delivered) place.delivered = DeliveredGradient::follow(parameter);
+    auto const fresh = place.delivered->take_fresh(bucket.gradients[i], {step_, &step_->stands});
+    unused[i] = unused[i] || !fresh.used;
+    if (!fresh.former.defined()) continue;
+    if (fresh.continues) place.group->continue_step();
+    if (side_) side_->use(fresh.former);
+    pending.continued.emplace_back(bucket.results.empty() ? bucket.gradients[i] : bucket.results[i],
+                                   fresh.former);
+  }
+  return unused;
+}
+
 // The gradients in the layout of their residuals, which is that of the parameters, so that it does
 // not depend on when DDP has made its buckets. Where the bucket has another they are copied, before
 // the exchange and after it.

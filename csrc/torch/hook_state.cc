@@ -216,6 +216,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
       std::move(type), side_ ? std::vector{*device_} : std::vector<at::Device>{});
   pending->side = side_.get();
+  std::vector<bool> const unused = sparse ? bucket.unused : take_fresh(bucket, *pending);
   std::vector<at::Tensor> const gradients = sparse ? bucket.gradients : arrange(bucket, *pending);
   if (side_) {
     pending->made = side_->mark_current();
@@ -239,7 +240,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
             place.group->members()[place.member].key, " changed its dtype to ",
             at::toString(buffer.scalar_type()), "; make a new state for the converted model");
     if (place.group->arrive(place.group->members()[place.member], gradients[i].data_ptr(),
-                            !bucket.unused.empty() && bucket.unused[i])) {
+                            unused[i])) {
       complete.push_back(place.group);
     }
   }

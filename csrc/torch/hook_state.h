@@ -18,6 +18,7 @@
 #include <utility>
 #include <vector>
 
+#include "delivered_gradient.h"
 #include "parameter_group.h"
 
 namespace sparsecomm {
@@ -66,6 +67,12 @@ struct Bucket {
   // Zeros that DDP hands over for a rank that is out of data: what is kept here goes on to be
   // delivered, in whatever unit the other ranks' gradients have.
   bool joined = false;
+  // The gradients are what the parameters' grads hold, which become the results: what a former
+  // exchange has left there is not sent again.
+  bool of_grads = false;
+  // The gradients are of a further backward pass before an optimizer's step. Of grads this is
+  // known.
+  bool continues = false;
 };
 
 struct GroupStats {
@@ -149,6 +156,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
     ParameterGroup* group;
     std::size_t member;
     std::size_t order;  // among all parameters
+    std::shared_ptr<DeliveredGradient> delivered = nullptr;
   };
   struct PendingBucket;
   struct Step;
@@ -168,6 +176,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
             std::string cuda_library);
   void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
   void drop_empty_groups();
+  std::vector<bool> take_fresh(Bucket const& bucket, PendingBucket& pending);
   std::vector<at::Tensor> arrange(Bucket const& bucket, PendingBucket& pending);
   void add_group(at::ScalarType dtype, std::optional<double> density,
                  std::vector<ParameterGroup::Member> members,

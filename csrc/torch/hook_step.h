@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -23,6 +24,8 @@ struct HookState::PendingBucket {
   std::shared_ptr<c10::Event const> made;  // on a device: what makes the bucket
   // What is copied to where the bucket wants it, of gradients that were exchanged elsewhere.
   std::vector<std::pair<at::Tensor, at::Tensor>> moved;
+  // Results, and what former ones have left in the same grads.
+  std::vector<std::pair<at::Tensor, at::Tensor>> continued;
   std::mutex mutex;
   std::size_t open_groups = 0;
   std::exception_ptr error;
@@ -69,6 +72,8 @@ struct HookState::PendingBucket {
     c10::NoGradGuard const no_grad;
     for (auto const& [exchanged, result] : moved) result.copy_(exchanged.reshape(result.sizes()));
     moved.clear();
+    for (auto const& [result, former] : continued) result.add_(former.reshape(result.sizes()));
+    continued.clear();
   }
 };
 
@@ -80,7 +85,8 @@ struct HookState::Step {
   std::size_t open_groups = 0;
   bool begun = false;
   bool last_bucket_seen = false;
-  bool unusable = false;  // a part of it failed or was not finite
+  bool unusable = false;             // a part of it failed or was not finite
+  std::atomic<bool> stands = false;  // it is over, and every part has been delivered
   bool failed = false;
   double loss_scale = 1;  // of the gradients; 0: of the other ranks', see Bucket::joined
   std::vector<ParameterGroup*> delivered;
@@ -145,6 +151,7 @@ struct HookState::Step {
 
  private:
   void finish() {
+    stands = last_bucket_seen && !unusable;
     if (last_bucket_seen && unusable) take_back();
   }
   void take_back() {

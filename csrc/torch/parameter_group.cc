@@ -41,8 +41,8 @@ class TypedGroup final : public ParameterGroup {
   TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
              ExchangeOptions const& options, Communicator& communicator, bool keeps_residual,
              SideStream const* side)
-      : ParameterGroup(name, dtype, std::move(members), communicator, keeps_residual,
-                       options.rule.has_moment(), side),
+      : ParameterGroup(name, dtype, std::move(members), communicator, keeps_residual, options.rule,
+                       side),
         exchange_(std::make_shared<GradientExchange<T>>(
             name, numel_, options, communicator,
             side ? make_device_gradient<T>(options.schedule, options.rule, numel_, side->queue())
@@ -79,6 +79,7 @@ class TypedGroup final : public ParameterGroup {
       exchange_->withdraw();
     }
   }
+  bool accumulated() const override { return exchange_->accumulated(); }
   void residual_changed() override { exchange_->residual_changed(); }
   void set_layout(std::string text) override { exchange_->set_layout(std::move(text)); }
   std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
@@ -130,13 +131,14 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
 }
 
 ParameterGroup::ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
-                               Communicator& communicator, bool keeps_residual, bool has_moment,
-                               SideStream const* side)
+                               Communicator& communicator, bool keeps_residual,
+                               SelectionRule const& rule, SideStream const* side)
     : name_(std::move(name)),
       dtype_(dtype),
       members_(std::move(members)),
       communicator_(&communicator),
       labels_(name_),
+      rule_(rule),
       side_(side) {
   for (Member const& member : members_) numel_ += member.numel;
   // Cleared on the stream that uses it, so that nothing has to wait.
@@ -145,7 +147,7 @@ ParameterGroup::ParameterGroup(std::string name, at::ScalarType dtype, std::vect
   at::TensorOptions const options = at::dtype(dtype == at::kDouble ? at::kDouble : at::kFloat)
                                         .device(side ? side->device() : at::Device(at::kCPU));
   residual_ = zeros(kept, options);
-  if (has_moment) moment_ = zeros(kept, options);
+  if (rule.has_moment()) moment_ = zeros(kept, options);
 }
 
 at::Tensor ParameterGroup::residual_of(Member const& member) const {
@@ -209,6 +211,7 @@ void ParameterGroup::require_idle() const {
 void ParameterGroup::discard_arrivals() {
   arrivals_.clear();
   arrived_ = 0;
+  continues_ = false;
 }
 
 void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
@@ -265,8 +268,18 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
       joined.push_back(arrival);
     }
   }
+  if (continues_ && has_moment()) continue_moments();
   discard_arrivals();
   return joined;
+}
+
+// The rule makes f m + g of a moment m, and adds that to the residual where it is a velocity. Of
+// m / f, and a residual without m, it so makes m + g, and a residual to which g was added.
+void ParameterGroup::continue_moments() {
+  c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
+  if (rule_.momentum > 0) residual_.sub_(moment_);
+  moment_.div_(std::max(rule_.momentum, rule_.first_moment));
+  continued_ = true;
 }
 
 void ParameterGroup::withhold(Arrival const& arrival) {
@@ -281,8 +294,13 @@ void ParameterGroup::withhold(Arrival const& arrival) {
 
 void ParameterGroup::give_back() {
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
+  bool const undo = std::exchange(continued_, false) && !accumulated();
+  if (undo) {
+    moment_.mul_(std::max(rule_.momentum, rule_.first_moment));
+    if (rule_.momentum > 0) residual_.add_(moment_);
+  }
   for (auto const& [part, kept] : withheld_) part.add_(kept);
-  if (!withheld_.empty()) residual_changed();
+  if (undo || !withheld_.empty()) residual_changed();
   given_back_ = std::exchange(withheld_, {});
 }
 

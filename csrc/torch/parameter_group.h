@@ -70,6 +70,9 @@ class ParameterGroup {
   // last one. `unused`: it is zero since this rank has not used the parameter, and where no rank
   // has, DDP drops the result; so the member's residual and moment take no part.
   bool arrive(Member const& member, void* data, bool unused = false);
+  // What arrives belongs to the step before, of a further backward pass: moments do not decay, and
+  // of them only what is new is added to the residual.
+  void continue_step() { continues_ = true; }
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
@@ -107,12 +110,13 @@ class ParameterGroup {
   };
 
   ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
-                 Communicator& communicator, bool keeps_residual, bool has_moment,
+                 Communicator& communicator, bool keeps_residual, SelectionRule const& rule,
                  SideStream const* side);
   // Of members that are not row-major: the order of their dimensions.
   std::string layout_text() const;
   // Arrivals that have entries, in offset order, neighbours in memory joined.
   std::vector<Arrival> take_arrivals();
+  virtual bool accumulated() const = 0;
   virtual void withdraw_exchange(bool failed) = 0;
   virtual void residual_changed() = 0;
   virtual void set_layout(std::string text) = 0;
@@ -133,8 +137,12 @@ class ParameterGroup {
  private:
   void require_idle() const;
   void withhold(Arrival const& arrival);
+  void continue_moments();
   void give_back();
 
+  SelectionRule rule_;
+  bool continues_ = false;
+  bool continued_ = false;  // the moments are prepared for that
   SideStream const* side_;
   // Of an exchange with unused members: their parts of residual_ and moment_, zero meanwhile, and
   // what belongs there; it may yet be withdrawn.

@@ -9,6 +9,7 @@
 #include "coo_allreduce.h"
 #include "distributed_error.h"
 #include "interpreter.h"
+#include "packed_tensors.h"
 #include "signal_check.h"
 
 namespace sparsecomm {
@@ -167,6 +168,7 @@ ProcessGroup::BackendPtr ProcessGroup::inner(at::Device device) {
 template <class F>
 ProcessGroup::WorkPtr ProcessGroup::forward(char const* title, at::Device device, F&& start) {
   BackendPtr const group = inner(device);
+  PackedTensors packed;
   std::shared_ptr<at::RecordFunction> record;
   if (title != nullptr && at::hasCallbacks()) {
     record = std::make_shared<at::RecordFunction>(at::RecordScope::USER_SCOPE);
@@ -175,7 +177,7 @@ ProcessGroup::WorkPtr ProcessGroup::forward(char const* title, at::Device device
       record->before(title);
     }
   }
-  WorkPtr work = start(*group);
+  WorkPtr work = packed.unpack(start(*group, packed));
   if (record && work) {
     if (auto const future = work->getFuture()) {
       future->addCallback(
@@ -187,6 +189,17 @@ ProcessGroup::WorkPtr ProcessGroup::forward(char const* title, at::Device device
     if (coalescing_) coalesced_.push_back(work);
   }
   return work;
+}
+
+template <class To, class From, class... Parameters, class... Arguments>
+ProcessGroup::WorkPtr ProcessGroup::transfer(char const* title, at::Device device,
+                                             WorkPtr (Backend::*start)(To&, From&, Parameters...),
+                                             To& outputs, From& inputs, Arguments&... arguments) {
+  return forward(title, device, [&](Backend& group, PackedTensors& packed) {
+    To to = packed.output(outputs);
+    From from = packed.input(inputs);
+    return (group.*start)(to, from, arguments...);
+  });
 }
 
 void ProcessGroup::startCoalescing() {
@@ -321,7 +334,10 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce(Tensors& tensors,
   if (!tensors.empty() && tensors.front().layout() == at::kSparse)
     return allreduce_sparse(tensors, opts);
   return forward("sparsecomm:all_reduce", device_of(tensors),
-                 [&](Backend& group) { return group.allreduce(tensors, opts); });
+                 [&](Backend& group, PackedTensors& packed) {
+                   Tensors own = packed.in_place(tensors);
+                   return group.allreduce(own, opts);
+                 });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
@@ -348,111 +364,125 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
 ProcessGroup::WorkPtr ProcessGroup::broadcast(Tensors& tensors,
                                               c10d::BroadcastOptions const& opts) {
   return forward("sparsecomm:broadcast", device_of(tensors),
-                 [&](Backend& group) { return group.broadcast(tensors, opts); });
+                 [&](Backend& group, PackedTensors& packed) {
+                   bool const sends = opts.rootRank == getRank();
+                   Tensors own = sends ? packed.input(tensors) : packed.output(tensors);
+                   return group.broadcast(own, opts);
+                 });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::allreduce_coalesced(
     Tensors& tensors, c10d::AllreduceCoalescedOptions const& opts) {
   return forward("sparsecomm:all_reduce", device_of(tensors),
-                 [&](Backend& group) { return group.allreduce_coalesced(tensors, opts); });
+                 [&](Backend& group, PackedTensors& packed) {
+                   Tensors own = packed.in_place(tensors);
+                   return group.allreduce_coalesced(own, opts);
+                 });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::reduce(Tensors& tensors, c10d::ReduceOptions const& opts) {
   return forward("sparsecomm:reduce", device_of(tensors),
-                 [&](Backend& group) { return group.reduce(tensors, opts); });
+                 [&](Backend& group, PackedTensors& packed) {
+                   bool const receives = opts.rootRank == getRank();
+                   Tensors own = receives ? packed.in_place(tensors) : packed.input(tensors);
+                   return group.reduce(own, opts);
+                 });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::allgather(TensorLists& outputs, Tensors& inputs,
                                               c10d::AllgatherOptions const& opts) {
-  return forward("sparsecomm:all_gather", device_of(inputs),
-                 [&](Backend& group) { return group.allgather(outputs, inputs, opts); });
+  return transfer("sparsecomm:all_gather", device_of(inputs), &Backend::allgather, outputs, inputs,
+                  opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::_allgather_base(at::Tensor& output, at::Tensor& input,
                                                     c10d::AllgatherOptions const& opts) {
-  return forward("sparsecomm:_all_gather_base", input.device(),
-                 [&](Backend& group) { return group._allgather_base(output, input, opts); });
+  return transfer("sparsecomm:_all_gather_base", input.device(), &Backend::_allgather_base, output,
+                  input, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::allgather_coalesced(TensorLists& outputs, Tensors& inputs,
                                                         c10d::AllgatherOptions const& opts) {
-  return forward("sparsecomm:all_gather", device_of(inputs),
-                 [&](Backend& group) { return group.allgather_coalesced(outputs, inputs, opts); });
+  return transfer("sparsecomm:all_gather", device_of(inputs), &Backend::allgather_coalesced,
+                  outputs, inputs, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::allgather_into_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, c10d::AllgatherOptions const& opts) {
-  return forward("sparsecomm:all_gather", device_of(inputs), [&](Backend& group) {
-    return group.allgather_into_tensor_coalesced(outputs, inputs, opts);
-  });
+  return transfer("sparsecomm:all_gather", device_of(inputs),
+                  &Backend::allgather_into_tensor_coalesced, outputs, inputs, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::gather(TensorLists& outputs, Tensors& inputs,
                                            c10d::GatherOptions const& opts) {
-  return forward("sparsecomm:gather", device_of(inputs),
-                 [&](Backend& group) { return group.gather(outputs, inputs, opts); });
+  return transfer("sparsecomm:gather", device_of(inputs), &Backend::gather, outputs, inputs, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::scatter(Tensors& outputs, TensorLists& inputs,
                                             c10d::ScatterOptions const& opts) {
-  return forward("sparsecomm:scatter", device_of(outputs),
-                 [&](Backend& group) { return group.scatter(outputs, inputs, opts); });
+  return transfer("sparsecomm:scatter", device_of(outputs), &Backend::scatter, outputs, inputs,
+                  opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::reduce_scatter(Tensors& outputs, TensorLists& inputs,
                                                    c10d::ReduceScatterOptions const& opts) {
-  return forward("sparsecomm:reduce_scatter", device_of(outputs),
-                 [&](Backend& group) { return group.reduce_scatter(outputs, inputs, opts); });
+  return transfer("sparsecomm:reduce_scatter", device_of(outputs), &Backend::reduce_scatter,
+                  outputs, inputs, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::_reduce_scatter_base(at::Tensor& output, at::Tensor& input,
                                                          c10d::ReduceScatterOptions const& opts) {
-  return forward("sparsecomm:_reduce_scatter_base", input.device(),
-                 [&](Backend& group) { return group._reduce_scatter_base(output, input, opts); });
+  return transfer("sparsecomm:_reduce_scatter_base", input.device(), &Backend::_reduce_scatter_base,
+                  output, input, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::reduce_scatter_tensor_coalesced(
     Tensors& outputs, Tensors& inputs, c10d::ReduceScatterOptions const& opts) {
-  return forward("sparsecomm:reduce_scatter", device_of(inputs), [&](Backend& group) {
-    return group.reduce_scatter_tensor_coalesced(outputs, inputs, opts);
-  });
+  return transfer("sparsecomm:reduce_scatter", device_of(inputs),
+                  &Backend::reduce_scatter_tensor_coalesced, outputs, inputs, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::alltoall_base(at::Tensor& output, at::Tensor& input,
                                                   std::vector<std::int64_t>& output_sizes,
                                                   std::vector<std::int64_t>& input_sizes,
                                                   c10d::AllToAllOptions const& opts) {
-  return forward("sparsecomm:all_to_all", input.device(), [&](Backend& group) {
-    return group.alltoall_base(output, input, output_sizes, input_sizes, opts);
-  });
+  return transfer("sparsecomm:all_to_all", input.device(), &Backend::alltoall_base, output, input,
+                  output_sizes, input_sizes, opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::alltoall(Tensors& outputs, Tensors& inputs,
                                              c10d::AllToAllOptions const& opts) {
-  return forward("sparsecomm:all_to_all", device_of(inputs),
-                 [&](Backend& group) { return group.alltoall(outputs, inputs, opts); });
+  return transfer("sparsecomm:all_to_all", device_of(inputs), &Backend::alltoall, outputs, inputs,
+                  opts);
 }
 
 ProcessGroup::WorkPtr ProcessGroup::send(Tensors& tensors, int destination, int tag) {
-  return forward(nullptr, device_of(tensors),
-                 [&](Backend& group) { return group.send(tensors, destination, tag); });
+  return forward(nullptr, device_of(tensors), [&](Backend& group, PackedTensors& packed) {
+    Tensors own = packed.input(tensors);
+    return group.send(own, destination, tag);
+  });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::recv(Tensors& tensors, int source, int tag) {
-  return forward(nullptr, device_of(tensors),
-                 [&](Backend& group) { return group.recv(tensors, source, tag); });
+  return forward(nullptr, device_of(tensors), [&](Backend& group, PackedTensors& packed) {
+    Tensors own = packed.output(tensors);
+    return group.recv(own, source, tag);
+  });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::recvAnysource(Tensors& tensors, int tag) {
-  return forward(nullptr, device_of(tensors),
-                 [&](Backend& group) { return group.recvAnysource(tensors, tag); });
+  return forward(nullptr, device_of(tensors), [&](Backend& group, PackedTensors& packed) {
+    Tensors own = packed.output(tensors);
+    return group.recvAnysource(own, tag);
+  });
 }
 
 ProcessGroup::WorkPtr ProcessGroup::barrier(c10d::BarrierOptions const& opts) {
   // torch passes the ids of CUDA devices, but not the device whose backend it calls.
   at::Device const device =
       opts.device.value_or(opts.device_ids.empty() ? at::Device(at::kCPU) : at::Device(at::kCUDA));
-  return forward("sparsecomm:barrier", device, [&](Backend& group) { return group.barrier(opts); });
+  return forward("sparsecomm:barrier", device,
+                 [&](Backend& group, PackedTensors&) { return group.barrier(opts); });
 }
 
 void ProcessGroup::monitoredBarrier(c10d::BarrierOptions const& opts, bool wait_all_ranks) {

@@ -122,9 +122,14 @@ class ProcessGroup final : public c10d::Backend {
   BackendPtr nccl_if_made();
   BackendPtr inner(at::Device device);
   // Starts an operation of the inner group for this device; a profiler sees it under `title`, if
-  // there is one.
+  // there is one. `start` packs the tensors that it hands on.
   template <class F>
   WorkPtr forward(char const* title, at::Device device, F&& start);
+  // The same for one that overwrites its outputs with what it reads of its inputs.
+  template <class To, class From, class... Parameters, class... Arguments>
+  WorkPtr transfer(char const* title, at::Device device,
+                   WorkPtr (Backend::*start)(To&, From&, Parameters...), To& outputs, From& inputs,
+                   Arguments&... arguments);
   // torch asks once per device type with one store, and one group serves all of them; a second over
   // the same keys of the store would find the first's addresses.
   template <class F>

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
@@ -111,7 +112,9 @@ class _Steps:
             torch.autograd.Variable._execution_engine.queue_callback(self._end)
         self._seen.append(hook)
         index = len(self._seen) - 1
-        work = self._state._native.exchange(index, False, reduced, hook.parameters, gradients)
+        work = self._state._native.exchange(
+            index, False, reduced, hook.parameters, gradients, hook.continues()
+        )
         work.wait()
 
     def _end(self) -> None:
@@ -130,6 +133,8 @@ class _Hook:
         self._steps = steps
         trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
         self.names = [names[id(p.sharded_param)] for p in trainable]
+        self._trainable = trainable
+        self._versions: list[int] = []  # of the shards in the last exchange
         self._sizes = [p.padded_sharded_param_size.numel() for p in trainable]
         # They stand for the parameters, which FSDP may exchange: of their sizes, without memory.
         self.parameters = [
@@ -138,6 +143,15 @@ class _Hook:
             .requires_grad_()
             for p in trainable
         ]
+
+    def continues(self) -> bool:
+        """Whether the last exchange's result is in the grads, and no optimizer has used it."""
+        shards = [p.sharded_param for p in self._trainable]
+        former, self._versions = self._versions, [shard._version for shard in shards]
+        return former == self._versions and any(
+            isinstance(shard.grad, DTensor) and bool(shard.grad.to_local().any())
+            for shard in shards
+        )
 
     def __call__(self, reduced: torch.Tensor) -> None:
         if reduced.numel() != sum(self._sizes):

@@ -75,8 +75,15 @@ class _Bucket:
     slots: list[_Slot] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)  # of the slots
     missing: int = 0
-    version: int = -1  # of the buffer when its result had come
+    version: int = -1  # of the buffer when its result had come, or had been used
     work: Work | None = None
+
+    def was_added_to(self) -> bool:
+        """Whether autograd has added one gradient to the result, and nothing else was done to it.
+
+        Whoever has filled it with zeros before has changed it too.
+        """
+        return self.missing == len(self.slots) and self.buffer._version == self.version + 1
 
 
 class GradientBuckets:
@@ -156,10 +163,16 @@ class GradientBuckets:
 
     def arrive(self, parameter: Tensor) -> None:
         """The hook: the gradient of this backward pass is there."""
-        if self._pausing:
-            return
         slot = self._slots[parameter]
         require_alone(slot.name, parameter)  # of a DDP that was made after the optimizer
+        if slot.bucket.was_added_to() and parameter.grad is slot.view:
+            raise RuntimeError(
+                f"a backward pass has added to the grad of {slot.name}, which held what was "
+                "exchanged before: call zero_grad() before backward(); to accumulate over several "
+                "passes, run all but the last of a step within no_sync()"
+            )
+        if self._pausing:
+            return
         if slot.arrived:
             raise RuntimeError(
                 f"the gradient of {slot.name} came a second time before step(): a backward pass "
@@ -319,6 +332,8 @@ class GradientBuckets:
     def finished(self) -> None:
         """A step has used the gradients."""
         self._synchronized = False
+        for bucket in self._buckets:
+            bucket.version = bucket.buffer._version
 
     @contextmanager
     def pause(self) -> Iterator[None]:

@@ -239,6 +239,50 @@ def join(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None
         optimizer.step()
 
 
+def check_residuals_of_joined_ranks() -> None:
+    """They are delivered, whatever grads hold, but for those whose result DDP would drop."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+
+    def run(
+        native: bool | None, finds_unused: bool, zeroes_last: bool
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """The parameters, and the residuals as this rank joins and after all have."""
+        ddp = DistributedDataParallel(
+            whole(Heads()), bucket_cap_mb=0.002, find_unused_parameters=finds_unused
+        )
+        state = None if native is None else register(ddp, "topk, exact", native, 0.25)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        before: dict[str, torch.Tensor] = {}
+        with ddp.join():
+            for step in range(2 if rank == last else 12):
+                # Head 2 not in the step before the last rank joins, nor in the next ones.
+                used = (0, 1, 2, 3) if step in (0, 6) or not finds_unused else (0, 1, 3)
+                if not zeroes_last:
+                    optimizer.zero_grad()
+                backward(ddp, step, used)
+                optimizer.step()
+                if zeroes_last:
+                    optimizer.zero_grad()
+                if step == 1 and state is not None:
+                    before = checkpoint_of(state)["residuals"]
+        after = checkpoint_of(state)["residuals"] if state is not None else {}
+        return with_residuals(ddp, state), before, after
+
+    for finds_unused in (False, True):
+        for zeroes_last in (True, False):
+            expected, _, _ = run(None, finds_unused, zeroes_last)
+            for native in (True, False):
+                result, before, after = run(native, finds_unused, zeroes_last)
+                assert_nothing_is_lost(expected, result, "topk, exact")
+                if rank < last:
+                    continue
+                # Four exchanges of a quarter each; those of head 2 begin once a rank has used it.
+                for head in range(HEADS):
+                    name = f"heads.{head}.weight"
+                    assert before[name].any(), name
+                    assert not after[name].any(), name
+
+
 def freeze(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
     """Head 1 is frozen for some steps, in the midst of training."""
     for step in range(6):
@@ -300,6 +344,96 @@ def check_residuals_of_unused_parameters() -> None:
         assert bool(checkpoint_of(state)["residuals"][name].any()) == (used == (0, 1))
 
 
+def use_some_over_zeros(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """As above, where grads are zeros, not None, of parameters that are not used."""
+    for step in range(6):
+        optimizer.zero_grad(set_to_none=False)
+        backward(ddp, step, (0, 1) if (step + dist.get_rank()) % 2 == 0 else (0,))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        backward(ddp, 10 + step, (0, 2))
+        optimizer.step()
+
+
+def exchange_thrice(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Passes of a step that are all exchanged, with parameters that only some of them use."""
+    for step in range(4):
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+        backward(ddp, 10 * step, (0, 1))
+        # DDP does not average a gradient that came within no_sync() alone.
+        some = 3 if step > 1 else 2
+        with ddp.no_sync() if step > 1 else nullcontext():
+            backward(ddp, 10 * step + 1, (0, some) if dist.get_rank() == 0 else (0,))
+        backward(ddp, 10 * step + 2, (0, 3))
+        optimizer.step()
+
+
+def check_momentum_over_several_passes() -> None:
+    """SGD's velocity, whichever of a step's passes are exchanged."""
+    patterns = ((True, True, True), (False, True, True), (True, False, True))
+
+    def run(
+        kind: str | None,
+        native: bool,
+        density: float,
+        exchanged: tuple[bool, ...],
+        zeros: bool,
+        views: bool,
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        ddp = DistributedDataParallel(
+            whole(Heads()).double(), bucket_cap_mb=0.004, gradient_as_bucket_view=views
+        )
+        state, own = None, 0.9
+        if kind is not None:
+            options = {"momentum": own, "mask_momentum": False}
+            state, own = register(ddp, kind, native, density, **options), 0.0
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=own)
+        biases = []
+        for step in range(4):
+            for part, exchange in enumerate(exchanged):
+                with nullcontext() if exchange else ddp.no_sync():
+                    backward(lambda x: ddp(x.double()), 10 * step + part)
+            optimizer.step()
+            bias = ddp.module.heads[0].bias
+            biases.append(bias.detach().clone())
+            optimizer.zero_grad(set_to_none=not zeros)
+        return with_residuals(ddp, state), biases
+
+    native = False
+    for number, exchanged in enumerate(patterns):
+        expected, biases = run(None, False, 1, exchanged, False, False)
+        for kind in STATES:
+            if kind == "dense_overlap":
+                continue
+            for density in (1, 0.2):
+                native = not native
+                result, sent_whole = run(
+                    kind, native, density, exchanged, zeros=number == 1, views=density == 1
+                )
+                torch.testing.assert_close(sent_whole, biases, rtol=1e-12, atol=1e-9)
+                if kind != "quantized_topk":
+                    torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-9)
+
+
+def check_overflow_in_a_further_pass() -> None:
+    """What an overflow leaves of a state with momentum is what was there."""
+    ddp = DistributedDataParallel(whole(Heads()).double())
+    state = register(ddp, "oktopk", True, 0.2, momentum=0.9)
+    backward(lambda x: ddp(x.double()), 0)
+    before = checkpoint_of(state)
+    if dist.get_rank() == 0:
+        for head in ddp.module.heads:
+            head.weight.register_hook(lambda gradient: gradient * float("inf"))
+    backward(lambda x: ddp(x.double()), 1)
+    assert not ddp.module.heads[0].weight.grad.isfinite().any()  # type: ignore[union-attr]
+    after = checkpoint_of(state)
+    for kept in ("residuals", "moments"):
+        weights = {name: t for name, t in before[kept].items() if "weight" in name}
+        assert any(t.any() for t in weights.values())
+        for name, tensor in weights.items():
+            torch.testing.assert_close(after[kept][name], tensor, rtol=1e-14, atol=1e-12)
+
+
 def check_overflow_of_unused_parameters() -> None:
     """What is taken back leaves alone the residual that took no part, whoever rejected entries."""
     for kind in ("oktopk", "gtopk"):
@@ -331,6 +465,7 @@ def check_steps() -> None:
     check_velocity_of_unused_parameters()
     check(Heads, use_one_twice, static_graph=True)
     check(Heads, join)
+    check_residuals_of_joined_ranks()
     check(Heads, freeze, find_unused_parameters=True)
     check(frozen_heads, accumulate, (0.2,), gradient_as_bucket_view=True)
     # What is delivered to a parameter without an optimizer is in no parameter.
@@ -346,6 +481,19 @@ def check_steps() -> None:
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps(size: int) -> None:
     run_ranks(size, check_steps, timeout=100)
+
+
+def check_several_passes() -> None:
+    check(Heads, exchange_thrice, find_unused_parameters=True)
+    check(Heads, exchange_thrice, (0.2,), find_unused_parameters=True, gradient_as_bucket_view=True)
+    check(Heads, use_some_over_zeros, (0.2,), find_unused_parameters=True)
+    check_momentum_over_several_passes()
+    check_overflow_in_a_further_pass()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_several_passes(size: int) -> None:
+    run_ranks(size, check_several_passes, timeout=100)
 
 
 # ---- sparse gradients

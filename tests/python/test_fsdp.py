@@ -103,6 +103,24 @@ def check_density_one_equals_dense(mesh: DeviceMesh) -> None:
         assert state.stats()["steps"] == 3
 
 
+def check_momentum_over_several_passes(mesh: DeviceMesh) -> None:
+    """The velocities are those of dense training, though every pass of a step is exchanged."""
+    for clear_by_none in (True, False):
+        plain = shard(mesh)
+        hooked = shard(mesh["shard"])
+        compression = Compression(density=1, momentum=0.9)
+        sparsecomm.fsdp.apply(hooked, compression, mesh["replicate"])
+        for model, momentum in ((plain, 0.9), (hooked, 0.0)):
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+            for step in range(4):
+                for part in range(2):
+                    model(batch(10 * step + part)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=clear_by_none)
+        found, expected = local(hooked.parameters()), local(plain.parameters())
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+
+
 def check_conservation(mesh: DeviceMesh) -> None:
     """Contracts 1 and 2: nothing is lost, and replicas have the same bits."""
     for dtype in (None, torch.bfloat16, torch.float16):
@@ -308,6 +326,7 @@ def _check(folder: Path) -> None:
     mesh = grid()
     check_mistakes(mesh)
     check_density_one_equals_dense(mesh)
+    check_momentum_over_several_passes(mesh)
     check_conservation(mesh)
     check_training(mesh)
     check_non_finite(mesh)

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import io
+import itertools
 import math
 import os
 import pickle
@@ -387,6 +388,7 @@ def check_overlap_accumulation_and_unused() -> None:
         optimizer.step()
         assert_same(model, plain, used)
 
+    optimizer.zero_grad()
     backward(model, 5)
     with pytest.raises(RuntimeError, match=r"8\.bias is being exchanged.*zero_grad\(\)"):
         backward(model, 5)
@@ -683,6 +685,7 @@ def check_gradients_cannot_be_used_before_they_have_come() -> None:
     before = flat(model.parameters())
     optimizer.step()
     assert (flat(model.parameters()) - before).norm() <= 1.001e-3
+    optimizer.zero_grad()
 
     for keep in (False, True):
         backward(model, 2)
@@ -694,6 +697,49 @@ def check_gradients_cannot_be_used_before_they_have_come() -> None:
         optimizer.step()
     optimizer.zero_grad()
     train(model, optimizer, range(4, 6))
+
+
+def check_what_was_exchanged_is_not_exchanged_again() -> None:
+    """A pass that adds to a result raises, before a velocity could grow by what it delivered."""
+
+    def pass_on(model: nn.Module, optimizer: DistributedOptimizer, step: int) -> None:
+        backward(model, step)
+
+    def accumulate(model: nn.Module, optimizer: DistributedOptimizer, step: int) -> None:
+        with optimizer.no_sync():
+            backward(model, step)
+
+    for momentum, used, add in itertools.product((0.0, 0.9), (False, True), (pass_on, accumulate)):
+        plain, model = make_model(), make_model()
+        optimizer = OkTopkSGD(
+            model.named_parameters(), lr=0.1, density=1.0, momentum=momentum, bucket_cap_mb=SMALL
+        )
+        expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=momentum)
+        train_averaged(plain, expected, [0])
+        backward(model, 0)
+        optimizer.synchronize()
+        if used:
+            optimizer.step()
+        with pytest.raises(RuntimeError, match=r"8\.bias.*exchanged before.*zero_grad\(\)"):
+            add(model, optimizer, 1)
+        if not used:
+            optimizer.zero_grad()
+            continue
+        # By which of the ways they are cleared does not matter.
+        for step, clear in enumerate(
+            (
+                optimizer.zero_grad,
+                model.zero_grad,
+                lambda o=optimizer: o.zero_grad(set_to_none=False),
+                lambda m=model: m.zero_grad(set_to_none=False),
+            )
+        ):
+            clear()
+            plain.zero_grad()
+            train_averaged(plain, expected, [step + 1])
+            backward(model, step + 1)
+            optimizer.step()
+        assert_same(model, plain, f"momentum {momentum}")
 
 
 def check_ddp_does_not_reduce_too() -> None:
@@ -715,6 +761,7 @@ def check_ddp_does_not_reduce_too() -> None:
 
 def check_all(folder: Path) -> None:
     check_density_one_is_torch()
+    check_what_was_exchanged_is_not_exchanged_again()
     check_dtypes()
     check_only_what_was_received_is_touched()
     check_the_papers_algorithms()

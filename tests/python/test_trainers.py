@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from models import flat
 from ranks import run_ranks
+from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 
@@ -44,6 +45,49 @@ def _accelerate() -> None:
 @needs("accelerate")
 def test_accelerate() -> None:
     run_ranks(2, _accelerate, timeout=110)
+
+
+def _accumulate() -> None:
+    import accelerate
+
+    # With one process accelerate exchanges every pass of a step, with several the last one.
+    size = str(dist.get_world_size())
+    os.environ.update(LOCAL_WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="1")
+
+    def train(momentum_in_state: bool, density: float) -> list[torch.Tensor]:
+        accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+        torch.manual_seed(0)
+        model = torch.nn.Linear(12, 9).double()
+        momentum = 0.0 if momentum_in_state else 0.9
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=momentum)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        if not isinstance(model, DistributedDataParallel):
+            model = DistributedDataParallel(model)
+        if momentum_in_state:
+            sparsecomm.register_comm_hook(model, sparsecomm.OkTopkState(density, momentum=0.9))
+        weights, biases = model.module.parameters()
+        found = []
+        for step in range(60):
+            inputs = torch.randn(4, 12, dtype=torch.float64)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs + dist.get_rank()).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if step % 2:
+                found += [weights.detach().clone(), biases.detach().clone()]
+        return found
+
+    plain = train(False, 1)
+    torch.testing.assert_close(train(True, 1), plain, rtol=1e-11, atol=1e-12)
+    # What is compressed comes later, and does not grow.
+    sparse = train(True, 0.3)
+    assert sparse[-2].norm() < 2 * plain[0].norm()
+
+
+@needs("accelerate")
+@pytest.mark.parametrize("size", [1, 2])
+def test_accelerate_accumulates(size: int) -> None:
+    run_ranks(size, _accumulate, timeout=110)
 
 
 def _register_for_checkpointing(folder: Path) -> None:

@@ -1,0 +1,55 @@
+// What exchanges have left in a parameter's grad, which is no part of what this rank has to send.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+
+namespace sparsecomm {
+
+// DDP averages what grad holds after a backward pass. A pass that adds to the grad of a former one,
+// since nobody has cleared it, so brings that one's result again, on every rank. Nothing is kept
+// where grads are cleared by setting them to None; where they are filled with zeros, a look at
+// each.
+class DeliveredGradient {
+ public:
+  // Follows what autograd adds to the parameter's grad, as long as this lives.
+  static std::shared_ptr<DeliveredGradient> follow(at::Tensor const& parameter);
+
+  // A pass's gradient, as it was in grad or in a copy.
+  struct Fresh {
+    bool used;          // this rank has added to grad since the last exchange
+    bool continues;     // the former result is still there, and no optimizer has used it
+    at::Tensor former;  // what must be added to the result; undefined: nothing
+  };
+  // Takes what was delivered out of the gradient. `stands` will say, before the next pass, whether
+  // what is sent now has been delivered.
+  Fresh take_fresh(at::Tensor const& gradient, std::shared_ptr<std::atomic<bool> const> stands);
+
+ private:
+  enum class Held {
+    own,        // all of grad is to be sent
+    sent,       // grad was exchanged and nothing has been added since; what it holds depends
+    delivered,  // all of grad is the result of exchanges
+    both,       // former_ is, and the rest is to be sent
+  };
+
+  explicit DeliveredGradient(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+  class BeforeAccumulation;
+  void before_accumulation();
+  void settle();
+
+  std::mutex mutex_;
+  at::Tensor parameter_;
+  Held held_ = Held::own;
+  bool had_former_ = false;   // of what was sent
+  bool continues_ = false;    // see Fresh
+  std::int64_t version_ = 0;  // of the parameter when it was sent
+  at::Tensor former_;         // kept for the next time
+  std::shared_ptr<std::atomic<bool> const> stands_;
+};
+
+}  // namespace sparsecomm
