@@ -22,7 +22,8 @@ bool only_zeros(at::Tensor const& tensor) {
 
 }  // namespace
 
-// A hook of the tensor, since DDP's accumulators are not those of a later DDP.
+// A hook of the accumulator: those of the tensor are dropped as soon as somebody registers one in
+// Python.
 class DeliveredGradient::BeforeAccumulation final : public torch::autograd::FunctionPreHook {
  public:
   explicit BeforeAccumulation(std::weak_ptr<DeliveredGradient> followed)
@@ -41,7 +42,8 @@ class DeliveredGradient::BeforeAccumulation final : public torch::autograd::Func
 
 std::shared_ptr<DeliveredGradient> DeliveredGradient::follow(at::Tensor const& parameter) {
   std::shared_ptr<DeliveredGradient> followed(new DeliveredGradient(parameter));
-  torch::autograd::impl::add_hook(parameter, std::make_unique<BeforeAccumulation>(followed));
+  followed->accumulator_ = torch::autograd::impl::grad_accumulator(parameter);
+  followed->accumulator_->add_pre_hook(std::make_unique<BeforeAccumulation>(followed));
   return followed;
 }
 

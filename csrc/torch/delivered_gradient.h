@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/function.h>
 
 #include <atomic>
 #include <cstdint>
@@ -44,6 +45,8 @@ class DeliveredGradient {
 
   std::mutex mutex_;
   at::Tensor parameter_;
+  // Kept, so that the parameter has no other as long as it is of its type and device.
+  std::shared_ptr<torch::autograd::Node> accumulator_;
   Held held_ = Held::own;
   bool had_former_ = false;   // of what was sent
   bool continues_ = false;    // see Fresh

@@ -96,7 +96,15 @@ class UnpackedCollective final : public c10d::Work {
         outputs_(std::move(outputs)),
         future_(c10::make_intrusive<c10::ivalue::Future>(std::move(type))) {}
 
-  std::vector<at::Tensor> result() override { return origins(outputs_, packed_->result()); }
+  // Of the future: gloo's work ends only after the callbacks of its own. As gloo's, the first list
+  // where there are several.
+  std::vector<at::Tensor> result() override {
+    TORCH_CHECK(isCompleted(), "the operation has not ended; call wait() before result()");
+    c10::IValue const value = future_->value();
+    if (value.isTensorList()) return value.toTensorVector();
+    auto const lists = value.toListRef();
+    return lists.empty() ? std::vector<at::Tensor>() : lists.front().toTensorVector();
+  }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
   std::uint64_t getSequencenumber() const override { return packed_->getSequencenumber(); }
 

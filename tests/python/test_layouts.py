@@ -288,12 +288,13 @@ def check_optimizers(seed: int) -> None:
         models = Weights(), Weights()
         optimizers = [make_one(model.named_parameters()) for model in models]
         for step in range(7):
-            if draw.random() < 0.5:
+            early = draw.random() < 0.5
+            if early:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
             if draw.random() < 0.5:
                 convert(models[1], draw)
-            if draw.random() < 0.3:
+            if not early:
                 for optimizer in optimizers:
                     optimizer.zero_grad()
             for model, optimizer in zip(models, optimizers, strict=True):
