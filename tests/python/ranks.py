@@ -96,6 +96,9 @@ def _main(
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=LONG_TIME)
         dist.init_process_group(backend, store=store, rank=rank, world_size=size)
+        # One that left before another has connected to it would fail that one.
+        store.set(f"connected {rank}", "")
+        store.wait([f"connected {other}" for other in range(size)], LONG_TIME)
         result = "result", function(*args)
         # By value: torch's own pickling has the parent fetch tensors from this process, which ends.
         pipe.send_bytes(pickle.dumps(result))
