@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 
 from torch._C._distributed_c10d import GradBucket, Reducer
 from torch.nn.parallel import DistributedDataParallel
 
 from sparsecomm import _C
+from sparsecomm.instances import instances
 
 
 class ReducerFinder:
@@ -30,13 +30,10 @@ class ReducerFinder:
 
 def _search(bucket: GradBucket) -> DistributedDataParallel | None:
     parameter = bucket.parameters()[0]
-    for candidate in gc.get_objects():
-        # By its type, since some objects do work when they are asked for their class.
-        if not issubclass(type(candidate), DistributedDataParallel):
-            continue
+    for candidate in instances(DistributedDataParallel):
         reducer = vars(candidate).get("reducer")
         # Of another model the reducer may be at work on another thread.
         own = any(parameter is p for p in candidate.parameters())
         if own and reducer is not None and _C.is_bucket_of(bucket, reducer):
-            return candidate  # type: ignore[no-any-return]
+            return candidate
     return None

@@ -30,6 +30,7 @@ class _Slot:
 
     def __post_init__(self) -> None:
         self.shape = self.parameter.shape
+        self._address = self.flat.data_ptr()
         self.lay_out()
 
     def lay_out(self) -> None:
@@ -47,10 +48,18 @@ class _Slot:
         self.view = self.flat.as_strided(self.shape, self._view_strides)
 
     def has_view(self) -> bool:
-        return self.view.data_ptr() == self.flat.data_ptr()
+        return self.view.data_ptr() == self._address
 
     def is_laid_out(self) -> bool:
         return self.parameter.stride() == self.strides and self.has_view()
+
+    def set_grad(self, grad: Tensor) -> None:
+        """Makes it the parameter's grad; raises as :meth:`require_unconverted`."""
+        try:
+            self.parameter.grad = grad
+        except RuntimeError:  # torch compares type, device and shape as it is
+            self.require_unconverted()
+            raise
 
     def require_unconverted(self) -> None:
         """Raises TypeError if the parameter is no longer of the type, device or shape it was of."""
@@ -194,11 +203,11 @@ class GradientBuckets:
                 )
             if gradient.requires_grad:  # of create_graph=True
                 gradient = gradient.detach()
-        slot.require_unconverted()
         if not slot.is_laid_out():
             # It may be the slot's former view, of the same memory.
             gradient = None if gradient is None else gradient.clone()
             slot.lay_out()
+        slot.set_grad(slot.travelling)
         view = slot.view
         factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
         if gradient is None:
@@ -209,7 +218,6 @@ class GradientBuckets:
             view.copy_(gradient)
         if share != 0:
             view.add_(parameter.detach(), alpha=share)
-        parameter.grad = slot.travelling
         slot.arrived = True
         slot.bucket.missing -= 1
 
@@ -247,10 +255,9 @@ class GradientBuckets:
             if self._compare_every and self._state.steps % self._compare_every == 0:
                 self.compare_parameters()
         for slot in self._slots.values():
-            slot.require_unconverted()
             if not slot.has_view():
                 slot.renew_view()
-            slot.parameter.grad = slot.view
+            slot.set_grad(slot.view)
         for bucket in self._buckets:
             bucket.version = bucket.buffer._version
         self._delivered, self._synchronized = False, True

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Iterable
 
 from torch import Tensor, nn
+
+from sparsecomm.instances import instances
 
 
 class Owners:
@@ -19,14 +20,11 @@ class Owners:
         """Finds the modules; a pass over all that the garbage collector tracks."""
         added: dict[Tensor, list[tuple[weakref.ref[nn.Module], str]]]
         added = {parameter: [] for parameter in parameters}
-        for thing in gc.get_objects():
-            # Not isinstance(), which asks proxies for a __class__.
-            if not issubclass(type(thing), nn.Module):
-                continue
-            held = vars(thing).get("_parameters")
+        for module in instances(nn.Module):
+            held = vars(module).get("_parameters")
             for key, parameter in held.items() if type(held) is dict else ():
                 if parameter in added:
-                    added[parameter].append((weakref.ref(thing), key))
+                    added[parameter].append((weakref.ref(module), key))
         self._places |= added
 
     def successor(self, parameter: Tensor) -> Tensor | None:
