@@ -20,7 +20,7 @@ class ReducerAccess final : public c10d::Reducer {
   static bool exposes_views(c10d::Reducer const& reducer) {
     return reducer.*(&ReducerAccess::gradient_as_bucket_view_);
   }
-  // Of a joined rank's bucket: which results DDP will drop, for all that this rank can know. It
+  // Returns which results of a joined rank's bucket DDP will drop, as far as this rank can know. It
   // drops those of parameters that no rank has used, by a map that this rank adds to as the last
   // step has left it.
   static std::vector<bool> may_be_dropped(c10d::GradBucket const& bucket,

@@ -47,7 +47,7 @@ std::shared_ptr<DeliveredGradient> DeliveredGradient::follow(at::Tensor const& p
   return followed;
 }
 
-// What became of what was sent.
+// Settles whether what was sent has been delivered.
 void DeliveredGradient::settle() {
   if (held_ != Held::sent) return;
   bool const stood = *std::exchange(stands_, nullptr);

@@ -1,13 +1,14 @@
-// What exchanges have left in a parameter's grad, which is no part of what this rank has to send.
+// The results that exchanges have left in a parameter's grad, which this rank must not send again.
 #pragma once
 
 #include <ATen/ATen.h>
-#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <utility>
 
 namespace sparsecomm {
 
@@ -45,8 +46,9 @@ class DeliveredGradient {
 
   std::mutex mutex_;
   at::Tensor parameter_;
-  // Kept, so that the parameter has no other as long as it is of its type and device.
-  std::shared_ptr<torch::autograd::Node> accumulator_;
+  // Kept, so that the parameter has no other as long as it is of its type and device. Torch's
+  // releases differ in the kind of pointer.
+  decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>())) accumulator_;
   Held held_ = Held::own;
   bool had_former_ = false;   // of what was sent
   bool continues_ = false;    // see Fresh

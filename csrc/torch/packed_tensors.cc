@@ -64,7 +64,7 @@ std::vector<at::Tensor> origins(Pairs const& outputs, std::vector<at::Tensor> te
   return tensors;
 }
 
-// What gloo's futures hold: a list of tensors, or a list of such lists.
+// A future of gloo's holds a list of tensors, or a list of such lists.
 c10::IValue origins(Pairs const& outputs, c10::IValue const& value) {
   if (value.isTensorList()) return origins(outputs, value.toTensorVector());
   if (!value.isList()) return value;
@@ -96,8 +96,8 @@ class UnpackedCollective final : public c10d::Work {
         outputs_(std::move(outputs)),
         future_(c10::make_intrusive<c10::ivalue::Future>(std::move(type))) {}
 
-  // Of the future: gloo's work ends only after the callbacks of its own. As gloo's, the first list
-  // where there are several.
+  // Takes the future's value: gloo's work ends only after the callbacks of its own. As with gloo,
+  // the first list if there are several.
   std::vector<at::Tensor> result() override {
     TORCH_CHECK(isCompleted(), "the operation has not ended; call wait() before result()");
     c10::IValue const value = future_->value();

@@ -16,11 +16,12 @@ class PackedTensors {
   using Pairs = std::vector<std::pair<at::Tensor, at::Tensor>>;
   using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-  // What the operation only reads.
+  // Packs a tensor that the operation only reads.
   at::Tensor input(at::Tensor const& tensor);
-  // What it overwrites as a whole. Throws c10::Error if entries share memory, as does in_place().
+  // Packs one that it overwrites as a whole. Throws c10::Error if entries share memory, as does
+  // in_place().
   at::Tensor output(at::Tensor const& tensor);
-  // What it reads and overwrites.
+  // Packs one that it reads and overwrites.
   at::Tensor in_place(at::Tensor const& tensor);
 
   template <class T>

@@ -70,8 +70,8 @@ class ParameterGroup {
   // last one. `unused`: it is zero since this rank has not used the parameter, and where no rank
   // has, DDP drops the result; so the member's residual and moment take no part.
   bool arrive(Member const& member, void* data, bool unused = false);
-  // What arrives belongs to the step before, of a further backward pass: moments do not decay, and
-  // of them only what is new is added to the residual.
+  // Says that what arrives is of a further backward pass of the step before: moments do not decay,
+  // and only what is new in them is added to the residual.
   void continue_step() { continues_ = true; }
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();
