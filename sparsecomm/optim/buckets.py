@@ -121,6 +121,8 @@ class GradientBuckets:
         self._capacity = capacity
         self._compare_every = compare_every
         self._rates = rates
+        compression = state.compression
+        self._has_moment = compression.momentum > 0 or compression.first_moment > 0
         self._buckets: list[_Bucket] = []
         self._slots: dict[Tensor, _Slot] = {}
         self._owners = Owners()
@@ -174,11 +176,13 @@ class GradientBuckets:
         """The hook: the gradient of this backward pass is there."""
         slot = self._slots[parameter]
         require_alone(slot.name, parameter)  # of a DDP that was made after the optimizer
-        if slot.bucket.was_added_to() and parameter.grad is slot.view:
+        # Without a moment, sending a result again gives the same result.
+        if self._has_moment and slot.bucket.was_added_to() and parameter.grad is slot.view:
             raise RuntimeError(
                 f"a backward pass has added to the grad of {slot.name}, which held what was "
-                "exchanged before: call zero_grad() before backward(); to accumulate over several "
-                "passes, run all but the last of a step within no_sync()"
+                "exchanged before, and with momentum beside the density that would count again: "
+                "call zero_grad() before backward(); to accumulate over several passes, run all "
+                "but the last of a step within no_sync()"
             )
         if self._pausing:
             return

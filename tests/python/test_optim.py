@@ -709,18 +709,23 @@ def check_what_was_exchanged_is_not_exchanged_again() -> None:
         with optimizer.no_sync():
             backward(model, step)
 
-    for momentum, used, add in itertools.product((0.0, 0.9), (False, True), (pass_on, accumulate)):
-        plain, model = make_model(), make_model()
-        optimizer = OkTopkSGD(
-            model.named_parameters(), lr=0.1, density=1.0, momentum=momentum, bucket_cap_mb=SMALL
+    def make(model: nn.Module, momentum: float) -> DistributedOptimizer:
+        return DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1),
+            compression=Compression(density=1.0, momentum=momentum),
+            bucket_cap_mb=SMALL,
         )
-        expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=momentum)
+
+    for used, add in itertools.product((False, True), (pass_on, accumulate)):
+        plain, model = make_model(), make_model()
+        optimizer = make(model, 0.9)
+        expected = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
         train_averaged(plain, expected, [0])
         backward(model, 0)
         optimizer.synchronize()
         if used:
             optimizer.step()
-        with pytest.raises(RuntimeError, match=r"8\.bias.*exchanged before.*zero_grad\(\)"):
+        with pytest.raises(RuntimeError, match=r"exchanged before.*zero_grad\(\)"):
             add(model, optimizer, 1)
         if not used:
             optimizer.zero_grad()
@@ -739,7 +744,18 @@ def check_what_was_exchanged_is_not_exchanged_again() -> None:
             train_averaged(plain, expected, [step + 1])
             backward(model, step + 1)
             optimizer.step()
-        assert_same(model, plain, f"momentum {momentum}")
+        assert_same(model, plain, "momentum")
+
+    # Without momentum what was exchanged and kept is averaged again, as by hand.
+    plain, model = make_model(), make_model()
+    optimizer, expected = make(model, 0.0), torch.optim.SGD(plain.parameters(), lr=0.1)
+    for step in range(3):
+        backward(plain, step)
+        averaged(plain)
+        expected.step()
+        backward(model, step)
+        optimizer.step()
+    assert_same(model, plain, "kept")
 
 
 def check_ddp_does_not_reduce_too() -> None:
