@@ -16,7 +16,7 @@ from typing_extensions import Unpack
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions, check_options
-from sparsecomm.momentum import watch_for_adam
+from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
@@ -414,7 +414,7 @@ class CompressionState:
         if self._error is None:
             try:
                 if not self._native.connected:
-                    watch_for_adam(self, bucket.parameters())
+                    watch_momentum(self, bucket.parameters())
                 self._connect()
                 work = self._native.run(bucket, self._reducers.reducer_of(bucket))
                 future: torch.futures.Future[torch.Tensor] = work.get_future()
@@ -689,7 +689,7 @@ def register_comm_hook(
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
     ddp.register_forward_pre_hook(_reducer_watch(ddp.module))
-    watch_for_adam(state, ddp.module.parameters())
+    watch_momentum(state, ddp.module.parameters())
     return state
 
 

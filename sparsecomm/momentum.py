@@ -1,4 +1,4 @@
-"""Notices Adam with a first moment behind a compressed exchange, and says what does better."""
+"""Notices an optimizer whose momentum does not go with the state's, and says what does better."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ if TYPE_CHECKING:
     from sparsecomm.hooks import CompressionState
 
 
-def watch_for_adam(state: CompressionState, parameters: Iterable[torch.Tensor]) -> None:
-    """Logs a warning if Adam with ``beta1 > 0`` steps on ``parameters`` while ``state`` lives.
+def watch_momentum(state: CompressionState, parameters: Iterable[torch.Tensor]) -> None:
+    """Logs a warning if the optimizer of ``parameters`` has momentum that does not suit ``state``.
 
-    Once for a state, also if it is registered again, by rank 0 of its process group; never if the
-    state has the momentum itself or sends every entry. The state has no reference to an optimizer,
-    so the first step below density 1 of one that holds any of the parameters decides.
+    That is momentum in both; and if the state has none, Adam with or without a first moment, unless
+    the state sends every entry. (SGD's own momentum behind a compressed exchange works well
+    enough.) Once for a state, also if it is registered again, by rank 0 of its process group. The
+    state has no reference to an optimizer, so the first step of one that holds any of the
+    parameters decides, if the state has no momentum the first below density 1.
     """
     compression = state.compression
-    if compression.momentum > 0 or not compression.selects or state in _settled():
+    if not (compression.momentum > 0 or compression.selects) or state in _settled():
         return
     if dist.is_initialized() and dist.get_rank(state._process_group) == 0:
         _watched()[state] = frozenset(map(id, parameters))
@@ -33,22 +35,22 @@ def watch_for_adam(state: CompressionState, parameters: Iterable[torch.Tensor]) 
 
 @functools.cache
 def _settled() -> WeakSet[CompressionState]:
-    """The states whose Adam has been seen."""
+    """The states whose optimizer has been seen."""
     return WeakSet()
 
 
 @functools.cache
 def _watched() -> WeakKeyDictionary[CompressionState, frozenset[int]]:
-    """The states whose Adam has not been seen, with the ids of the parameters that they keep."""
+    """The states whose optimizer has not been seen, with the ids of their parameters."""
     watched: WeakKeyDictionary[CompressionState, frozenset[int]] = WeakKeyDictionary()
 
     def before_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         # In a compiled step this is nothing at all.
-        if torch.compiler.is_compiling() or not watched or not isinstance(optimizer, (Adam, AdamW)):
+        if torch.compiler.is_compiling() or not watched:
             return
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         for state in [state for state, theirs in watched.items() if theirs & own]:
-            if state.density == 1:
+            if state.density == 1 and state.compression.momentum == 0:
                 continue  # it may be set lower
             if watched.pop(state, None):  # else another thread's optimizer was first
                 _settled().add(state)
@@ -60,13 +62,42 @@ def _watched() -> WeakKeyDictionary[CompressionState, frozenset[int]]:
 
 
 def _warn(state: CompressionState, optimizer: Optimizer) -> None:
-    beta1, beta2 = max(tuple(map(float, group["betas"])) for group in optimizer.param_groups)
-    if beta1 == 0:
-        return
-    kind = type(optimizer).__name__
-    logging.getLogger("sparsecomm").warning(
-        f"{kind} with betas=({beta1:g}, {beta2:g}) averages gradients of which a density of "
-        f"{state.density:g} delays most, which costs quality: set momentum={beta1:g} where the "
-        f"density is set, betas=(0.0, {beta2:g}) in {kind}, and try up to twice the learning rate "
-        "(docs/training.md, Momentum)"
+    kind, own = type(optimizer).__name__, state.compression.momentum
+    # As torch's optimizers name them; of others, only what is of the same kind.
+    pairs = [group.get("betas") for group in optimizer.param_groups]
+    beta1, beta2 = max(
+        (
+            tuple(map(float, pair))
+            for pair in pairs
+            if isinstance(pair, (tuple, list)) and len(pair) == 2
+        ),
+        default=(0.0, 0.0),
     )
+    momenta = [group.get("momentum") for group in optimizer.param_groups]
+    momentum = max((m for m in momenta if isinstance(m, (int, float))), default=0.0)
+    is_adam = isinstance(optimizer, (Adam, AdamW))
+    if own > 0 and beta1 > 0:
+        text = (
+            f"{kind} with betas=({beta1:g}, {beta2:g}) averages what momentum={own:g} beside the "
+            f"density has averaged before: set betas=(0.0, {beta2:g}) in {kind}"
+        )
+    elif own > 0 and momentum > 0:
+        text = (
+            f"{kind} with momentum={momentum:g} accumulates what momentum={own:g} beside the "
+            f"density has accumulated before: set momentum=0 in {kind}"
+        )
+    elif own == 0 and is_adam and beta1 > 0:
+        text = (
+            f"{kind} with betas=({beta1:g}, {beta2:g}) averages gradients of which a density of "
+            f"{state.density:g} delays most, which costs quality: set momentum={beta1:g} where the "
+            f"density is set, betas=(0.0, {beta2:g}) in {kind}, and try up to twice the learning "
+            "rate"
+        )
+    elif own == 0 and is_adam:
+        text = (
+            f"{kind} with betas=(0.0, {beta2:g}) has no momentum, and none is set beside the "
+            "density: if that is not what you mean, set momentum=0.9 there"
+        )
+    else:
+        return
+    logging.getLogger("sparsecomm").warning(f"{text} (docs/training.md, Momentum)")

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from sparsecomm.compression import Compression
 from sparsecomm.fsdp.modules import groups_of, part_of, reduced_dtype
 from sparsecomm.hooks import CompressionState
-from sparsecomm.momentum import watch_for_adam
+from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import CommunicatorKeywords, communicator_options
 
 
@@ -94,7 +94,7 @@ def apply(
     for module, hook in hooks:
         module.set_all_reduce_hook(hook)
     state._registered = True
-    watch_for_adam(state, model.parameters())
+    watch_momentum(state, model.parameters())
     return state
 
 

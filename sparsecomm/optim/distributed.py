@@ -15,7 +15,7 @@ from typing_extensions import Self, Unpack
 
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import CompressionState
-from sparsecomm.momentum import watch_for_adam
+from sparsecomm.momentum import watch_momentum
 from sparsecomm.optim.buckets import GradientBuckets
 from sparsecomm.optim.exchange import (
     OptimizerExchange,
@@ -191,7 +191,7 @@ class DistributedOptimizer(_Adopted):
             "options": options,
         }
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their grads
-        watch_for_adam(exchange, [parameter for _, parameter in named])
+        watch_momentum(exchange, [parameter for _, parameter in named])
         _patch_again(self)
 
     @property
