@@ -176,8 +176,8 @@ TEST_P(MpiFailure, SurvivorsNameTheRank) {
   constexpr std::size_t numel = 600;
   constexpr int culprit = 1;
   // Ranks that poll share cores, and nothing but the deadline tells of one that is gone.
-  CommunicatorOptions const options{.timeout = test::patiently(std::chrono::seconds(1)),
-                                    .failure_grace = test::patiently(std::chrono::seconds(1))};
+  Duration const short_time = test::patiently(std::chrono::milliseconds(500));
+  CommunicatorOptions const options{.timeout = short_time, .failure_grace = short_time};
   int const ranks = make_mpi_transport(MPI_COMM_WORLD)->size();
   std::minstd_rand random(static_cast<unsigned>(GetParam()) + 1);
   for (AlgorithmEntry const& entry : algorithms()) {

@@ -29,7 +29,14 @@ from patience import LONG, LONG_TIME, PATIENCE
 # Forked from a process that has imported what takes long, and has started no thread.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
-    ["torch", "torch.distributed.checkpoint", "torch.nn.parallel", "torch.optim", "sparsecomm"]
+    [
+        "torch",
+        "torch._dynamo",  # which DistributedDataParallel imports when it is made
+        "torch.distributed.checkpoint",
+        "torch.nn.parallel",
+        "torch.optim",
+        "sparsecomm",
+    ]
 )
 
 
