@@ -33,6 +33,8 @@ def train(epochs: int, density: float | None, cpu: bool = False) -> nn.Module:
     if density is not None and accelerator.num_processes > 1:
         state = sparsecomm.OkTopkState(density)
         sparsecomm.register_comm_hook(model, state)
+    elif density is not None:
+        accelerator.print("one process: there is nothing to exchange")
     for _ in range(epochs):
         for images, labels in loader:
             optimizer.zero_grad()

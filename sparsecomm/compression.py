@@ -18,6 +18,7 @@ from sparsecomm.schedule import DensityWarmup, ThresholdSchedule, check_density,
 AUTO = "auto"
 SELECTIONS = ("threshold", "exact", "bucket")
 _BITS = (2, 4, 8)
+_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_OF_A_BUCKET = 4096
 
 
@@ -237,9 +238,23 @@ class Compression:
         if unused:
             raise ValueError(
                 f"densities names {', '.join(sorted(unused))}, which no parameter of the model "
-                "has; use the names of model.named_parameters(), or of modules"
+                "has; use the names of model.named_parameters(), or of modules: a parameter that "
+                "several modules share has the first of its names alone"
             )
         return result
+
+
+def check_dtype(name: str, parameter: torch.Tensor) -> None:
+    """Raises TypeError unless the parameter's gradients can be exchanged."""
+    if parameter.dtype in _DTYPES:
+        return
+    remedy = (
+        "train torch.view_as_real of it" if parameter.is_complex() else "convert the model before"
+    )
+    raise TypeError(
+        f"{name} is a parameter of {parameter.dtype}, whose gradient cannot be exchanged sparsely; "
+        f"it must be float32, float64, float16 or bfloat16: {remedy}"
+    )
 
 
 def check_options(owner: type, options: Mapping[str, Any], known: type) -> None:

@@ -15,7 +15,7 @@ from typing_extensions import Unpack
 
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
-from sparsecomm.compression import Compression, CompressionOptions, check_options
+from sparsecomm.compression import Compression, CompressionOptions, check_dtype, check_options
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 from sparsecomm.rank_entries import (
@@ -392,6 +392,9 @@ class CompressionState:
 
     def _name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = list(named_parameters)
+        for name, parameter in parameters:
+            if parameter.requires_grad:
+                check_dtype(name, parameter)
         densities = self._compression.densities_of(parameters)
         self._native.name_parameters(parameters)
         self._native.set_densities(densities)
@@ -588,7 +591,8 @@ def _hook_of(
         if not isinstance(bucket, GradBucket):
             raise RuntimeError(_PYTHON_REDUCER)
         if not isinstance(state, kind):
-            return _failed(TypeError(f"{name} needs a {kind.__name__}, not {type(state).__name__}"))
+            needed = f"{name} needs a state of class {kind.__name__}"
+            return _failed(TypeError(f"{needed}, not {_described(state)}"))
         return state._run(bucket)
 
     hook.__name__ = hook.__qualname__ = name
@@ -653,7 +657,7 @@ def register_comm_hook(
     if type(state) not in _HOOKS:
         known = ", ".join(kind.__name__ for kind in _HOOKS)
         raise TypeError(
-            f"state must be one of {known}, not {type(state).__name__}; a subclass of them "
+            f"state must be one of {known}, not {_described(state)}; a subclass of them "
             "goes with ddp.register_comm_hook(state, hook)"
         )
     if state._registered:
@@ -734,6 +738,13 @@ def _remedy(model: Any) -> str:
         "prepare(), and may keep the wrapped model in another attribute. With one process trainers "
         "do not wrap it: there is nothing to exchange then"
     )
+
+
+def _described(state: object) -> str:
+    """Names what was given for a state."""
+    if isinstance(state, type):
+        return f"the class {state.__name__} itself: call it, {state.__name__}(density=0.01)"
+    return type(state).__name__
 
 
 def _failed(error: Exception) -> torch.futures.Future[torch.Tensor]:

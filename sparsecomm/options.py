@@ -47,8 +47,10 @@ class CommunicatorOptions:
             if duration is None:
                 continue
             if not isinstance(duration, timedelta):
+                seconds = isinstance(duration, (int, float)) and not isinstance(duration, bool)
                 raise TypeError(
                     f"{name} must be a timedelta or None, not {type(duration).__name__}"
+                    + (f": write timedelta(seconds={duration})" if seconds else "")
                 )
             if duration <= timedelta(0):
                 never = "; None: no stall is logged" if name == "stall_limit" else ""

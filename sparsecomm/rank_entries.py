@@ -28,8 +28,9 @@ def refuse_to_copy(state: object) -> NoReturn:
     """Raises TypeError: pickle, torch.save and copy were given a state itself."""
     raise TypeError(
         f"{type(state).__name__} has connections to other ranks, and cannot be pickled or copied: "
-        "save its state_dict() on every rank, and load that into a new one; give a trainer that "
-        "copies its arguments the state after it has prepared the model, by "
+        "save its state_dict() on every rank, and load that into a new one. Of a model in "
+        "DistributedDataParallel copy, average or save ddp.module, not ddp, which holds the state. "
+        "Give a trainer that copies its arguments the state after it has prepared the model, by "
         "sparsecomm.register_comm_hook(model, state)"
     )
 

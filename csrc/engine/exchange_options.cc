@@ -27,9 +27,9 @@ void validate(ExchangeOptions const& options) {
   require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
           ", or 0 for none");
   require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
-          " is not in [0, 1)");
+          " is not in [0, 1): 0.9 is usual, 0 is none");
   require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
-          " is not in [0, 1)");
+          " is not in [0, 1): give it the first beta of Adam, or 0 for none");
   require(rule.momentum == 0 || rule.first_moment == 0, "momentum = ", rule.momentum,
           " (for SGD) and first_moment = ", rule.first_moment, " (for Adam) exclude each other");
   require(!rule.accumulates() || planned || options.feedback ||

@@ -67,7 +67,8 @@ void HookState::check_loaded(std::string const& key, Layout const& layout, at::S
   std::int64_t const numel = c10::multiply_integers(layout.sizes());
   auto const saved = loaded_->residuals.find(key);
   require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", key,
-          "; it belongs to another model, or was saved with other parameter names");
+          "; it belongs to another model, or was saved with other parameter names; to a parameter "
+          "that was frozen then, give a residual of zeros (docs/training.md, Unfreezing layers)");
   check_readable(saved->second, key);
   require(saved->second.numel() == numel, "the loaded residual of ", key, " has ",
           saved->second.numel(), " entries, the parameter ", numel,

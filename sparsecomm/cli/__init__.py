@@ -85,6 +85,6 @@ def print_info(options: argparse.Namespace) -> int:
         elif isinstance(value, dict):
             value = "; ".join(f"{key}: {text}" for key, text in value.items())
         elif isinstance(value, bool):
-            value = "yes" if value else "no"
+            value = "compiled" if value else "not compiled"
         print(f"{name:{width}}  {value}")
     return 0

@@ -270,19 +270,30 @@ def text(result: dict[str, Any]) -> str:
     units = ["", *("(us)" for _ in SIZES[:-1]), "(GB/s)", "(ratios)"]
     lines = [header, units]
     for name, rows in by_name.items():
-        cells = [f"{rows[size]['one_way_us']:.2f}" for size in SIZES[:-1]]
+        cells = [
+            f"{rows[size]['one_way_us']:.2f} {_range_of(rows[size]['blocks_us'])}"
+            for size in SIZES[:-1]
+        ]
         cells.append(f"{rows[SIZES[-1]]['gigabytes_per_second']:.2f}")
         ratios = [rows[size]["ratio"] for size in SIZES]
         cells.append(" ".join("-" if ratio is None else f"{ratio:.2f}" for ratio in ratios))
         lines.append([name, *cells])
     shown = [
         f"# one-way times of messages between 2 ranks, bandwidth at {SIZES[-1] >> 20} MiB; medians "
-        f"of {result['blocks']} alternating blocks of up to {result['rounds']} rounds",
+        f"of {result['blocks']} alternating blocks of up to {result['rounds']} rounds, and the "
+        "least and the largest block",
         *columns(lines),
         f"# allreduce of {ALLREDUCE_ENTRIES} non-zeros, back to back, median of the slowest rank",
-        *(f"  {row['transport']}: {row['time_us']:.2f} us" for row in result["allreduce"]),
+        *(
+            f"  {row['transport']}: {row['time_us']:.2f} us {_range_of(row['blocks_us'])}"
+            for row in result["allreduce"]
+        ),
     ]
     return "\n".join(shown)
+
+
+def _range_of(blocks_us: Sequence[float]) -> str:
+    return f"[{min(blocks_us):.2f}, {max(blocks_us):.2f}]"
 
 
 def columns(lines: Sequence[Sequence[str]]) -> list[str]:

@@ -13,11 +13,10 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import distributed_c10d
 
 from sparsecomm import _C
-from sparsecomm.compression import Compression
+from sparsecomm.compression import Compression, check_dtype
 from sparsecomm.hooks import CompressionState
 from sparsecomm.options import CommunicatorOptions
 
-_DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _SHOWN = 8  # differences between ranks
 
 
@@ -125,11 +124,11 @@ def check_parameters(named: list[tuple[str, Tensor]]) -> None:
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     for name, parameter in trained:
         require_alone(name, parameter)
-        if parameter.dtype not in _DTYPES or parameter.layout != torch.strided:
+        check_dtype(name, parameter)
+        if parameter.layout != torch.strided:
             raise TypeError(
-                f"{name} is a parameter of {parameter.dtype}, {parameter.layout}, whose gradient "
-                "cannot be exchanged sparsely; it must be dense and float32, float64, float16 or "
-                "bfloat16"
+                f"{name} is a parameter of layout {parameter.layout}, whose gradient cannot be "
+                "exchanged; it must be dense"
             )
         if parameter.device != trained[0][1].device:
             raise TypeError(
