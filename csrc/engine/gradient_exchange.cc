@@ -252,8 +252,9 @@ template <class T>
 std::string GradientExchange<T>::changing_fields() const {
   std::ostringstream text;
   text << ";layout=" << (layout_.empty() ? "row-major" : layout_)
-       << ";density=" << Shortest{density()} << ";step=" << state_.step
-       << ";global_threshold=" << Shortest{unscaled_global_threshold()} << ";boundaries=";
+       << ";gradients_of_earlier_passes=" << former_ << ";density=" << Shortest{density()}
+       << ";step=" << state_.step << ";global_threshold=" << Shortest{unscaled_global_threshold()}
+       << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   text << ";ends_step=" << ends_step_;
   if (planned_) text << ";planned=" << algorithm();
@@ -285,7 +286,8 @@ Proposal GradientExchange<T>::prepare() {
   if (loss_scale_ > 0) follow_gradient(loss_scale_);
   bool const finite = local_->all_finite();
   Digest digest = digest_;
-  digest.add(density())
+  digest.add(former_)
+      .add(density())
       .add(step)
       .add(unscaled_global_threshold())
       .add(std::as_bytes(std::span(state_.collective.boundaries)))

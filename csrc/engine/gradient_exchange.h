@@ -90,6 +90,8 @@ class GradientExchange final : public Operation {
   void set_density(double density);
   // How entries are ordered, in words: ranks must agree on it.
   void set_layout(std::string text);
+  // A checksum, which ranks must agree on, of what the caller adds to the next result by itself.
+  void set_former(std::uint64_t checksum) { former_ = checksum; }
   // `rescale` multiplies residual and moment, which are the caller's, by a ratio. It is called
   // where their unit changes: in follow(), and in an exchange before anything is selected.
   void on_rescale(std::function<void(double)> rescale) { rescale_ = std::move(rescale); }
@@ -179,7 +181,8 @@ class GradientExchange final : public Operation {
   ExchangeOptions options_;
   std::string text_;    // of the proposal
   std::string layout_;  // empty: the usual one
-  Digest digest_;       // of both
+  std::uint64_t former_ = 0;
+  Digest digest_;  // of both
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;

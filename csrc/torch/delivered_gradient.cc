@@ -40,8 +40,10 @@ class DeliveredGradient::BeforeAccumulation final : public torch::autograd::Func
   std::weak_ptr<DeliveredGradient> followed_;
 };
 
-std::shared_ptr<DeliveredGradient> DeliveredGradient::follow(at::Tensor const& parameter) {
-  std::shared_ptr<DeliveredGradient> followed(new DeliveredGradient(parameter));
+std::shared_ptr<DeliveredGradient> DeliveredGradient::follow(at::Tensor const& parameter,
+                                                             bool has_moment) {
+  if (!parameter.requires_grad()) return nullptr;
+  std::shared_ptr<DeliveredGradient> followed(new DeliveredGradient(parameter, has_moment));
   followed->accumulator_ = torch::autograd::impl::grad_accumulator(parameter);
   followed->accumulator_->add_pre_hook(std::make_unique<BeforeAccumulation>(followed));
   return followed;
@@ -61,9 +63,13 @@ void DeliveredGradient::before_accumulation() {
   c10::NoGradGuard const no_grad;
   at::Tensor const& grad = parameter_.grad();
   bool const stepped = parameter_._version() != version_;
+  // Somebody has put another tensor there. Where a moment would take in what it had taken before,
+  // that is not enough to know: DDP does so as it rebuilds its buckets.
+  bool const replaced = grad.defined() && !has_moment_ && grad_ && held_ != Held::both &&
+                        grad_->_unsafe_get_target() != grad.unsafeGetTensorImpl();
   // A device is not waited for after a step, though it keeps what may be zeros.
   bool const looks = grad.defined() && (grad.is_cpu() || !stepped || held_ == Held::both);
-  if (!grad.defined() || grad.is_sparse() || (looks && only_zeros(grad))) {
+  if (!grad.defined() || grad.is_sparse() || replaced || (looks && only_zeros(grad))) {
     held_ = Held::own;
     return;
   }
@@ -80,7 +86,7 @@ DeliveredGradient::Fresh DeliveredGradient::take_fresh(
   c10::NoGradGuard const no_grad;
   settle();
   bool const used = held_ != Held::delivered;
-  if (held_ == Held::delivered && parameter_.grad().defined()) {
+  if (held_ == Held::delivered && parameter_.grad().defined() && !only_zeros(gradient)) {
     if (!former_.defined()) former_ = at::empty_like(parameter_);
     former_.copy_(gradient.reshape(former_.sizes()));
     continues_ = parameter_._version() == version_;
@@ -89,6 +95,9 @@ DeliveredGradient::Fresh DeliveredGradient::take_fresh(
   had_former_ = held_ == Held::both;
   if (had_former_) gradient.sub_(former_.reshape(gradient.sizes()));
   held_ = Held::sent;
+  grad_.reset();
+  if (at::Tensor const& grad = parameter_.grad(); grad.defined())
+    grad_.emplace(grad.getIntrusivePtr());
   version_ = parameter_._version();
   stands_ = std::move(stands);
   return {used, had_former_ && continues_, had_former_ ? former_ : at::Tensor()};

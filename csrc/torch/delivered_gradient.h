@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 namespace sparsecomm {
@@ -18,8 +19,9 @@ namespace sparsecomm {
 // each.
 class DeliveredGradient {
  public:
-  // Follows what autograd adds to the parameter's grad, as long as this lives.
-  static std::shared_ptr<DeliveredGradient> follow(at::Tensor const& parameter);
+  // Follows what autograd adds to the parameter's grad, as long as this lives. Null if it requires
+  // no gradient, so that there is nothing to follow. `has_moment`: of what keeps its gradients.
+  static std::shared_ptr<DeliveredGradient> follow(at::Tensor const& parameter, bool has_moment);
 
   // A pass's gradient, as it was in grad or in a copy.
   struct Fresh {
@@ -39,13 +41,15 @@ class DeliveredGradient {
     both,       // former_ is, and the rest is to be sent
   };
 
-  explicit DeliveredGradient(at::Tensor parameter) : parameter_(std::move(parameter)) {}
+  DeliveredGradient(at::Tensor parameter, bool has_moment)
+      : parameter_(std::move(parameter)), has_moment_(has_moment) {}
   class BeforeAccumulation;
   void before_accumulation();
   void settle();
 
   std::mutex mutex_;
   at::Tensor parameter_;
+  bool has_moment_;
   // Kept, so that the parameter has no other as long as it is of its type and device. Torch's
   // releases differ in the kind of pointer.
   decltype(torch::autograd::impl::grad_accumulator(std::declval<at::Tensor>())) accumulator_;
@@ -54,6 +58,8 @@ class DeliveredGradient {
   bool continues_ = false;    // see Fresh
   std::int64_t version_ = 0;  // of the parameter when it was sent
   at::Tensor former_;         // kept for the next time
+  // The grad that was sent, if there was one.
+  std::optional<c10::weak_intrusive_ptr<c10::TensorImpl>> grad_;
   std::shared_ptr<std::atomic<bool> const> stands_;
 };
 

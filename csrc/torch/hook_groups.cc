@@ -65,11 +65,18 @@ std::vector<bool> HookState::take_fresh(Bucket const& bucket, PendingBucket& pen
     Place& place = places_.at(parameter.unsafeGetTensorImpl());
     if (bucket.continues) place.group->continue_step();
     if (!bucket.of_grads) continue;
-    if (!place.delivered) place.delivered = DeliveredGradient::follow(parameter);
+    if (!place.delivered) {
+      place.delivered = DeliveredGradient::follow(parameter, place.group->has_moment());
+    }
+    if (!place.delivered) {  // frozen since DDP was made
+      unused[i] = true;
+      continue;
+    }
     auto const fresh = place.delivered->take_fresh(bucket.gradients[i], {step_, &step_->stands});
     unused[i] = unused[i] || !fresh.used;
     if (!fresh.former.defined()) continue;
     if (fresh.continues) place.group->continue_step();
+    place.group->hold_former(fresh.former);
     if (side_) side_->use(fresh.former);
     pending.continued.emplace_back(bucket.results.empty() ? bucket.gradients[i] : bucket.results[i],
                                    fresh.former);

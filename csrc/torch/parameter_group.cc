@@ -82,6 +82,7 @@ class TypedGroup final : public ParameterGroup {
   bool accumulated() const override { return exchange_->accumulated(); }
   void residual_changed() override { exchange_->residual_changed(); }
   void set_layout(std::string text) override { exchange_->set_layout(std::move(text)); }
+  void set_former(std::uint64_t checksum) override { exchange_->set_former(checksum); }
   std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
                                   double loss_scale) override {
     std::vector<Segment<T>> segments;
@@ -208,10 +209,18 @@ void ParameterGroup::require_idle() const {
           "the gradients of a new step arrived while those of the last one are being exchanged");
 }
 
+void ParameterGroup::hold_former(at::Tensor const& former) {
+  if (!former_) former_.emplace();
+  // Of the entries in the order of their indices, whatever the memory's is.
+  at::Tensor const entries = former.cpu().contiguous();
+  former_->add({static_cast<std::byte const*>(entries.const_data_ptr()), entries.nbytes()});
+}
+
 void ParameterGroup::discard_arrivals() {
   arrivals_.clear();
   arrived_ = 0;
   continues_ = false;
+  former_.reset();
 }
 
 void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
@@ -269,6 +278,7 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
     }
   }
   if (continues_ && has_moment()) continue_moments();
+  set_former(former_ ? former_->value() : 0);
   discard_arrivals();
   return joined;
 }

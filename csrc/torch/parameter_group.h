@@ -22,6 +22,7 @@
 #include "layout.h"
 #include "profiler_labels.h"
 #include "side_stream.h"
+#include "wire/checksum.h"
 
 namespace sparsecomm {
 
@@ -73,6 +74,9 @@ class ParameterGroup {
   // Says that what arrives is of a further backward pass of the step before: moments do not decay,
   // and only what is new in them is added to the residual.
   void continue_step() { continues_ = true; }
+  // Notes a former result that a member's gradient came with and that is not sent again. Every rank
+  // adds its own to what the exchange brings, so they must be the same.
+  void hold_former(at::Tensor const& former);
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
@@ -120,6 +124,7 @@ class ParameterGroup {
   virtual void withdraw_exchange(bool failed) = 0;
   virtual void residual_changed() = 0;
   virtual void set_layout(std::string text) = 0;
+  virtual void set_former(std::uint64_t checksum) = 0;
   virtual void reconnect_exchange(Communicator& communicator) = 0;
   virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
                                           double loss_scale) = 0;
@@ -142,6 +147,7 @@ class ParameterGroup {
 
   SelectionRule rule_;
   bool continues_ = false;
+  std::optional<Checksum> former_;
   bool continued_ = false;  // the moments are prepared for that
   SideStream const* side_;
   // Of an exchange with unused members: their parts of residual_ and moment_, zero meanwhile, and

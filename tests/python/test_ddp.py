@@ -373,6 +373,43 @@ def exchange_thrice(ddp: DistributedDataParallel, optimizer: torch.optim.Optimiz
         optimizer.step()
 
 
+def put_by_hand(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that differ between ranks, and come before a pass in another way."""
+    for step in range(4):
+        optimizer.zero_grad()
+        for parameter in ddp.parameters():
+            if step % 2 == 0:
+                size = dist.get_world_size()
+                parameter.grad = torch.full_like(parameter, size * (dist.get_rank() + step))
+        backward(ddp, step)
+        optimizer.step()
+
+
+def freeze_first(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    ddp.module.heads[1].requires_grad_(False)
+    for step in range(5):
+        optimizer.zero_grad()
+        ddp.module.heads[1].requires_grad_(step > 2)
+        backward(ddp, step)
+        optimizer.step()
+
+
+def check_gradients_that_were_changed_on_one_rank() -> None:
+    """What a pass adds to would be added to the result on one rank only."""
+    for native, momentum in ((True, 0.0), (False, 0.9)):
+        ddp = DistributedDataParallel(whole(Heads()))
+        register(ddp, "oktopk", native, 0.2, momentum=momentum)
+        backward(ddp, 0)
+        gradient = ddp.module.heads[0].weight.grad
+        assert gradient is not None
+        gradient.add_(dist.get_rank())
+        if dist.get_world_size() == 1:
+            backward(ddp, 1)
+            continue
+        with pytest.raises((ValueError, RuntimeError), match="gradients_of_earlier_passes"):
+            backward(ddp, 1)
+
+
 def check_momentum_over_several_passes() -> None:
     """SGD's velocity, whichever of a step's passes are exchanged."""
     patterns = ((True, True, True), (False, True, True), (True, False, True))
@@ -472,6 +509,7 @@ def check_steps() -> None:
     check(Heads, join)
     check_residuals_of_joined_ranks()
     check(Heads, freeze, find_unused_parameters=True)
+    check(Heads, freeze_first, (0.2,), find_unused_parameters=True)
     check(frozen_heads, accumulate, (0.2,), gradient_as_bucket_view=True)
     # What is delivered to a parameter without an optimizer is in no parameter.
     check(
@@ -492,6 +530,9 @@ def check_several_passes() -> None:
     check(Heads, exchange_thrice, find_unused_parameters=True)
     check(Heads, exchange_thrice, (0.2,), find_unused_parameters=True, gradient_as_bucket_view=True)
     check(Heads, use_some_over_zeros, (0.2,), find_unused_parameters=True)
+    check(Heads, put_by_hand)
+    check(Heads, put_by_hand, (0.2,), gradient_as_bucket_view=True)
+    check_gradients_that_were_changed_on_one_rank()
     check_momentum_over_several_passes()
     check_overflow_in_a_further_pass()
 
