@@ -50,6 +50,14 @@ def refuse_saver_of_one_rank(size: int) -> None:
         )
 
 
+def is_called_by(module: str) -> bool:
+    """Whether a function of the module, of that name, is among the callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _caller() -> str:
     """Returns the module that asks for a state_dict, by whatever objects that hold the state."""
     frame: FrameType | None = sys._getframe(1)

@@ -263,22 +263,25 @@ void bind_hooks(py::module_& module) {
       .def(
           "exchange",
           [](HookState& self, std::size_t index, bool last, at::Tensor const& buffer,
-             std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients,
-             bool continues) {
+             std::vector<at::Tensor> parameters, std::vector<at::Tensor> gradients, bool continues,
+             std::vector<bool> unused) {
             return run_for_python(self, {.index = index,
                                          .last = last,
                                          .buffer = buffer,
                                          .parameters = std::move(parameters),
                                          .gradients = std::move(gradients),
+                                         .unused = std::move(unused),
                                          .continues = continues});
           },
           py::arg("index"), py::arg("last"), py::arg("buffer"), py::arg("parameters"),
-          py::arg("gradients"), py::arg("continues") = false)
+          py::arg("gradients"), py::arg("continues") = false,
+          py::arg("unused") = std::vector<bool>())
       .def("add_parameters", &HookState::add_parameters)
       .def("add_received", &HookState::add_received, py::arg("parameters"), py::arg("gradients"),
            py::arg("factor"), py::arg("everywhere"), py::call_guard<py::gil_scoped_release>())
       .def("set_density", &HookState::set_density)
       .def("stats", &stats_dict)
+      .def_property_readonly("delivered", &HookState::delivered)
       .def_property_readonly("rank", &HookState::rank)
       .def("algorithms", &HookState::algorithms)
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })

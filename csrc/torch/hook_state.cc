@@ -116,6 +116,11 @@ std::optional<int> HookState::rank() const {
   return communicator_ ? std::optional(communicator_->rank()) : std::nullopt;
 }
 
+bool HookState::delivered() const {
+  Entry const entry(*this);
+  return step_ && step_->stands;
+}
+
 void HookState::require_open() const {
   require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
 }

@@ -120,6 +120,8 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::weak_ptr<Communicator const> communicator() const;
   // Null until connected.
   std::optional<int> rank() const;
+  // True when all of the last step was delivered, so that its results may be used.
+  bool delivered() const;
   // Ends the progress thread, which may hold Python objects, and with it all exchanges. Python's
   // garbage collector may call it on that thread: then another one does it, and later.
   void close();

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,8 +17,9 @@ from sparsecomm.optim.exchange import OptimizerExchange, described_values, requi
 from sparsecomm.optim.owners import Owners
 from sparsecomm.optim.travelling import TravellingGradient
 
-# What a parameter's gradient is multiplied by, and the parameter itself, before they are added up.
-Rates = Callable[[Tensor], tuple[float, float]]
+# What each parameter's gradient is multiplied by, and the parameter itself, before they are added
+# up.
+Rates = Mapping[Tensor, tuple[float, float]]
 
 
 @dataclass(eq=False)
@@ -27,6 +29,7 @@ class _Slot:
     bucket: _Bucket
     flat: Tensor  # the part of the bucket's buffer
     arrived: bool = False
+    frozen: bool = False  # as its gradient was taken
 
     def __post_init__(self) -> None:
         self.shape = self.parameter.shape
@@ -106,8 +109,7 @@ class GradientBuckets:
         state: what exchanges.
         capacity: bytes of a bucket, at most, but for parameters that are larger.
         compare_every: steps after which the ranks compare their parameters; 0: never.
-        rates: for each parameter, what its gradient is multiplied by, and the share of the
-            parameter itself that is added, before both are exchanged.
+        rates: makes the table of a step; of a parameter that is not in it nothing is sent.
     """
 
     def __init__(
@@ -115,12 +117,13 @@ class GradientBuckets:
         state: OptimizerExchange,
         capacity: float,
         compare_every: int,
-        rates: Rates | None = None,
+        rates: Callable[[], Rates] | None = None,
     ) -> None:
         self._state = state
         self._capacity = capacity
         self._compare_every = compare_every
-        self._rates = rates
+        self._make_rates = rates
+        self._rates: Rates = {}
         compression = state.compression
         self._has_moment = compression.momentum > 0 or compression.first_moment > 0
         self._buckets: list[_Bucket] = []
@@ -129,6 +132,7 @@ class GradientBuckets:
         self._frozen: list[tuple[str, Tensor]] = []
         self._launched = 0
         self._pausing = False
+        self._has_warned = False
         self._delivered = False  # what was exchanged waits to become the grads
         self._synchronized = False  # it is
         self._handles: list[torch.utils.hooks.RemovableHandle] = []
@@ -199,6 +203,9 @@ class GradientBuckets:
 
     def _take(self, slot: _Slot) -> None:
         parameter, gradient = slot.parameter, slot.parameter.grad
+        slot.frozen = not parameter.requires_grad
+        if slot.frozen:
+            gradient = None
         if gradient is not None:
             if gradient.layout != torch.strided:
                 raise TypeError(
@@ -213,14 +220,18 @@ class GradientBuckets:
             slot.lay_out()
         slot.set_grad(slot.travelling)
         view = slot.view
-        factor, share = (1.0, 0.0) if self._rates is None else self._rates(parameter)
+        factor, share = 1.0, 0.0
+        if self._make_rates is not None:
+            if not self._has_arrivals():
+                self._rates = self._make_rates()
+            factor, share = self._rates.get(parameter, (0.0, 0.0))
         if gradient is None:
             view.zero_()
         elif factor != 1:
             torch.mul(gradient, factor, out=view)
         elif gradient is not view:
             view.copy_(gradient)
-        if share != 0:
+        if share != 0 and not slot.frozen:
             view.add_(parameter.detach(), alpha=share)
         slot.arrived = True
         slot.bucket.missing -= 1
@@ -237,6 +248,8 @@ class GradientBuckets:
                 bucket.buffer,
                 bucket.parameters,
                 [slot.view for slot in bucket.slots],
+                # What is kept of them waits, as with the hooks.
+                [slot.frozen for slot in bucket.slots],
             )
             self._launched += 1
 
@@ -261,7 +274,10 @@ class GradientBuckets:
         for slot in self._slots.values():
             if not slot.has_view():
                 slot.renew_view()
-            slot.set_grad(slot.view)
+            if slot.frozen:
+                slot.parameter.grad = None
+            else:
+                slot.set_grad(slot.view)
         for bucket in self._buckets:
             bucket.version = bucket.buffer._version
         self._delivered, self._synchronized = False, True
@@ -327,22 +343,36 @@ class GradientBuckets:
                 slot.arrived = False
                 slot.give_up()
         self._launched = 0
-        self._state.unfinished = False
+        self._state.waited(error is not None)
         if error is not None:
             raise error
 
     def discard(self) -> None:
-        """The gradients are not wanted: what is on its way is waited for, and forgotten."""
+        """The gradients are not wanted: what is on its way is waited for, and dropped."""
+        if self._state.unfinished:
+            self._warn_of_residuals()
         self._delivered = self._synchronized = False
         if self._has_arrivals():
             self._wait()
+        self._state.unfinished = False
+
+    def _warn_of_residuals(self) -> None:
+        keeps = self._has_moment or self._state.density < 1
+        if self._has_warned or not keeps or self._state._place()[0] != 0:
+            return
+        self._has_warned = True
+        logging.getLogger("sparsecomm").warning(
+            "zero_grad() drops gradients that were exchanged and that no step() has used; what was "
+            "not sent of them is in the residuals, and comes in later steps: run a backward pass "
+            "whose gradients are not wanted within no_sync(), or with requires_grad_(False)"
+        )
 
     def _has_arrivals(self) -> bool:
         return any(bucket.missing < len(bucket.slots) for bucket in self._buckets)
 
     def finished(self) -> None:
         """A step has used the gradients."""
-        self._synchronized = False
+        self._synchronized = self._state.unfinished = False
         for bucket in self._buckets:
             bucket.version = bucket.buffer._version
 

@@ -16,7 +16,7 @@ from typing_extensions import Self, Unpack
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_momentum
-from sparsecomm.optim.buckets import GradientBuckets
+from sparsecomm.optim.buckets import GradientBuckets, Rates
 from sparsecomm.optim.exchange import (
     OptimizerExchange,
     check_parameters,
@@ -25,6 +25,7 @@ from sparsecomm.optim.exchange import (
     names_of,
 )
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
+from sparsecomm.rank_entries import is_called_by
 
 _SAVED = "sparsecomm"  # the key in state_dict()
 _MEBIBYTE = 1 << 20
@@ -173,10 +174,10 @@ class DistributedOptimizer(_Adopted):
             # First, since this says which ranks it waits for.
             exchange._connect(f"{type(self).__name__}()")
             exchange.compare(self._agreed(named, bucket_cap_mb, compare_every))
-        self._group_of = {p: i for i, g in enumerate(self.param_groups) for p in g["params"]}
         rates = _rates(weakref.ref(self)) if lr_in_accumulator else None
         self._exchange = exchange
-        self._parameter_names = [name for name, _ in named]
+        self._names = {parameter: name for name, parameter in named}
+        self._members = self._identities()
         capacity = bucket_cap_mb * _MEBIBYTE
         self._buckets = GradientBuckets(exchange, capacity, compare_every, rates)
         self._buckets.add(named)
@@ -208,10 +209,12 @@ class DistributedOptimizer(_Adopted):
         Raises:
             RuntimeError: within :meth:`no_sync`, or the exchange failed; what was to be sent
                 is in the residuals then, and every ``grad`` is ``None``. Or a parameter was
-                replaced in its module, or ranks drifted apart: see :meth:`compare_parameters`.
+                replaced in its module, or put into a group in another way than by
+                :meth:`add_param_group`; or ranks drifted apart: see :meth:`compare_parameters`.
             TypeError: a parameter was converted to another type or device and not back; raised by
                 the backward pass that brings its gradient, too.
         """
+        self._require_known()
         self._buckets.synchronize()
 
     def compare_parameters(self) -> None:
@@ -244,7 +247,10 @@ class DistributedOptimizer(_Adopted):
     step.hooked = True  # type: ignore[attr-defined]  # that is, _step() is
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As torch's; gradients that are being exchanged are waited for, and forgotten."""
+        """As torch's; gradients that are being exchanged are waited for, and dropped.
+
+        What was not sent of them is in the residuals, and comes in later steps.
+        """
         self._buckets.discard()
         super().zero_grad(set_to_none)
 
@@ -261,8 +267,13 @@ class DistributedOptimizer(_Adopted):
 
     def _extend(self, group: dict[str, Any]) -> None:
         self._check_rates(group)
-        every = self._named(None, self._parameter_names)
-        added = every[len(self._parameter_names) :]
+        given = group.get("param_names")
+        added = [
+            (given[i] if given else f"parameter.{len(self._names) + i}", parameter)
+            for i, parameter in enumerate(group["params"])
+        ]
+        every = [(name, parameter) for parameter, name in self._names.items()] + added
+        _require_distinct([name for name, _ in every])
         check_parameters(added)
         self._exchange.compare(
             described_group(len(self.param_groups) - 1, group) | described_parameters(added)
@@ -273,9 +284,27 @@ class DistributedOptimizer(_Adopted):
         self._exchange._native.add_parameters(
             trained, [(parameter, density) for parameter, density in densities if parameter in own]
         )
-        self._group_of |= dict.fromkeys(group["params"], len(self.param_groups) - 1)
         self._buckets.add(added)
-        self._parameter_names += [name for name, _ in added]
+        self._names |= {parameter: name for name, parameter in added}
+        self._members = self._identities()
+
+    def _identities(self) -> list[int]:
+        return [id(p) for group in self.param_groups for p in group["params"]]
+
+    def _require_known(self) -> None:
+        """Raises RuntimeError if a group has a trained parameter that is not exchanged."""
+        members = self._identities()
+        if members == self._members:
+            return
+        for number, group in enumerate(self.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self._names:
+                    raise RuntimeError(
+                        f"parameter group {number} has a parameter of shape "
+                        f"{list(parameter.shape)} that was put there by hand, and so is not "
+                        "exchanged: use add_param_group() on every rank, or make the optimizer anew"
+                    )
+        self._members = members
 
     def state_dict(self) -> dict[str, Any]:
         """Returns torch's, and under ``"sparsecomm"`` what the exchange keeps on this rank."""
@@ -305,13 +334,20 @@ class DistributedOptimizer(_Adopted):
                 "as they are"
             )
         before = super().state_dict()  # of the same tensors
-        super().load_state_dict(torchs)
-        if _SAVED in state_dict:
-            try:
+        try:
+            super().load_state_dict(torchs)
+            for number, group in enumerate(self.param_groups):
+                if missing := self.defaults.keys() - group.keys():
+                    raise KeyError(f"{', '.join(sorted(missing))} of parameter group {number}")
+            if _SAVED in state_dict:
                 self._exchange.load_state_dict(state_dict[_SAVED])
-            except BaseException:
-                super().load_state_dict(before)
-                raise
+        except BaseException as error:
+            super().load_state_dict(before)
+            if isinstance(error, KeyError):
+                raise ValueError(
+                    f"the state_dict is not of {self._base.__name__}: it lacks {error}"
+                ) from error
+            raise
         self._exchange.loaded = False
 
     def __repr__(self) -> str:
@@ -331,7 +367,7 @@ class DistributedOptimizer(_Adopted):
         return {
             **super().__getstate__(),
             "_exchange_arguments": self._exchange_arguments,
-            "_exchange_names": self._parameter_names,
+            "_exchange_names": [self._names[p] for g in self.param_groups for p in g["params"]],
             "_exchange_saved": self._exchange.state_dict(),
         }
 
@@ -349,24 +385,19 @@ class DistributedOptimizer(_Adopted):
         )
 
     def _named(
-        self,
-        named_parameters: Iterable[tuple[str, Tensor]] | None,
-        known: Iterable[str] = (),
+        self, named_parameters: Iterable[tuple[str, Tensor]] | None
     ) -> list[tuple[str, Tensor]]:
-        """All parameters with their names, of which the first ones are known."""
+        """All parameters with their names."""
         parameters: list[Tensor] = []
-        names = list(known)
+        names: list[str] = []
         for group in self.param_groups:
             given = group.get("param_names")
             for i, parameter in enumerate(group["params"]):
                 parameters.append(parameter)
-                if len(parameters) > len(names):
-                    names.append(given[i] if given else f"parameter.{len(names)}")
+                names.append(given[i] if given else f"parameter.{len(names)}")
         if named_parameters is not None:
             names = names_of(named_parameters, parameters)
-        if len(set(names)) < len(names):
-            twice = sorted({name for name in names if names.count(name) > 1})
-            raise ValueError(f"{', '.join(twice)} names more than one parameter of the optimizer")
+        _require_distinct(names)
         return list(zip(names, parameters, strict=True))
 
     def _check_rates(self, group: dict[str, Any]) -> None:
@@ -394,10 +425,13 @@ class DistributedOptimizer(_Adopted):
     def _only_makes_state(self) -> bool:
         """Whether this is torch.distributed.checkpoint's step, which is to change nothing.
 
-        It sets gradients and learning rates to zero, for an optimizer to make what it keeps.
+        It sets gradients and learning rates to zero, for an optimizer to make what it keeps. Who
+        calls is asked last, of steps that would change little.
         """
-        return self._buckets.only_zeros_were_given() and all(
-            float(group["lr"]) == 0 for group in self.param_groups if "lr" in group
+        return (
+            self._buckets.only_zeros_were_given()
+            and all(float(group["lr"]) == 0 for group in self.param_groups if "lr" in group)
+            and is_called_by("torch.distributed.checkpoint.state_dict")
         )
 
     @torch.no_grad()
@@ -503,14 +537,31 @@ def _mean(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
     return total / dist.get_world_size(group)
 
 
-def _rates(reference: weakref.ref[DistributedOptimizer]) -> Callable[[Tensor], tuple[float, float]]:
-    """For each parameter, by its group as it is now, what the accumulator takes."""
+def _rates(reference: weakref.ref[DistributedOptimizer]) -> Callable[[], Rates]:
+    """Returns what makes, for a step, a table of what the accumulator takes of each parameter."""
 
-    def rates(parameter: Tensor) -> tuple[float, float]:
+    def of_step() -> Rates:
         optimizer = reference()
         assert optimizer is not None
-        group = optimizer.param_groups[optimizer._group_of[parameter]]
-        rate = float(group["lr"])
-        return -rate if group["maximize"] else rate, rate * float(group["weight_decay"])
+        # Gradients carry the loss scale, and the weights that decay do not.
+        scale = optimizer._exchange.loss_scale()
+        rates = {}
+        for group in optimizer.param_groups:
+            rate = float(group["lr"])
+            entry = (
+                -rate if group["maximize"] else rate,
+                rate * float(group["weight_decay"]) * scale,
+            )
+            rates.update(dict.fromkeys(group["params"], entry))
+        return rates
 
-    return rates
+    return of_step
+
+
+def _require_distinct(names: list[str]) -> None:
+    if len(set(names)) < len(names):
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(
+            f"{', '.join(twice)} names more than one parameter of the optimizer, or one that it "
+            "has twice"
+        )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 
 from sparsecomm import _C
 from sparsecomm.compression import Compression, check_dtype
-from sparsecomm.hooks import CompressionState
+from sparsecomm.hooks import CompressionState, LossScaler
 from sparsecomm.options import CommunicatorOptions
 
 _SHOWN = 8  # differences between ranks
@@ -33,10 +33,16 @@ class OptimizerExchange(CompressionState):
     ) -> None:
         self._average = average
         self._pending: dict[str, Any] | None = None
+        self.loss_scale: Callable[[], float] = lambda: 1.0  # of the gradients
         self.steps = 0  # since the ranks connected, so the same on all
-        self.unfinished = False  # some buckets of a step have been exchanged, and others not
+        # What was exchanged is neither in the residuals nor in the parameters.
+        self.unfinished = False
         self.loaded = False  # and the optimizer not yet
         super().__init__(compression, process_group, communicator_options=options)
+
+    def follow(self, scaler: LossScaler) -> None:
+        super().follow(scaler)
+        self.loss_scale = scaler.get_scale
 
     def state_dict(self) -> dict[str, Any]:
         self._require_finished("save")
@@ -52,12 +58,12 @@ class OptimizerExchange(CompressionState):
         super().reconnect(process_group)
         self.steps = 0
 
-    # Gradients that have been exchanged are neither in the residuals nor in the parameters.
     def _require_finished(self, what: str) -> None:
         if self.unfinished:
             raise ValueError(
-                f"cannot {what} the state between backward() and step(), when some parameters "
-                "had no gradient; do it after step(), or after zero_grad()"
+                f"cannot {what} the state between backward() and step(), when what was exchanged "
+                "is in the gradients alone; do it after step(), or after zero_grad(), which drops "
+                "it"
             )
 
     def _connect(self, call: str = "the first step") -> None:
@@ -67,14 +73,21 @@ class OptimizerExchange(CompressionState):
             self._pending = None
 
     def exchange(
-        self, index: int, last: bool, buffer: Tensor, parameters: list[Tensor], views: list[Tensor]
+        self,
+        index: int,
+        last: bool,
+        buffer: Tensor,
+        parameters: list[Tensor],
+        views: list[Tensor],
+        unused: list[bool],
     ) -> Work:
         self._connect()
         self.unfinished = True
-        try:
-            return self._native.exchange(index, last, buffer, parameters, views)
-        finally:
-            self.unfinished = not last
+        return self._native.exchange(index, last, buffer, parameters, views, unused=unused)
+
+    def waited(self, failed: bool) -> None:
+        """The exchange has ended; where it failed or was not finite, nothing was delivered."""
+        self.unfinished = not failed and self._native.delivered
 
     def compare(self, mine: dict[str, str]) -> None:
         """Raises the same error on every rank of the group unless all have the same."""
@@ -173,11 +186,14 @@ def names_of(named_parameters: Iterable[tuple[str, Tensor]], parameters: list[Te
 
 
 def described_group(number: int, group: dict[str, Any]) -> dict[str, str]:
-    """The options of a parameter group, which ranks must agree on."""
+    """The options of a parameter group that ranks must agree on: numbers, words, and pairs of them.
+
+    What else a program keeps there need not print alike in two processes.
+    """
     return {
         f"{key} of parameter group {number}": f"{value.item() if _is_number(value) else value}"
         for key, value in group.items()
-        if key not in ("params", "param_names")
+        if key not in ("params", "param_names") and _is_plain(value)
     }
 
 
@@ -197,6 +213,12 @@ def described_values(named: list[tuple[str, Tensor]]) -> dict[str, str]:
         values = parameter.detach().cpu().contiguous()
         entries[f"the values of {name}"] = f"{_C.checksum(values):016x}"
     return entries
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str)) or _is_number(value)
 
 
 def _is_number(value: object) -> bool:

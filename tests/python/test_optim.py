@@ -790,11 +790,17 @@ def check_all(folder: Path) -> None:
     check_distributed_checkpoints(folder)
     check_a_failed_load_changes_nothing()
     check_saving_in_the_middle_of_a_step()
+    check_groups_changed_by_hand()
+    check_frozen_in_between()
+    check_a_step_at_no_rate()
+    check_decay_under_a_loss_scale()
+    check_what_else_groups_hold()
+    check_loading_another_kind()
     check_added_groups()
 
 
 def check_saving_in_the_middle_of_a_step() -> None:
-    """A step that waits for parameters without a gradient is neither saved nor taken back."""
+    """What was exchanged and not yet used is neither saved nor taken back."""
     model, unused = make_model(), nn.Linear(40, 40)
     named = [*unused.named_parameters("unused"), *model.named_parameters()]
     optimizer = OkTopkSGD(named, lr=0.0, density=0.05, bucket_cap_mb=SMALL)
@@ -805,6 +811,9 @@ def check_saving_in_the_middle_of_a_step() -> None:
         copy.deepcopy(optimizer)
     local = {name: parameter.grad for name, parameter in make_gradients(0).items()}
     optimizer.synchronize()
+    with pytest.raises(ValueError, match=r"between backward\(\) and step\(\)"):
+        optimizer.state_dict()
+    optimizer.step()
     first = checkpoint_of(optimizer.exchange)["residuals"]
     size = dist.get_world_size()
     for name, parameter in model.named_parameters():
@@ -814,7 +823,15 @@ def check_saving_in_the_middle_of_a_step() -> None:
         kept = sum(gathered(first[name])) / size
         whole = sum(gathered(gradient.reshape(-1))) / size
         torch.testing.assert_close(parameter.grad.reshape(-1) + kept, whole)
-    optimizer.step()
+
+    # All of it has come, and nobody has waited: the same on every rank, whenever it is asked.
+    whole_model = make_model()
+    everything = OkTopkSGD(whole_model.named_parameters(), lr=0.0, density=0.05)
+    backward(whole_model, 0)
+    with pytest.raises(ValueError, match=r"between backward\(\) and step\(\)"):
+        everything.state_dict()
+    everything.step()
+    everything.state_dict()
 
     optimizer.zero_grad()
     backward(model, 1)
@@ -826,6 +843,166 @@ def check_saving_in_the_middle_of_a_step() -> None:
         taken_back.append(torch.equal(again[name], first[name] + parameter.grad.reshape(-1)))
         assert taken_back[-1] or torch.equal(again[name], first[name]), name
     assert any(taken_back), "the model must have several groups for this test"
+
+
+def check_groups_changed_by_hand() -> None:
+    """What is not exchanged raises; names and rates follow a parameter from group to group."""
+
+    def make(
+        lr_in_accumulator: bool = False,
+    ) -> tuple[list[nn.Parameter], OkTopkSGD]:
+        first, second = (nn.Parameter(torch.ones(4)) for _ in range(2))
+        groups = [{"params": [first]}, {"params": [second], "lr": 0.125}]
+        optimizer = OkTopkSGD(
+            groups, lr=1.0, density=1.0, lr_in_accumulator=lr_in_accumulator, transport="c10d"
+        )
+        return [first, second], optimizer
+
+    def step(parameters: Iterable[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        torch.stack([p.sum() * (dist.get_rank() + 1) for p in parameters]).sum().backward()
+        optimizer.step()
+
+    size = dist.get_world_size()
+    average = (size + 1) / 2
+    head = nn.Parameter(torch.ones(4))
+
+    def replace(groups: list[dict[str, Any]]) -> None:
+        groups[1]["params"][0] = head
+
+    def append(groups: list[dict[str, Any]]) -> None:
+        groups[0]["params"].append(head)
+
+    def append_group(groups: list[dict[str, Any]]) -> None:
+        groups.append({**groups[0], "params": [head]})
+
+    for change in (replace, append, append_group):
+        parameters, optimizer = make()
+        step(parameters, optimizer)
+        change(optimizer.param_groups)
+        with pytest.raises(RuntimeError, match=r"shape \[4\].*add_param_group"):
+            step([*parameters, head], optimizer)
+        optimizer.zero_grad()
+
+    # An old head goes, a new one comes.
+    (first, _), optimizer = make()
+    del optimizer.param_groups[1]
+    head = nn.Parameter(torch.ones(4))
+    optimizer.add_param_group({"params": [head], "lr": 0.5})
+    step([first, head], optimizer)
+    assert torch.equal(head, torch.full((4,), 1 - 0.5 * average))
+
+    for lr_in_accumulator in (False, True):
+        (first, second), optimizer = make(lr_in_accumulator)
+        optimizer.param_groups[0]["params"].remove(first)
+        optimizer.param_groups[1]["params"].append(first)
+        step([first, second], optimizer)
+        assert torch.equal(first, torch.full((4,), 1 - 0.125 * average))
+        del optimizer.param_groups[0]
+        step([first, second], optimizer)
+        assert torch.equal(first, torch.full((4,), 1 - 0.25 * average))
+
+    (first, second), optimizer = make()
+    optimizer.param_groups.reverse()
+    copied = copy.deepcopy(optimizer)
+    names = dict(zip(copied._names.values(), copied._names, strict=True))
+    assert torch.equal(names["parameter.1"], copied.param_groups[0]["params"][0])
+    assert copied.param_groups[0]["params"][0] is names["parameter.1"]
+
+
+def check_frozen_in_between() -> None:
+    """What is kept of a frozen parameter waits until it is trained again."""
+    for momentum, decay in ((0.0, 0.0), (0.9, 0.1)):
+        first, second = (nn.Parameter(torch.zeros(10)) for _ in range(2))
+        optimizer = TopkSGD(
+            [("first", first), ("second", second)],
+            lr=1.0,
+            density=0.1,
+            select="exact",
+            dense_below=0,
+            momentum=momentum,
+            weight_decay=decay,
+        )
+
+        def step(
+            optimizer: TopkSGD = optimizer, both: tuple[nn.Parameter, ...] = (first, second)
+        ) -> None:
+            optimizer.zero_grad()
+            torch.stack([(torch.arange(1.0, 11.0) * p).sum() for p in both]).sum().backward()
+            optimizer.step()
+
+        step()
+        second.requires_grad_(False)
+        before = second.detach().clone()
+        kept = checkpoint_of(optimizer.exchange)["residuals"]["second"]
+        assert kept.any()
+        for _ in range(3):
+            step()
+            assert second.grad is None
+        assert torch.equal(second, before)
+        assert torch.equal(checkpoint_of(optimizer.exchange)["residuals"]["second"], kept)
+        second.requires_grad_(True)
+        for _ in range(9):
+            step()
+        assert not torch.equal(second, before)
+        if momentum == 0:
+            missing = checkpoint_of(optimizer.exchange)["residuals"]
+            for parameter, steps, name in ((first, 13, "first"), (second, 10, "second")):
+                whole = -steps * torch.arange(1.0, 11.0)
+                mean = sum(gathered(missing[name])) / dist.get_world_size()
+                torch.testing.assert_close(parameter.detach() - mean, whole)
+
+
+def check_a_step_at_no_rate() -> None:
+    """A rank without a batch takes part, whatever the learning rate is."""
+    model = make_model()
+    optimizer = OkTopkSGD(model.named_parameters(), lr=0.5, density=1.0)
+    train(model, optimizer, range(1))
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    optimizer.zero_grad(set_to_none=False)
+    if dist.get_rank() == 0:
+        backward(model, 1)
+    optimizer.step()
+    gradients = flat(p.grad for p in model.parameters() if p.grad is not None)
+    assert gradients.any()
+    assert all(torch.equal(other, gradients) for other in gathered(gradients))
+
+
+def check_decay_under_a_loss_scale() -> None:
+    class Scaler:
+        def get_scale(self) -> float:
+            return 1024.0
+
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = OkTopkSGD(
+        [("weight", weight)], lr=0.5, weight_decay=0.5, density=1.0, lr_in_accumulator=True
+    )
+    optimizer.exchange.follow(Scaler())
+    (1024.0 * weight * 0.0).sum().backward()
+    optimizer.synchronize()
+    assert weight.grad is not None
+    weight.grad /= 1024
+    optimizer.step()
+    assert torch.equal(weight, torch.full((4,), 0.75))
+
+
+def check_what_else_groups_hold() -> None:
+    """Options that print differently on each rank, as sets of words do, are not compared."""
+    weight = nn.Parameter(torch.ones(4))
+    OkTopkSGD([{"params": [weight], "tag": {f"rank {dist.get_rank()}"}, "of": object()}], lr=1.0)
+
+
+def check_loading_another_kind() -> None:
+    for steps in (0, 1):
+        weights = [nn.Parameter(torch.ones(4)) for _ in range(2)]
+        sgd, other = OkTopkSGD(weights[:1], lr=1.0, momentum=0.9), OkTopkAdamW(weights[1:])
+        for _ in range(steps):
+            weights[0].sum().backward()
+            sgd.step()
+        with pytest.raises(ValueError, match=r"not of AdamW"):
+            other.load_state_dict(sgd.state_dict())
+        assert "betas" in other.param_groups[0]
 
 
 def make_gradients(step: int) -> dict[str, nn.Parameter]:
