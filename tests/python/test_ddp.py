@@ -22,6 +22,7 @@ import torch.distributed as dist
 from models import checkpoint_of, gathered
 from ranks import run_ranks
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
@@ -499,6 +500,33 @@ def check_several_passes() -> None:
 @pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_several_passes(size: int) -> None:
     run_ranks(size, check_several_passes, timeout=100)
+
+
+# ---- parameters that DDP does not reduce
+
+
+def call_with_others(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Passes with what was computed of the parameters, and with others in their place."""
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        named = ddp.module.named_parameters()
+        return functional_call(ddp, {f"module.{name}": 2 * p for name, p in named}, x)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(called, step)
+        named = ddp.module.named_parameters()
+        others = {f"module.{name}": p.detach().clone().requires_grad_() for name, p in named}
+        functional_call(ddp, others, numbers(step))
+        optimizer.step()
+
+
+def check_unreduced() -> None:
+    check(Heads, call_with_others, (1, 0.2, 0.2), kinds=("oktopk", "topk, exact"))
+
+
+def test_parameters_that_ddp_does_not_reduce() -> None:
+    run_ranks(2, check_unreduced)
 
 
 # ---- sparse gradients
