@@ -643,7 +643,8 @@ def register_comm_hook(
         RuntimeError: the model has a hook already or has run a backward pass, the state serves
             another model, or ``torch._dynamo.config.optimize_ddp`` is ``"python_reducer"``. The
             model raises it in its forward pass once parameters have been replaced, or converted to
-            another type or device, and be it back again: DDP reduces no gradient of these.
+            another type or device, and be it back again, or are trained that were frozen when DDP
+            was made: DDP reduces no gradient of these.
         ValueError: the state was given another process group than the model, or is connected to
             another one.
     """
@@ -692,34 +693,47 @@ def register_comm_hook(
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
-    ddp.register_forward_pre_hook(_reducer_watch(ddp.module))
+    ddp.register_forward_pre_hook(_reducer_watch(ddp))
     watch_momentum(state, ddp.module.parameters())
     return state
 
 
-def _reducer_watch(model: torch.nn.Module) -> Callable[[torch.nn.Module, Any], None]:
-    """Returns a forward hook that raises once DDP no longer reduces one of the gradients it does.
+def _reducer_watch(ddp: DistributedDataParallel) -> Callable[[torch.nn.Module, Any], None]:
+    """Returns a forward hook that raises if a parameter is trained that DDP does not reduce.
 
     Torch gives a parameter whose type or device has changed another gradient accumulator, which
-    DDP's reducer does not know, even if it is changed back; nor does it know a new parameter.
+    DDP's reducer does not know, even if it is changed back; nor does it know a new parameter, or
+    one that was frozen when DDP was made.
     """
-    reduced = [
-        (f"{path}.{key}" if path else key, module._parameters, key)
-        for path, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and _C.has_reducer(parameter)
-    ]
+    reduced: set[str] = set()
+    places = []
+    for path, module in ddp.module.named_modules():
+        for key, parameter in module._parameters.items():
+            name = f"{path}.{key}" if path else key
+            if parameter is not None and _C.has_reducer(parameter):
+                reduced.add(name)
+            elif parameter is None or name in ddp.parameters_to_ignore:
+                continue
+            places.append((name, module._parameters, key))
 
     def before_forward(_module: torch.nn.Module, _inputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        name = _C.first_unreduced(reduced)
-        if name is not None:
+        name = _C.first_unreduced(places)
+        if name is None:
+            return
+        if name in reduced:
             raise RuntimeError(
                 f"DistributedDataParallel no longer reduces the gradient of {name}, which has been "
                 "replaced, or converted to another type or device, so that ranks would drift "
                 "apart: make DistributedDataParallel, and the state, anew for the model as it is"
             )
+        raise RuntimeError(
+            f"DistributedDataParallel does not reduce the gradient of {name}, which was frozen, or "
+            "not there, when it was made, so that ranks would drift apart: make "
+            "DistributedDataParallel, and the state, anew (docs/training.md, Unfreezing layers), "
+            "or freeze parameters after making it, with find_unused_parameters=True"
+        )
 
     return before_forward
 

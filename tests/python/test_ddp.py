@@ -521,8 +521,29 @@ def call_with_others(ddp: DistributedDataParallel, optimizer: torch.optim.Optimi
         optimizer.step()
 
 
+def check_unfrozen() -> None:
+    """What was frozen when DDP was made has no part in it, but where DDP was told to ignore it."""
+    for ignored in (False, True):
+        model = whole(frozen_heads())
+        if ignored:
+            frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        ddp = DistributedDataParallel(model)
+        register(ddp, "oktopk", True, 0.2)
+        backward(ddp, 0)
+        model.heads[2].requires_grad_(True)
+        with torch.no_grad():
+            ddp(numbers(1))
+        if ignored:
+            backward(ddp, 1)
+        else:
+            with pytest.raises(RuntimeError, match=r"gradient of heads\.2\.weight, .*frozen.*anew"):
+                ddp(numbers(1))
+
+
 def check_unreduced() -> None:
     check(Heads, call_with_others, (1, 0.2, 0.2), kinds=("oktopk", "topk, exact"))
+    check_unfrozen()
 
 
 def test_parameters_that_ddp_does_not_reduce() -> None:
