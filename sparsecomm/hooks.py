@@ -10,6 +10,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
@@ -24,7 +25,7 @@ from sparsecomm.rank_entries import (
     refuse_saver_of_one_rank,
     refuse_to_copy,
 )
-from sparsecomm.reducer import ReducerFinder
+from sparsecomm.reducer import ModelFinder
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import (
     connect,
@@ -99,7 +100,7 @@ class CompressionState:
         self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
         self._error: Exception | None = None  # of this step's hook in Python
         self._part = ""  # of the model, where ranks hold different ones
-        self._reducers = ReducerFinder()
+        self._models = ModelFinder()
         self._compression = compression
         self._native = _C.HookState(
             compression.native(average=self._average),
@@ -194,7 +195,7 @@ class CompressionState:
         self._native.reconnect(self._transport_to(process_group, "state.reconnect"))
         self._process_group = process_group
         self._registered = False
-        self._reducers = ReducerFinder()
+        self._models = ModelFinder()
         self._reconnected = True
 
     def _require_reconnectable(self) -> None:
@@ -410,16 +411,40 @@ class CompressionState:
                 )
             self._native.connect(self._transport_to(self._process_group, call))
 
+    def _require_ranks_of(self, ddp: DistributedDataParallel) -> None:
+        """Raises unless this state exchanges, or is to exchange, among the ranks of ``ddp``."""
+        own = self._process_group or dist.group.WORLD
+        if self._connected_group is not None:
+            own = self._connected_group()
+        if own is not ddp.process_group and _members(own) != _members(ddp.process_group):
+            raise self._other_group(own, ddp)
+
+    def _other_group(
+        self, own: dist.ProcessGroup | None, ddp: DistributedDataParallel
+    ) -> ValueError:
+        return ValueError(
+            "the state's process group is not the model's: the state exchanges among "
+            f"{_members(own)}, and DistributedDataParallel among {_members(ddp.process_group)}; "
+            + (
+                "call state.reconnect(ddp.process_group) on each of these ranks"
+                if self._native.connected
+                else "make the state with process_group=ddp.process_group"
+            )
+        )
+
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # As the hook in C++ does: see DdpHook.
         if bucket.index() == 0:
             self._error = None
         if self._error is None:
             try:
+                ddp = self._models.model_of(bucket)
+                if ddp is not None:
+                    self._require_ranks_of(ddp)
                 if not self._native.connected:
                     watch_momentum(self, bucket.parameters())
                 self._connect()
-                work = self._native.run(bucket, self._reducers.reducer_of(bucket))
+                work = self._native.run(bucket, ddp.reducer if ddp is not None else None)
                 future: torch.futures.Future[torch.Tensor] = work.get_future()
                 return future
             except Exception as error:
@@ -646,7 +671,7 @@ def register_comm_hook(
             another type or device, and be it back again, or are trained that were frozen when DDP
             was made: DDP reduces no gradient of these.
         ValueError: the state was given another process group than the model, or is connected to
-            another one.
+            another one. The model raises it in its forward pass once it is given another one.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
@@ -672,13 +697,9 @@ def register_comm_hook(
     if ddp._use_python_reducer:
         raise RuntimeError(_PYTHON_REDUCER)
     connected = state._connected_group
-    if state._process_group not in (None, ddp.process_group) or (
-        connected is not None and connected() is not ddp.process_group
-    ):
-        raise ValueError(
-            "the state's process group is not the model's: give both the same one, or call "
-            "state.reconnect(ddp.process_group) on each of its ranks if the state is connected"
-        )
+    own = connected() if connected is not None else state._process_group or ddp.process_group
+    if own is not ddp.process_group:
+        raise state._other_group(own, ddp)
     state._process_group = ddp.process_group
     if not state._reconnected:  # else it has the names already
         state._name(
@@ -693,13 +714,15 @@ def register_comm_hook(
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
-    ddp.register_forward_pre_hook(_reducer_watch(ddp))
+    ddp.register_forward_pre_hook(_watch(ddp, state))
     watch_momentum(state, ddp.module.parameters())
     return state
 
 
-def _reducer_watch(ddp: DistributedDataParallel) -> Callable[[torch.nn.Module, Any], None]:
-    """Returns a forward hook that raises if a parameter is trained that DDP does not reduce.
+def _watch(
+    ddp: DistributedDataParallel, state: CompressionState
+) -> Callable[[DistributedDataParallel, Any], None]:
+    """Returns a forward hook that raises if DDP reduces among other ranks, or not all gradients.
 
     Torch gives a parameter whose type or device has changed another gradient accumulator, which
     DDP's reducer does not know, even if it is changed back; nor does it know a new parameter, or
@@ -716,9 +739,10 @@ def _reducer_watch(ddp: DistributedDataParallel) -> Callable[[torch.nn.Module, A
                 continue
             places.append((name, module._parameters, key))
 
-    def before_forward(_module: torch.nn.Module, _inputs: Any) -> None:
+    def before_forward(model: DistributedDataParallel, _inputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
+        state._require_ranks_of(model)
         name = _C.first_unreduced(places)
         if name is None:
             return
@@ -752,6 +776,12 @@ def _remedy(model: Any) -> str:
         "prepare(), and may keep the wrapped model in another attribute. With one process trainers "
         "do not wrap it: there is nothing to exchange then"
     )
+
+
+def _members(group: dist.ProcessGroup | None) -> str:
+    """Names a group by its ranks in the default group."""
+    ranks = None if group is None else distributed_c10d._world.pg_group_ranks.get(group)
+    return "the ranks of a destroyed group" if ranks is None else f"ranks {[*ranks]}"
 
 
 def _described(state: object) -> str:

@@ -698,6 +698,51 @@ def test_several_models_and_groups(size: int) -> None:
     run_ranks(size, check_several, timeout=100)
 
 
+def check_group_that_changes() -> None:
+    """Those who exchange are DDP's ranks, or it is an error."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+
+    def run(native: bool | None) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(whole(Heads()), process_group=pair)
+        state = None if native is None else register(ddp, "topk, exact", native, 1.0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        for step in range(4):
+            if step == 2:
+                if state is None:
+                    ddp = DistributedDataParallel(ddp.module, process_group=alone)
+                else:
+                    ddp._update_process_group(alone)
+                    with pytest.raises(
+                        (ValueError, RuntimeError),
+                        match=rf"ranks \[0, 1\].*ranks \[{rank}\].*state\.reconnect",
+                    ):
+                        backward(ddp, step)
+                    state.reconnect(alone)
+            optimizer.zero_grad()
+            backward(ddp, step)
+            optimizer.step()
+        return [*ddp.parameters()]
+
+    expected = run(None)
+    for native in (True, False):
+        for parameter, plain in zip(run(native), expected, strict=True):
+            assert torch.equal(parameter, plain), native
+
+    ddp = DistributedDataParallel(whole(Heads()), process_group=alone)
+    ddp.register_comm_hook(OkTopkState(), sparsecomm.oktopk_hook)
+    for _ in range(2):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=rf"ranks \[0, 1\].*ranks \[{rank}\].*process_group="
+        ):
+            backward(ddp, 0)
+
+
+def test_a_group_that_is_not_the_models() -> None:
+    run_ranks(2, check_group_that_changes)
+
+
 # ---- torch.compile
 
 
