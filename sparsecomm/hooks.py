@@ -687,7 +687,11 @@ def register_comm_hook(
             "goes with ddp.register_comm_hook(state, hook)"
         )
     if state._registered:
-        raise RuntimeError("this state serves another model already; make one state per model")
+        raise RuntimeError(
+            "this state serves another model already; make one state per model, or, if this "
+            "model takes the place of that one on another process group, call "
+            "state.reconnect(ddp.process_group) on each of its ranks first"
+        )
     if ddp._comm_hooks:
         raise RuntimeError("this model has a communication hook already; DDP takes one")
     if _C.has_run_backward(ddp.reducer):
