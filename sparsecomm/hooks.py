@@ -1,5 +1,6 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -36,6 +37,7 @@ from sparsecomm.transports import (
 _FORMAT = 4  # of state_dict()
 _MEMORY_ORDER = 3  # the format with residuals as they lay in memory
 _SETTLING = timedelta(seconds=10)  # until the other groups of a failed step have failed as well
+_NUMBERED = re.compile(r"parameter\.\d+")  # the key of a parameter without a name
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
 _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" makes DDP bring gradients one by one; '
@@ -66,8 +68,9 @@ class CompressionState:
         process_group: the ranks that exchange; the default group if ``None``. Give DDP the same
             one.
         named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
-            ``state_dict()``; without them, parameters are numbered in the order in which DDP's
-            first buckets hold them. :func:`register_comm_hook` sets them itself.
+            ``state_dict()``. :func:`register_comm_hook` sets them itself. A hook in Python takes
+            them from its DDP model in the first step, and if it does not find that, numbers the
+            parameters in the order in which DDP's first buckets hold them.
         keywords: ``timeout``, ``threads``, ``transport``, ``stall_limit``: fields of
             :class:`CommunicatorOptions`; or ``communicator_options``, such an object.
 
@@ -401,6 +404,15 @@ class CompressionState:
         self._native.set_densities(densities)
         self._knows_names = True
 
+    def _name_as_in(self, ddp: DistributedDataParallel | None) -> None:
+        """Takes the names of the model, unless the state knows some, or has loaded numbers."""
+        if self._knows_names or ddp is None:
+            return
+        names = _named_parameters(ddp)
+        loaded = self._native.checkpoint()["residuals"]
+        if all(key in names or not _NUMBERED.fullmatch(key) for key in loaded):
+            self._native.name_parameters([*names.items()])
+
     def _connect(self, call: str = "the first step") -> None:
         if not self._native.connected:
             if self._compression.densities and not self._knows_names:
@@ -443,6 +455,7 @@ class CompressionState:
                     self._require_ranks_of(ddp)
                 if not self._native.connected:
                     watch_momentum(self, bucket.parameters())
+                    self._name_as_in(ddp)
                 self._connect()
                 work = self._native.run(bucket, ddp.reducer if ddp is not None else None)
                 future: torch.futures.Future[torch.Tensor] = work.get_future()
@@ -706,11 +719,7 @@ def register_comm_hook(
         raise state._other_group(own, ddp)
     state._process_group = ddp.process_group
     if not state._reconnected:  # else it has the names already
-        state._name(
-            (name, parameter)
-            for name, parameter in ddp.module.named_parameters()
-            if name not in ddp.parameters_to_ignore
-        )
+        state._name(_named_parameters(ddp).items())
     state._connect("sparsecomm.register_comm_hook")
     _C.register_hook(ddp.reducer, state._native)
     # As DDP.register_comm_hook does, for its log and for compiled DDP.
@@ -780,6 +789,13 @@ def _remedy(model: Any) -> str:
         "prepare(), and may keep the wrapped model in another attribute. With one process trainers "
         "do not wrap it: there is nothing to exchange then"
     )
+
+
+def _named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Returns those that DDP was not told to ignore, or reduces all the same."""
+    ignored = ddp.parameters_to_ignore
+    named = ddp.module.named_parameters()
+    return {name: p for name, p in named if name not in ignored or _C.has_reducer(p)}
 
 
 def _members(group: dist.ProcessGroup | None) -> str:

@@ -30,10 +30,14 @@ class ModelFinder:
 
 def _search(bucket: GradBucket) -> DistributedDataParallel | None:
     parameter = bucket.parameters()[0]
+    holders = []
     for candidate in instances(DistributedDataParallel):
         reducer = vars(candidate).get("reducer")
         # Of another model the reducer may be at work on another thread.
-        own = any(parameter is p for p in candidate.parameters())
-        if own and reducer is not None and _C.is_bucket_of(bucket, reducer):
+        if reducer is None or not any(parameter is p for p in candidate.parameters()):
+            continue
+        if _C.is_bucket_of(bucket, reducer):
             return candidate
-    return None
+        holders.append(candidate)
+    # The zeros of a rank that has joined are in no bucket of its reducer.
+    return holders[0] if len(holders) == 1 else None
