@@ -1,5 +1,6 @@
 """DDP communication hooks: error-feedback top-k selection and sparse allreduce."""
 
+import re
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -10,6 +11,7 @@ from typing import Any, ClassVar, NoReturn, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
+from torch.distributed import distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import Unpack
 
@@ -24,7 +26,7 @@ from sparsecomm.rank_entries import (
     refuse_saver_of_one_rank,
     refuse_to_copy,
 )
-from sparsecomm.reducer import ReducerFinder
+from sparsecomm.reducer import ModelFinder
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import (
     connect,
@@ -35,6 +37,7 @@ from sparsecomm.transports import (
 _FORMAT = 4  # of state_dict()
 _MEMORY_ORDER = 3  # the format with residuals as they lay in memory
 _SETTLING = timedelta(seconds=10)  # until the other groups of a failed step have failed as well
+_NUMBERED = re.compile(r"parameter\.\d+")  # the key of a parameter without a name
 _KEYS = {"format", "algorithm", "density", "residuals", "moments", "groups", "loss_scale"}
 _PYTHON_REDUCER = (
     'torch._dynamo.config.optimize_ddp = "python_reducer" makes DDP bring gradients one by one; '
@@ -65,8 +68,9 @@ class CompressionState:
         process_group: the ranks that exchange; the default group if ``None``. Give DDP the same
             one.
         named_parameters: as ``model.named_parameters()`` gives them. The names become the keys of
-            ``state_dict()``; without them, parameters are numbered in the order in which DDP's
-            first buckets hold them. :func:`register_comm_hook` sets them itself.
+            ``state_dict()``. :func:`register_comm_hook` sets them itself. A hook in Python takes
+            them from its DDP model in the first step, and if it does not find that, numbers the
+            parameters in the order in which DDP's first buckets hold them.
         keywords: ``timeout``, ``threads``, ``transport``, ``stall_limit``: fields of
             :class:`CommunicatorOptions`; or ``communicator_options``, such an object.
 
@@ -99,7 +103,7 @@ class CompressionState:
         self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
         self._error: Exception | None = None  # of this step's hook in Python
         self._part = ""  # of the model, where ranks hold different ones
-        self._reducers = ReducerFinder()
+        self._models = ModelFinder()
         self._compression = compression
         self._native = _C.HookState(
             compression.native(average=self._average),
@@ -194,7 +198,7 @@ class CompressionState:
         self._native.reconnect(self._transport_to(process_group, "state.reconnect"))
         self._process_group = process_group
         self._registered = False
-        self._reducers = ReducerFinder()
+        self._models = ModelFinder()
         self._reconnected = True
 
     def _require_reconnectable(self) -> None:
@@ -400,6 +404,15 @@ class CompressionState:
         self._native.set_densities(densities)
         self._knows_names = True
 
+    def _name_as_in(self, ddp: DistributedDataParallel | None) -> None:
+        """Takes the names of the model, unless the state knows some, or has loaded numbers."""
+        if self._knows_names or ddp is None:
+            return
+        names = _named_parameters(ddp)
+        loaded = self._native.checkpoint()["residuals"]
+        if all(key in names or not _NUMBERED.fullmatch(key) for key in loaded):
+            self._native.name_parameters([*names.items()])
+
     def _connect(self, call: str = "the first step") -> None:
         if not self._native.connected:
             if self._compression.densities and not self._knows_names:
@@ -410,16 +423,41 @@ class CompressionState:
                 )
             self._native.connect(self._transport_to(self._process_group, call))
 
+    def _require_ranks_of(self, ddp: DistributedDataParallel) -> None:
+        """Raises unless this state exchanges, or is to exchange, among the ranks of ``ddp``."""
+        own = self._process_group or dist.group.WORLD
+        if self._connected_group is not None:
+            own = self._connected_group()
+        if own is not ddp.process_group and _members(own) != _members(ddp.process_group):
+            raise self._other_group(own, ddp)
+
+    def _other_group(
+        self, own: dist.ProcessGroup | None, ddp: DistributedDataParallel
+    ) -> ValueError:
+        return ValueError(
+            "the state's process group is not the model's: the state exchanges among "
+            f"{_members(own)}, and DistributedDataParallel among {_members(ddp.process_group)}; "
+            + (
+                "call state.reconnect(ddp.process_group) on each of these ranks"
+                if self._native.connected
+                else "make the state with process_group=ddp.process_group"
+            )
+        )
+
     def _run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         # As the hook in C++ does: see DdpHook.
         if bucket.index() == 0:
             self._error = None
         if self._error is None:
             try:
+                ddp = self._models.model_of(bucket)
+                if ddp is not None:
+                    self._require_ranks_of(ddp)
                 if not self._native.connected:
                     watch_momentum(self, bucket.parameters())
+                    self._name_as_in(ddp)
                 self._connect()
-                work = self._native.run(bucket, self._reducers.reducer_of(bucket))
+                work = self._native.run(bucket, ddp.reducer if ddp is not None else None)
                 future: torch.futures.Future[torch.Tensor] = work.get_future()
                 return future
             except Exception as error:
@@ -643,9 +681,10 @@ def register_comm_hook(
         RuntimeError: the model has a hook already or has run a backward pass, the state serves
             another model, or ``torch._dynamo.config.optimize_ddp`` is ``"python_reducer"``. The
             model raises it in its forward pass once parameters have been replaced, or converted to
-            another type or device, and be it back again: DDP reduces no gradient of these.
+            another type or device, and be it back again, or are trained that were frozen when DDP
+            was made: DDP reduces no gradient of these.
         ValueError: the state was given another process group than the model, or is connected to
-            another one.
+            another one. The model raises it in its forward pass once it is given another one.
     """
     if not isinstance(ddp, DistributedDataParallel):
         raise TypeError(
@@ -661,7 +700,11 @@ def register_comm_hook(
             "goes with ddp.register_comm_hook(state, hook)"
         )
     if state._registered:
-        raise RuntimeError("this state serves another model already; make one state per model")
+        raise RuntimeError(
+            "this state serves another model already; make one state per model, or, if this "
+            "model takes the place of that one on another process group, call "
+            "state.reconnect(ddp.process_group) on each of its ranks first"
+        )
     if ddp._comm_hooks:
         raise RuntimeError("this model has a communication hook already; DDP takes one")
     if _C.has_run_backward(ddp.reducer):
@@ -671,20 +714,12 @@ def register_comm_hook(
     if ddp._use_python_reducer:
         raise RuntimeError(_PYTHON_REDUCER)
     connected = state._connected_group
-    if state._process_group not in (None, ddp.process_group) or (
-        connected is not None and connected() is not ddp.process_group
-    ):
-        raise ValueError(
-            "the state's process group is not the model's: give both the same one, or call "
-            "state.reconnect(ddp.process_group) on each of its ranks if the state is connected"
-        )
+    own = connected() if connected is not None else state._process_group or ddp.process_group
+    if own is not ddp.process_group:
+        raise state._other_group(own, ddp)
     state._process_group = ddp.process_group
     if not state._reconnected:  # else it has the names already
-        state._name(
-            (name, parameter)
-            for name, parameter in ddp.module.named_parameters()
-            if name not in ddp.parameters_to_ignore
-        )
+        state._name(_named_parameters(ddp).items())
     state._connect("sparsecomm.register_comm_hook")
     _C.register_hook(ddp.reducer, state._native)
     # As DDP.register_comm_hook does, for its log and for compiled DDP.
@@ -692,34 +727,50 @@ def register_comm_hook(
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
-    ddp.register_forward_pre_hook(_reducer_watch(ddp.module))
+    ddp.register_forward_pre_hook(_watch(ddp, state))
     watch_momentum(state, ddp.module.parameters())
     return state
 
 
-def _reducer_watch(model: torch.nn.Module) -> Callable[[torch.nn.Module, Any], None]:
-    """Returns a forward hook that raises once DDP no longer reduces one of the gradients it does.
+def _watch(
+    ddp: DistributedDataParallel, state: CompressionState
+) -> Callable[[DistributedDataParallel, Any], None]:
+    """Returns a forward hook that raises if DDP reduces among other ranks, or not all gradients.
 
     Torch gives a parameter whose type or device has changed another gradient accumulator, which
-    DDP's reducer does not know, even if it is changed back; nor does it know a new parameter.
+    DDP's reducer does not know, even if it is changed back; nor does it know a new parameter, or
+    one that was frozen when DDP was made.
     """
-    reduced = [
-        (f"{path}.{key}" if path else key, module._parameters, key)
-        for path, module in model.named_modules()
-        for key, parameter in module._parameters.items()
-        if parameter is not None and _C.has_reducer(parameter)
-    ]
+    reduced: set[str] = set()
+    places = []
+    for path, module in ddp.module.named_modules():
+        for key, parameter in module._parameters.items():
+            name = f"{path}.{key}" if path else key
+            if parameter is not None and _C.has_reducer(parameter):
+                reduced.add(name)
+            elif parameter is None or name in ddp.parameters_to_ignore:
+                continue
+            places.append((name, module._parameters, key))
 
-    def before_forward(_module: torch.nn.Module, _inputs: Any) -> None:
+    def before_forward(model: DistributedDataParallel, _inputs: Any) -> None:
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
-        name = _C.first_unreduced(reduced)
-        if name is not None:
+        state._require_ranks_of(model)
+        name = _C.first_unreduced(places)
+        if name is None:
+            return
+        if name in reduced:
             raise RuntimeError(
                 f"DistributedDataParallel no longer reduces the gradient of {name}, which has been "
                 "replaced, or converted to another type or device, so that ranks would drift "
                 "apart: make DistributedDataParallel, and the state, anew for the model as it is"
             )
+        raise RuntimeError(
+            f"DistributedDataParallel does not reduce the gradient of {name}, which was frozen, or "
+            "not there, when it was made, so that ranks would drift apart: make "
+            "DistributedDataParallel, and the state, anew (docs/training.md, Unfreezing layers), "
+            "or freeze parameters after making it, with find_unused_parameters=True"
+        )
 
     return before_forward
 
@@ -738,6 +789,19 @@ def _remedy(model: Any) -> str:
         "prepare(), and may keep the wrapped model in another attribute. With one process trainers "
         "do not wrap it: there is nothing to exchange then"
     )
+
+
+def _named_parameters(ddp: DistributedDataParallel) -> dict[str, torch.Tensor]:
+    """Returns those that DDP was not told to ignore, or reduces all the same."""
+    ignored = ddp.parameters_to_ignore
+    named = ddp.module.named_parameters()
+    return {name: p for name, p in named if name not in ignored or _C.has_reducer(p)}
+
+
+def _members(group: dist.ProcessGroup | None) -> str:
+    """Names a group by its ranks in the default group."""
+    ranks = None if group is None else distributed_c10d._world.pg_group_ranks.get(group)
+    return "the ranks of a destroyed group" if ranks is None else f"ranks {[*ranks]}"
 
 
 def _described(state: object) -> str:

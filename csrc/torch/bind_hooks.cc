@@ -305,7 +305,8 @@ void bind_hooks(py::module_& module) {
   });
   module.def("has_reducer", &has_reducer);
   // The name of the first place, (name, a module's parameters, key), whose parameter is trained and
-  // whose gradient no reducer waits for.
+  // whose gradient no reducer waits for. What torch.func.functional_call puts there for a while is
+  // no leaf, or no nn.Parameter.
   module.def("first_unreduced", [](py::list const& places) -> std::optional<py::str> {
     for (py::handle const place : places) {
       auto const [name, parameters, key] = place.cast<std::tuple<py::str, py::dict, py::str>>();
@@ -313,7 +314,8 @@ void bind_hooks(py::module_& module) {
       py::object const parameter = parameters[key];
       if (!THPVariable_Check(parameter.ptr())) continue;
       at::Tensor const& tensor = THPVariable_Unpack(parameter.ptr());
-      if (tensor.requires_grad() && !has_reducer(tensor)) return name;
+      if (!tensor.requires_grad() || !tensor.is_leaf() || has_reducer(tensor)) continue;
+      if (py::isinstance(parameter, ParameterClass)) return name;
     }
     return std::nullopt;
   });

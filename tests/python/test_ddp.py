@@ -22,6 +22,7 @@ import torch.distributed as dist
 from models import checkpoint_of, gathered
 from ranks import run_ranks
 from torch import nn
+from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
@@ -542,6 +543,54 @@ def test_several_passes(size: int) -> None:
     run_ranks(size, check_several_passes, timeout=100)
 
 
+# ---- parameters that DDP does not reduce
+
+
+def call_with_others(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
+    """Passes with what was computed of the parameters, and with others in their place."""
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        named = ddp.module.named_parameters()
+        return functional_call(ddp, {f"module.{name}": 2 * p for name, p in named}, x)
+
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(called, step)
+        named = ddp.module.named_parameters()
+        others = {f"module.{name}": p.detach().clone().requires_grad_() for name, p in named}
+        functional_call(ddp, others, numbers(step))
+        optimizer.step()
+
+
+def check_unfrozen() -> None:
+    """What was frozen when DDP was made has no part in it, but where DDP was told to ignore it."""
+    for ignored in (False, True):
+        model = whole(frozen_heads())
+        if ignored:
+            frozen = [name for name, p in model.named_parameters() if not p.requires_grad]
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, frozen)
+        ddp = DistributedDataParallel(model)
+        register(ddp, "oktopk", True, 0.2)
+        backward(ddp, 0)
+        model.heads[2].requires_grad_(True)
+        with torch.no_grad():
+            ddp(numbers(1))
+        if ignored:
+            backward(ddp, 1)
+        else:
+            with pytest.raises(RuntimeError, match=r"gradient of heads\.2\.weight, .*frozen.*anew"):
+                ddp(numbers(1))
+
+
+def check_unreduced() -> None:
+    check(Heads, call_with_others, (1, 0.2, 0.2), kinds=("oktopk", "topk, exact"))
+    check_unfrozen()
+
+
+def test_parameters_that_ddp_does_not_reduce() -> None:
+    run_ranks(2, check_unreduced)
+
+
 # ---- sparse gradients
 
 
@@ -688,6 +737,51 @@ def check_several() -> None:
 @pytest.mark.parametrize("size", [2, 3])
 def test_several_models_and_groups(size: int) -> None:
     run_ranks(size, check_several, timeout=100)
+
+
+def check_group_that_changes() -> None:
+    """Those who exchange are DDP's ranks, or it is an error."""
+    rank = dist.get_rank()
+    pair = dist.new_group([0, 1])
+    alone = [dist.new_group([each]) for each in range(2)][rank]
+
+    def run(native: bool | None) -> list[torch.Tensor]:
+        ddp = DistributedDataParallel(whole(Heads()), process_group=pair)
+        state = None if native is None else register(ddp, "topk, exact", native, 1.0)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
+        for step in range(4):
+            if step == 2:
+                if state is None:
+                    ddp = DistributedDataParallel(ddp.module, process_group=alone)
+                else:
+                    ddp._update_process_group(alone)
+                    with pytest.raises(
+                        (ValueError, RuntimeError),
+                        match=rf"ranks \[0, 1\].*ranks \[{rank}\].*state\.reconnect",
+                    ):
+                        backward(ddp, step)
+                    state.reconnect(alone)
+            optimizer.zero_grad()
+            backward(ddp, step)
+            optimizer.step()
+        return [*ddp.parameters()]
+
+    expected = run(None)
+    for native in (True, False):
+        for parameter, plain in zip(run(native), expected, strict=True):
+            assert torch.equal(parameter, plain), native
+
+    ddp = DistributedDataParallel(whole(Heads()), process_group=alone)
+    ddp.register_comm_hook(OkTopkState(), sparsecomm.oktopk_hook)
+    for _ in range(2):
+        with pytest.raises(
+            (ValueError, RuntimeError), match=rf"ranks \[0, 1\].*ranks \[{rank}\].*process_group="
+        ):
+            backward(ddp, 0)
+
+
+def test_a_group_that_is_not_the_models() -> None:
+    run_ranks(2, check_group_that_changes)
 
 
 # ---- torch.compile
