@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
-    """The FSDP modules of ``model`` that have trainable parameters of their own, with these."""
+    """The FSDP modules of ``model`` that have parameters of their own, with these."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not modules:
         raise TypeError(
@@ -34,8 +34,13 @@ def groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
                     "which sums over the replicas itself; use DistributedDataParallel with "
                     "sparsecomm.register_comm_hook, or fully_shard on a mesh dimension of size 1"
                 )
-            if any(p.sharded_param.requires_grad for p in group.fsdp_params):
-                yield module, group
+            if not group.is_sharded:
+                raise RuntimeError(
+                    f"the parameters of a module, {type(module).__name__}, are gathered, as after "
+                    "a forward pass without a backward pass; call its reshard() before this, and "
+                    "before requires_grad_(), which would change the gathered ones alone"
+                )
+            yield module, group
 
 
 def part_of(group: FSDPParamGroup) -> str:
@@ -48,3 +53,19 @@ def reduced_dtype(parameter: FSDPParam) -> torch.dtype:
     """Returns the dtype of the parameter's gradient once FSDP has reduced it."""
     policy = parameter.mp_policy  # torch 2.15 has none in the group
     return policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+
+
+def check_entries(reduced: int, expected: int, names: Iterable[str]) -> None:
+    """Raises ValueError unless FSDP reduces the gradients of these parameters, and no others."""
+    if reduced == expected:
+        return
+    remedy = (
+        "some took no part in the backward pass; call model.set_reduce_scatter_unused_params(True)"
+        if reduced < expected
+        else "there are more, of parameters that were frozen after a backward pass under "
+        "set_requires_gradient_sync(False); freeze them after a pass that synchronises"
+    )
+    raise ValueError(
+        f"FSDP reduces {reduced} gradient entries of {', '.join(names)}, which have {expected}, "
+        f"padded: {remedy}"
+    )

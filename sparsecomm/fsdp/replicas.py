@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
-from sparsecomm.fsdp.modules import groups_of, part_of, reduced_dtype
+from sparsecomm.fsdp.modules import check_entries, groups_of, part_of, reduced_dtype
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import CommunicatorKeywords, communicator_options
@@ -30,7 +31,8 @@ def apply(
     shard, and returns once the average is there. Replicas must begin with the same parameters.
 
     Every parameter's shard has its residual, of float32 (float64 for float64 gradients), on every
-    rank. ``densities`` and ``dense_below`` of ``compression`` go by the names and dimensions of
+    rank. Parameters that are frozen now may be trained later, from the same step on on all ranks.
+    ``densities`` and ``dense_below`` of ``compression`` go by the names and dimensions of
     ``model``'s parameters. In ``state_dict()`` of the returned state a rank's entry names its
     place among the replicas and its shard, as in ``"rank_0_of_4_shard_1_of_8"``; it can be loaded
     by another number of replicas, but not of shards.
@@ -53,7 +55,8 @@ def apply(
         TypeError: an argument of the wrong kind; no module of ``model`` is an ``FSDPModule``.
         ValueError: ``mesh`` has several dimensions; ``compression`` clips; FSDP replicates the
             model itself, or shards its modules over different numbers of ranks.
-        RuntimeError: the model has an all-reduce hook already.
+        RuntimeError: the model has an all-reduce hook already, or modules that are gathered, as
+            after a forward pass without a backward pass.
     """
     options = communicator_options(apply, keywords)
     if not isinstance(mesh, DeviceMesh):
@@ -89,7 +92,7 @@ def apply(
     [state._part] = parts
     steps = _Steps(state)
     hooks = [(module, _Hook(group, names, steps)) for module, group in groups]
-    state._name(pair for _, hook in hooks for pair in zip(hook.names, hook.parameters, strict=True))
+    state._name(pair for _, hook in hooks for pair in hook.parameters.items())
     state._connect("sparsecomm.fsdp.apply")
     for module, hook in hooks:
         module.set_all_reduce_hook(hook)
@@ -105,7 +108,13 @@ class _Steps:
         self._state = state  # which lives as long as the model has the hooks
         self._seen: list[_Hook] = []
 
-    def exchange(self, hook: _Hook, reduced: torch.Tensor, gradients: list[torch.Tensor]) -> None:
+    def exchange(
+        self,
+        hook: _Hook,
+        reduced: torch.Tensor,
+        parameters: list[torch.Tensor],
+        gradients: list[torch.Tensor],
+    ) -> None:
         if hook in self._seen:
             self._seen.clear()  # the last backward pass was broken off
         if not self._seen:
@@ -113,7 +122,7 @@ class _Steps:
         self._seen.append(hook)
         index = len(self._seen) - 1
         work = self._state._native.exchange(
-            index, False, reduced, hook.parameters, gradients, hook.continues()
+            index, False, reduced, parameters, gradients, hook.continues()
         )
         work.wait()
 
@@ -121,7 +130,7 @@ class _Steps:
         if not self._seen:
             return  # of a pass that was broken off
         index = len(self._seen)
-        nothing = torch.empty(0, device=self._seen[-1].parameters[0].device)
+        nothing = torch.empty(0, device=self._seen[-1].device)
         self._seen.clear()
         self._state._native.exchange(index, True, nothing, [], []).wait()
 
@@ -131,22 +140,21 @@ class _Hook:
 
     def __init__(self, group: FSDPParamGroup, names: dict[int, str], steps: _Steps) -> None:
         self._steps = steps
-        trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        self.names = [names[id(p.sharded_param)] for p in trainable]
-        self._trainable = trainable
-        self._versions: list[int] = []  # of the shards in the last exchange
-        self._sizes = [p.padded_sharded_param_size.numel() for p in trainable]
+        self.device = group.device
+        self._members = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
+        self._exchanged: dict[str, FSDPParam] = {}  # in the last exchange
+        self._versions: list[int] = []  # of their shards then
         # They stand for the parameters, which FSDP may exchange: of their sizes, without memory.
-        self.parameters = [
-            torch.empty(1, dtype=reduced_dtype(p), device=group.device)
+        self.parameters = {
+            name: torch.empty(1, dtype=reduced_dtype(p), device=self.device)
             .expand(p.padded_sharded_param_size)
-            .requires_grad_()
-            for p in trainable
-        ]
+            .requires_grad_(p.sharded_param.requires_grad)
+            for name, p in self._members.items()
+        }
 
     def continues(self) -> bool:
         """Whether the last exchange's result is in the grads, and no optimizer has used it."""
-        shards = [p.sharded_param for p in self._trainable]
+        shards = [p.sharded_param for p in self._exchanged.values()]
         former, self._versions = self._versions, [shard._version for shard in shards]
         return former == self._versions and any(
             isinstance(shard.grad, DTensor) and bool(shard.grad.to_local().any())
@@ -154,10 +162,18 @@ class _Hook:
         )
 
     def __call__(self, reduced: torch.Tensor) -> None:
-        if reduced.numel() != sum(self._sizes):
+        # Parameters may be unfrozen at any time. The state then exchanges them in a group of their
+        # own, and each of its groups as a whole.
+        trained = {n: p for n, p in self._members.items() if p.unsharded_param.requires_grad}
+        frozen = [name for name in self._exchanged if name not in trained]
+        if frozen:
             raise ValueError(
-                f"FSDP has reduced {reduced.numel()} gradient entries of {', '.join(self.names)}, "
-                f"which have {sum(self._sizes)}: some took no part in the backward pass; call "
-                "model.set_reduce_scatter_unused_params(True)"
+                f"frozen since the last exchange: {', '.join(frozen)}, and not frozen in the same "
+                f"FSDP module: {', '.join(trained)}; freeze all of a module or none, and leave "
+                "other parameters that are not to be trained out of the optimizer instead"
             )
-        self._steps.exchange(self, reduced, list(torch.split(reduced, self._sizes)))
+        sizes = [p.padded_sharded_param_size.numel() for p in trained.values()]
+        check_entries(reduced.numel(), sum(sizes), trained)
+        self._exchanged = trained
+        parameters = [self.parameters[name] for name in trained]
+        self._steps.exchange(self, reduced, parameters, list(torch.split(reduced, sizes)))

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import Shard
 from typing_extensions import Unpack
@@ -18,7 +19,7 @@ from sparsecomm import _C
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
-from sparsecomm.fsdp.modules import groups_of, part_of
+from sparsecomm.fsdp.modules import check_entries, groups_of, part_of
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
@@ -102,6 +103,10 @@ class ReduceScatterState:
             comm.load(residuals)
 
 
+def _trained(group: FSDPParamGroup) -> list[FSDPParam]:
+    return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
+
+
 class _Step:
     """The exchanges of a backward pass stand or fall together."""
 
@@ -136,29 +141,30 @@ class _SparseReduceScatter:
         communicator: Communicator,
         step: _Step,
     ) -> None:
-        trainable = [p for p in group.fsdp_params if p.sharded_param.requires_grad]
-        for p in trainable:
+        trained = _trained(group)
+        for p in trained:
             if not isinstance(p.fsdp_placement, Shard) or p.fsdp_placement.dim != 0:
                 raise ValueError(
                     f"{names[id(p.sharded_param)]} is placed as {p.fsdp_placement}; only "
                     "parameters that are sharded along dimension 0 can be exchanged"
                 )
+        self._members = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
         self._size = communicator.size
-        self._names = [names[id(p.sharded_param)] for p in trainable]
-        self._sizes = [p.sharded_param.numel() for p in trainable]
+        self._names = [names[id(p.sharded_param)] for p in trained]
+        self._sizes = [p.sharded_param.numel() for p in trained]
         # Of a rank's part, which is the same of each parameter for every rank.
-        self._parts = [p.padded_sharded_param_size.numel() for p in trainable]
+        self._parts = [p.padded_sharded_param_size.numel() for p in trained]
         self._density = density
         self._communicator = communicator
         self._step = step
-        is_double = trainable[0].sharded_param.dtype == torch.float64
+        is_double = trained[0].sharded_param.dtype == torch.float64
         self._residual = torch.zeros(
             self._size * sum(self._parts),
             dtype=torch.float64 if is_double else torch.float32,
             device=group.device,
         )
         whole = torch.zeros(sum(self._parts), dtype=torch.bool)
-        for part, p in zip(whole.split(self._parts), trainable, strict=True):  # type: ignore[no-untyped-call]
+        for part, p in zip(whole.split(self._parts), trained, strict=True):  # type: ignore[no-untyped-call]
             part.fill_(p.sharded_param.dim() < dense_below)
         self._whole = whole.repeat(self._size).nonzero().reshape(-1).to(group.device)
         self._others = self._residual.numel() - self._whole.numel()
@@ -176,12 +182,19 @@ class _SparseReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> None:
-        if input_tensor.numel() != self._residual.numel():
+        changed = {
+            name: p.unsharded_param.requires_grad
+            for name, p in self._members.items()
+            if p.unsharded_param.requires_grad != (name in self._names)
+        }
+        if changed:
             raise ValueError(
-                f"FSDP reduces {input_tensor.numel()} gradient entries of {', '.join(self._names)},"
-                f" which have {self._residual.numel()}, padded: some took no part in the backward "
-                "pass; call model.set_reduce_scatter_unused_params(True)"
+                "requires_grad has changed since apply_reduce_scatter was called: "
+                + ", ".join(f"{name} is {'un' * now}frozen now" for name, now in changed.items())
+                + "; call apply_reduce_scatter again, and load what the former state saved "
+                "(docs/tutorials/sharded.md, Freezing and unfreezing)"
             )
+        check_entries(input_tensor.numel(), self._residual.numel(), self._names)
         if op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             raise ValueError(
                 f"FSDP asks for {op}; gradients can be averaged or summed: leave out "
@@ -271,6 +284,9 @@ def apply_reduce_scatter(
     :func:`sparsecomm.fsdp.apply` between them. Parameters are gathered as before, and a gather is
     as much traffic as a dense reduce-scatter.
 
+    Parameters of a module that are frozen or unfrozen later need another call, which returns a new
+    state; a module that is frozen now and trained later is reduced densely until then.
+
     An overflow on one rank makes the gradients of that module NaN on all, and takes back what other
     modules delivered in that backward pass.
 
@@ -282,9 +298,10 @@ def apply_reduce_scatter(
 
     Raises:
         TypeError: no module of ``model`` is an ``FSDPModule``.
-        ValueError: an argument outside its range, FSDP replicates the model itself, or shards
-            modules over different ranks or another dimension.
-        RuntimeError: this release of torch lets nobody replace the reduce-scatter.
+        ValueError: an argument outside its range, every parameter is frozen, FSDP replicates the
+            model itself, or shards modules over different ranks or another dimension.
+        RuntimeError: this release of torch lets nobody replace the reduce-scatter; or modules are
+            gathered, as after a forward pass without a backward pass.
     """
     options = communicator_options(apply_reduce_scatter, keywords)
     density = check_density(density)
@@ -295,8 +312,21 @@ def apply_reduce_scatter(
             f"torch {torch.__version__} has no FSDPModule.set_custom_reduce_scatter; use a "
             "later one"
         )
+    from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
+
     groups = list(groups_of(model))
     if len({part_of(group) for _, group in groups}) != 1:
         raise ValueError("modules are sharded over different numbers of ranks")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return ReduceScatterState(groups, names, density, dense_below, options)
+    trained = [(module, group) for module, group in groups if _trained(group)]
+    if not trained:
+        raise ValueError(
+            f"every parameter of this {type(model).__name__} is frozen; call apply_reduce_scatter "
+            "when some are to be trained"
+        )
+    state = ReduceScatterState(trained, names, density, dense_below, options)
+    for module, group in groups:
+        former = isinstance(group._reduce_scatter_comm, _SparseReduceScatter)
+        if former and not _trained(group):
+            module.set_custom_reduce_scatter(DefaultReduceScatter())
+    return state

@@ -245,6 +245,90 @@ def check_skipped_and_unused(mesh: DeviceMesh) -> None:
     assert state.stats()["steps"] == 4
 
 
+def freeze(model: nn.Module, names: Iterable[str], frozen: bool = True) -> None:
+    for name in names:
+        model.get_parameter(name).requires_grad_(not frozen)
+
+
+def check_unfreezing(mesh: DeviceMesh) -> None:
+    """Density 1 is dense for what was frozen at ``apply`` too: all, whole modules or parts."""
+    everything = [name for name, _ in make_model().named_parameters()]
+    some = ["0.weight", "0.bias", "2.bias", "4.weight"]
+    for late, algorithm in ((some, "oktopk"), (some, "dense_overlap"), (everything, "oktopk")):
+        plain, hooked = shard(mesh), shard(mesh["shard"])
+        freeze(plain, late)
+        freeze(hooked, late)
+        compression = Compression(algorithm=algorithm, density=1)
+        sparsecomm.fsdp.apply(hooked, compression, mesh["replicate"])
+        for model in (plain, hooked):
+            optimizer = sgd(model)
+            if late != everything:
+                train(model, optimizer, range(2))
+            freeze(model, late, False)
+            train(model, optimizer, range(2, 4))
+        assert torch.equal(local(hooked.parameters()), local(plain.parameters())), algorithm
+
+
+def check_residuals_of_the_unfrozen(mesh: DeviceMesh) -> None:
+    """They begin with zeros, beside those of what was trained before."""
+    late = {"0.weight", "0.bias", "2.weight"}
+    model, plain = shard(mesh["shard"]), shard(mesh["shard"])
+    freeze(model, late)
+    compression = Compression(density=0.05, densities={"2.weight": 0.5})
+    state = sparsecomm.fsdp.apply(model, compression, mesh["replicate"])
+    model(batch(0)).square().mean().backward()
+    before = checkpoint_of(state)["residuals"]
+    assert set(before) == {name for name, _ in model.named_parameters()} - late
+    state.load_state_dict(state.state_dict())
+    model.zero_grad()
+    freeze(model, late, False)
+    for each in (model, plain):
+        each(batch(1)).square().mean().backward()
+    after = checkpoint_of(state)["residuals"]
+    for (name, p), (_, dense) in zip(
+        model.named_parameters(), plain.named_parameters(), strict=True
+    ):
+        gradient, size = dense.grad.to_local().reshape(-1), p.to_local().numel()
+        came = gradient if name in late else gradient + before[name][:size]
+        kept = replicas(came - after[name][:size], mesh).mean(0)
+        torch.testing.assert_close(kept, p.grad.to_local().reshape(-1), rtol=1e-5, atol=1e-7)
+    delivered = model[2].weight.grad.to_local() != 0
+    assert 0.5 <= delivered.float().mean() < 1
+
+
+def check_freezing(mesh: DeviceMesh) -> None:
+    """A module may be frozen amid training, a part of one may not, whatever takes its place."""
+    model, optimizer, state = start(mesh, density=0.05)
+    train(model, optimizer, range(1))
+    for frozen in (False, True, False):
+        freeze(model, ["2.weight", "2.bias"], frozen)
+        train(model, optimizer, range(1, 3))
+        assert (model[2].weight.grad is None) == frozen
+    assert state.stats()["steps"] == 7
+    freeze(model, ["2.weight"])
+    with pytest.raises(ValueError, match=r"last exchange: 2\.weight,.*2\.bias.*optimizer"):
+        model(batch(3)).square().mean().backward()
+    model = shard(mesh["shard"])
+    freeze(model, ["6.weight"])
+    sparsecomm.fsdp.apply(model, Compression(density=0.05), mesh["replicate"])
+    model(batch(0)).square().mean().backward()
+    freeze(model, ["6.weight"], False)
+    freeze(model, ["4.weight"])
+    with pytest.raises(ValueError, match=r"last exchange: 4\.weight,"):
+        model(batch(1)).square().mean().backward()
+
+
+def check_frozen_after_accumulating(mesh: DeviceMesh) -> None:
+    """FSDP then reduces more entries than are trained."""
+    model, _, _ = start(mesh)
+    model.set_requires_gradient_sync(False)
+    model(batch(0)).square().mean().backward()
+    model.set_requires_gradient_sync(True)
+    freeze(model, ["2.weight"])
+    with pytest.raises(ValueError, match=r"1640 .*2\.bias, which have 40,.*more"):
+        model(batch(1)).square().mean().backward()
+
+
 def check_resuming(mesh: DeviceMesh, folder: Path) -> None:
     """Bit-identical in the middle of a threshold's period."""
     options = {"density": 0.05, "schedule": ThresholdSchedule("reused", 5, 3), "momentum": 0.9}
@@ -301,6 +385,11 @@ def check_mistakes(mesh: DeviceMesh) -> None:
         apply(model, compression, replicas, stall_limit=timedelta(0))
     with pytest.raises(ValueError, match="FSDP sums over the replicas itself"):
         apply(shard(mesh), compression, replicas)
+    with torch.no_grad():
+        model(batch(0))  # after which the root stays gathered
+    with pytest.raises(RuntimeError, match=r"gathered.*reshard"):
+        apply(model, compression, replicas)
+    model.reshard()
     whole: Any = replicate(make_model(), mesh=replicas)
     for use in (lambda: apply(whole, compression, replicas), lambda: apply_reduce_scatter(whole)):
         with pytest.raises(ValueError, match=r"replicate\(\).*register_comm_hook"):
@@ -341,6 +430,18 @@ def _check(folder: Path) -> None:
 
 def test_fsdp(tmp_path: Path) -> None:
     run_ranks(4, _check, tmp_path, timeout=110)
+
+
+def _check_freezing() -> None:
+    mesh = grid()
+    check_unfreezing(mesh)
+    check_residuals_of_the_unfrozen(mesh)
+    check_freezing(mesh)
+    check_frozen_after_accumulating(mesh)
+
+
+def test_freezing() -> None:
+    run_ranks(2, _check_freezing, timeout=110)
 
 
 # ---- without replicas
@@ -448,6 +549,63 @@ def check_sharded_resuming(mesh: DeviceMesh, folder: Path) -> None:
         expected = summed(kept[name], mesh["shard"]) / 2
         dist.broadcast(expected, 0)
         assert torch.equal(residual, expected), name
+
+
+def _check_sharded_freezing() -> None:
+    """Of a part of a module it takes a new state, which goes on with the residuals."""
+    mesh = init_device_mesh("cpu", (2,))
+    for late, other in (("2.weight", None), ("6.weight", "4.weight")):
+        model = shard(mesh)
+        freeze(model, [late])
+        state = sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+        train(model, sgd(model), range(2))
+        freeze(model, [late], False)
+        freeze(model, [other] if other else [])
+        model.zero_grad()
+        changed = rf"{other or ''}.*{late} is unfrozen now"
+        with pytest.raises(ValueError, match=changed + ".*call apply_reduce_scatter"):
+            model(batch(2)).square().mean().backward()
+
+        model.zero_grad()  # of what is still gathered, which would be added to
+        model.reset_iter_state()
+        saved = state.state_dict()
+        [own] = saved.values()
+        own["residuals"][late] = torch.zeros(model.get_parameter(late).numel())
+        own["residuals"].pop(other, None)
+        before = own["residuals"]
+        state = sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+        state.load_state_dict(saved)
+        plain = shard(mesh)
+        with torch.no_grad():
+            for to, of in zip(plain.parameters(), model.parameters(), strict=True):
+                to.to_local().copy_(of.to_local())
+        for each in (model, plain):
+            each.zero_grad()
+            each(batch(2)).square().mean().backward()
+        after = checkpoint_of(state)["residuals"]
+        for (name, p), dense in zip(model.named_parameters(), plain.parameters(), strict=True):
+            if name != other:
+                came = dense.grad.full_tensor().reshape(-1)
+                kept = summed(after[name] - before[name], mesh) / 2
+                found = p.grad.full_tensor().reshape(-1)
+                torch.testing.assert_close(found, came - kept, rtol=1e-5, atol=1e-7)
+
+    # A module that is frozen as a whole is FSDP's alone, also if a former state had it.
+    model, plain = shard(mesh), shard(mesh)
+    sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+    freeze(model, ["0.weight", "0.bias"])
+    sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+    freeze(model, ["0.weight", "0.bias"], False)
+    for each in (model, plain):
+        each(batch(0)).square().mean().backward()
+    assert torch.equal(whole(model)["0.weight"], whole(plain)["0.weight"])
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="is frozen"):
+        sparsecomm.fsdp.apply_reduce_scatter(model)
+
+
+def test_sharded_freezing() -> None:
+    run_ranks(2, _check_sharded_freezing, timeout=110)
 
 
 def check_sharded_mistakes(mesh: DeviceMesh) -> None:
