@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.default_planner import (
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
-from sparsecomm.rank_entries import KEY, complete_sizes, merge_leaf, rank_key
+from sparsecomm.rank_entries import KEY, keys_to_load, merge_leaf
 
 __all__ = ["ReshardingLoadPlanner"]
 
@@ -26,7 +26,7 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
     Where a checkpoint was saved by another number of ranks, each rank reads the residuals of all of
     them, one after the other, and keeps the sum divided by their number, so that no gradient is
     lost; thresholds are found anew. All else in the checkpoint is loaded as by torch's own planner,
-    whose arguments these are; with as many ranks as before, all of it.
+    whose arguments these are; with the same ranks as before, all of it.
 
     Args:
         flatten_state_dict: must be true for what this class is for, as it is where one saves
@@ -43,6 +43,7 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
     ) -> None:
         super().__init__(flatten_state_dict, flatten_sharded_tensors, allow_partial_load)
         self._sources: dict[str, list[str]] = {}  # by what they are added up in
+        self._renamed: set[str] = set()  # of these, what is one source as it is
         self._target: dict[str, str] = {}  # the inverse
         self._leaves: dict[str, dict[str, Any]] = {}
 
@@ -55,11 +56,15 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         """Learns what is wanted, and what there is."""
         super().set_up_planner(state_dict, metadata, is_coordinator)
         saved = metadata.state_dict_metadata.keys() if metadata else ()
-        self._sources = {
-            name: sources
-            for name, path in self.mappings.items()
-            if name not in saved and (sources := _sources(path, saved))
-        }
+        self._sources, self._renamed = {}, set()
+        for name, path in self.mappings.items():
+            if name in saved:
+                continue
+            merged, sources = _sources(path, saved)
+            if sources:
+                self._sources[name] = sources
+                if not merged:
+                    self._renamed.add(name)
         self._target = {s: name for name, sources in self._sources.items() for s in sources}
         self._leaves = {name: {} for name in self._sources}
 
@@ -106,7 +111,8 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
             place: Any = self.original_state_dict
             for key in path:
                 place = place[key]
-            place[last] = merge_leaf(list(leaves.values()), str(last))
+            renamed = name in self._renamed
+            place[last] = leaves[source] if renamed else merge_leaf([*leaves.values()], str(last))
 
     def _here(self, read_item: ReadItem) -> ReadItem:
         name = self._target.get(read_item.dest_index.fqn)
@@ -115,11 +121,10 @@ class ReshardingLoadPlanner(DefaultLoadPlanner):
         return replace(read_item, dest_index=replace(read_item.dest_index, fqn=name))
 
 
-def _sources(path: Sequence[str | int], saved: Iterable[str]) -> list[str]:
-    """The names under which all ranks of another number have saved what is wanted at ``path``."""
+def _sources(path: Sequence[str | int], saved: Iterable[str]) -> tuple[bool, list[str]]:
+    """The names under which what is wanted at ``path`` was saved, and if they are to be merged."""
     for i, step in enumerate(path):
         if match := KEY.fullmatch(str(step)):
-            part = match[3]
             before, after = (".".join(map(str, side)) for side in (path[:i], path[i + 1 :]))
             start, end = before + "." if before else "", "." + after
             keys = {
@@ -127,7 +132,8 @@ def _sources(path: Sequence[str | int], saved: Iterable[str]) -> list[str]:
                 for name in saved
                 if name.startswith(start) and name.endswith(end)
             }
-            sizes = complete_sizes(keys, part)
-            if len(sizes) == 1:
-                return [start + rank_key(r, sizes[0], part) + end for r in range(sizes[0])]
-    return []
+            size = int(match[2])
+            saved_by, found = keys_to_load(keys, int(match[1]), size, match[3])
+            if found:
+                return saved_by != size, [start + key + end for key in found]
+    return True, []

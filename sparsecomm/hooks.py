@@ -22,6 +22,7 @@ from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
+    part_of_group,
     rank_key,
     refuse_saver_of_one_rank,
     refuse_to_copy,
@@ -285,9 +286,10 @@ class CompressionState:
         """Returns what a resumed run needs to be bit-identical.
 
         It holds tensors, numbers, strings, tuples, lists and dicts only. Residuals differ from rank
-        to rank, so every rank saves its own, under a key that names it: ``"rank_0_of_2"``. With
-        torch.distributed.checkpoint, save the state itself, beside the model; so that it can be
-        loaded before the first step, it must know the parameters' names.
+        to rank, so every rank saves its own, under a key that names it: ``"rank_0_of_2"``, or
+        ``"rank_0_of_2_from_rank_1"`` in a group that is not the world, by its first rank there.
+        With torch.distributed.checkpoint, save the state itself, beside the model; so that it can
+        be loaded before the first step, it must know the parameters' names.
 
         What a backward pass that ended with an exception had exchanged goes back into the residuals
         first.
@@ -307,7 +309,7 @@ class CompressionState:
             # torch.distributed.checkpoint takes a tuple for one thing, a list for several.
             "groups": tuple(saved["groups"]),
         }
-        return {rank_key(*place, self._part): entry}
+        return {rank_key(*place, self._key_part()): entry}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restores what :meth:`state_dict` returned on this rank, or on all of another number.
@@ -348,7 +350,7 @@ class CompressionState:
         self, state_dict: Mapping[str, Any], rank: int, size: int
     ) -> tuple[float, dict[str, Any]]:
         """The density, and what the core is to load."""
-        entry = entry_of(state_dict, rank, size, self._part)
+        entry = entry_of(state_dict, rank, size, self._key_part())
         missing = _KEYS - entry.keys()
         if missing:
             raise ValueError(
@@ -393,6 +395,9 @@ class CompressionState:
     def _place(self) -> tuple[int, int]:
         require_initialised()
         return dist.get_rank(self._process_group), dist.get_world_size(self._process_group)
+
+    def _key_part(self) -> str:
+        return self._part or part_of_group(self._process_group)
 
     def _name(self, named_parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         parameters = list(named_parameters)

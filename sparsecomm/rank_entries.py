@@ -13,15 +13,27 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 # Functions of objects that hold a state, such as a subclass or accelerate's optimizer.
 _HOLDERS = {"state_dict", "<dictcomp>", "<genexpr>", "<listcomp>"}
 KEY = re.compile(r"rank_(\d+)_of_(\d+)(.*)")
+_GROUP = re.compile(r"_from_rank_\d+$")
 
 
 def rank_key(rank: int, size: int, part: str = "") -> str:
     """The key of a rank's entry; ``part`` tells apart groups of ranks that hold different parts."""
     return f"rank_{rank}_of_{size}{part}"
+
+
+def part_of_group(group: dist.ProcessGroup | None, shards: int = 1) -> str:
+    """Tells a group from the others of the world, if there are any but those of other shards.
+
+    By its first rank, which is the same with more or fewer ranks if these are dealt to the groups
+    in turn, as over the first dimension of a mesh.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    return "" if len(ranks) * shards == dist.get_world_size() else f"_from_rank_{min(ranks)}"
 
 
 def refuse_to_copy(state: object) -> NoReturn:
@@ -77,18 +89,50 @@ def entry_of(
         raise TypeError(
             f"a state_dict is a dict, as state_dict() returns it, not {type(state_dict).__name__}"
         )
-    own = rank_key(rank, size, part)
-    if own in state_dict:
-        entry: Mapping[str, Any] = state_dict[own]
-        return entry
-    sizes = complete_sizes(state_dict, part)
-    if len(sizes) != 1:
+    saved_by, keys = keys_to_load(state_dict, rank, size, part)
+    if not keys:
         raise ValueError(
-            f"the state_dict has {', '.join(map(str, state_dict)) or 'nothing'}, and neither {own} "
-            "nor all ranks of another number: load on each rank what that rank saved, or "
-            "the state_dicts of all ranks of the saved run together, in one dict"
+            f"the state_dict has {', '.join(map(str, state_dict)) or 'nothing'}, and neither "
+            f"{rank_key(rank, size, part)} nor all ranks of another number: load on each rank what "
+            "that rank saved, or the state_dicts of all ranks of the saved run together, in one "
+            "dict; of several groups, those of one"
         )
-    return merge([state_dict[rank_key(r, sizes[0], part)] for r in range(sizes[0])])
+    if saved_by != size:
+        return merge([state_dict[key] for key in keys])
+    entry: Mapping[str, Any] = state_dict[keys[0]]
+    return entry
+
+
+def keys_to_load(
+    keys: Iterable[str], rank: int, size: int, part: str = ""
+) -> tuple[int, list[str]]:
+    """How many ranks saved what is to be loaded, and their keys: this rank's alone if as many.
+
+    From this rank's group first; then from one without a name, as in earlier releases; then from
+    the only one there is. No keys: nothing fits, or several groups do.
+    """
+    found: dict[tuple[str, int], set[int]] = {}
+    for key in keys:
+        if match := KEY.fullmatch(str(key)):
+            found.setdefault((match[3], int(match[2])), set()).add(int(match[1]))
+    plain = _GROUP.sub("", part)
+    of_any = {other for other, _ in found if _GROUP.sub("", other) == plain}
+    # A lone entry of another group is a mistake, but not if this group has become the world.
+    for parts, alone in (({part}, True), ({plain}, True), (of_any, part == plain)):
+        fitting = [
+            (saved_by, other)
+            for (other, saved_by), ranks in found.items()
+            if other in parts
+            and (ranks == set(range(saved_by)) or (alone and saved_by == size and rank in ranks))
+        ]
+        fitting = [of for of in fitting if of[0] == size] or fitting
+        if len(fitting) == 1:
+            [(saved_by, other)] = fitting
+            of_ranks = [rank] if saved_by == size else range(saved_by)
+            return saved_by, [rank_key(r, saved_by, other) for r in of_ranks]
+        if fitting:
+            break
+    return 0, []
 
 
 def merge(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -108,15 +152,6 @@ def merge(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         else merge_leaf([entry[name] for entry in entries], name)
         for name in first
     }
-
-
-def complete_sizes(keys: Iterable[str], part: str) -> list[int]:
-    ranks: dict[int, set[int]] = {}
-    for key in keys:
-        match = KEY.fullmatch(str(key))
-        if match and match[3] == part:
-            ranks.setdefault(int(match[2]), set()).add(int(match[1]))
-    return [size for size, found in ranks.items() if found == set(range(size))]
 
 
 def _mean_of_each(tensors: Sequence[Mapping[str, torch.Tensor]], what: str) -> dict[str, Any]:

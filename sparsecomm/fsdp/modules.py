@@ -43,10 +43,11 @@ def groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
             yield module, group
 
 
-def part_of(group: FSDPParamGroup) -> str:
+def shard_of(group: FSDPParamGroup) -> tuple[int, int]:
+    """The number of this rank's shard, and how many there are."""
     info = group.mesh_info
     assert isinstance(info, FSDPMeshInfo)
-    return f"_shard_{info.shard_mesh_rank}_of_{info.shard_mesh_size}"
+    return info.shard_mesh_rank, info.shard_mesh_size
 
 
 def reduced_dtype(parameter: FSDPParam) -> torch.dtype:

@@ -11,10 +11,11 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
-from sparsecomm.fsdp.modules import check_entries, groups_of, part_of, reduced_dtype
+from sparsecomm.fsdp.modules import check_entries, groups_of, reduced_dtype, shard_of
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import CommunicatorKeywords, communicator_options
+from sparsecomm.rank_entries import part_of_group
 
 
 def apply(
@@ -83,13 +84,14 @@ def apply(
         mesh.get_group(),
         communicator_options=options,
     )
-    parts = {part_of(group) for _, group in groups}
-    if len(parts) != 1:
+    shards = {shard_of(group) for _, group in groups}
+    if len(shards) != 1:
         raise ValueError(
             "modules are sharded over different numbers of ranks; call apply for each of the "
             "parts that are sharded alike"
         )
-    [state._part] = parts
+    [(shard, size)] = shards
+    state._part = f"_shard_{shard}_of_{size}{part_of_group(mesh.get_group(), size)}"
     steps = _Steps(state)
     hooks = [(module, _Hook(group, names, steps)) for module, group in groups]
     state._name(pair for _, hook in hooks for pair in hook.parameters.items())

@@ -19,10 +19,11 @@ from sparsecomm import _C
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
-from sparsecomm.fsdp.modules import check_entries, groups_of, part_of
+from sparsecomm.fsdp.modules import check_entries, groups_of, shard_of
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
+    part_of_group,
     rank_key,
     refuse_saver_of_one_rank,
     refuse_to_copy,
@@ -50,7 +51,8 @@ class ReduceScatterState:
         info = groups[0][1].mesh_info
         assert isinstance(info, FSDPMeshInfo)
         self._density = density
-        self._place = info.shard_mesh_rank, info.shard_mesh_size
+        part = part_of_group(info.shard_process_group)
+        self._place = info.shard_mesh_rank, info.shard_mesh_size, part
         communicator = Communicator._connected_in(
             "sparsecomm.fsdp.apply_reduce_scatter", info.shard_process_group, options
         )
@@ -315,7 +317,7 @@ def apply_reduce_scatter(
     from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
     groups = list(groups_of(model))
-    if len({part_of(group) for _, group in groups}) != 1:
+    if len({shard_of(group) for _, group in groups}) != 1:
         raise ValueError("modules are sharded over different numbers of ranks")
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     trained = [(module, group) for module, group in groups if _trained(group)]

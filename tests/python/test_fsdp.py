@@ -526,6 +526,9 @@ def check_sharded_resuming(mesh: DeviceMesh, folder: Path) -> None:
     before, kept = whole(model, gradients=False), checkpoint_of(state)["residuals"]
     mine = folder / str(mesh["replicate"].get_local_rank())
     group = mesh.get_group("shard")
+    [key] = state.state_dict()
+    first, _ = dist.get_process_group_ranks(group)
+    assert key == f"rank_{dist.get_rank() - first}_of_2_from_rank_{first}"
     dcp.save({"state": state}, checkpoint_id=mine, process_group=group)
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), range(3, 6))
     resumed = shard(mesh["shard"])

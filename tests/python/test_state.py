@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from models import checkpoint_of, flat, make_ddp, make_model, train
+from models import checkpoint_of, flat, gathered, make_ddp, make_model, train
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -268,11 +268,51 @@ def check_other_numbers_of_ranks(folder: Path) -> None:
     dist.barrier()
 
 
+def check_several_groups_in_one_checkpoint(folder: Path) -> None:
+    """Each has its residuals back, also with another number of ranks."""
+
+    def begin(groups: list[list[int]]) -> Run:
+        made = [dist.new_group(ranks) for ranks in groups]
+        [mine] = [g for g, ranks in zip(made, groups, strict=True) if dist.get_rank() in ranks]
+        return Run(mine)
+
+    run = begin([[0, 2], [1]])
+    run.train(range(7))
+    of_groups = gathered(run.pending())
+    assert not torch.equal(of_groups[0], of_groups[1])
+    where: dict[str, Any] = {"checkpoint_id": folder / "groups"}
+    dcp.save({"run": run.state}, **where)
+    for groups, planner in (([[0, 2], [1]], None), ([[0], [1, 2]], ReshardingLoadPlanner())):
+        other = begin(groups)
+        dcp.load({"run": other.state}, planner=planner, **where)
+        assert torch.equal(other.pending(), of_groups[dist.get_process_group_ranks(other.group)[0]])
+        if planner is None:
+            expect_same(checkpoint_of(other.state), checkpoint_of(run.state))
+    world = begin([[0, 1, 2]])
+    with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict"):
+        dcp.load({"run": world.state}, planner=ReshardingLoadPlanner(), **where)
+
+    # As earlier releases named it: one group, of which all is kept.
+    if dist.get_rank() != 1:
+        old = {f"rank_{run.group.rank()}_of_2": checkpoint_of(run.state)}
+        where = {"checkpoint_id": folder / "old", "process_group": run.group}
+        dcp.save({"run": old}, **where)
+        for distributed in (False, True):
+            other = Run(run.group)
+            if distributed:
+                dcp.load({"run": other.state}, planner=ReshardingLoadPlanner(), **where)
+            else:
+                other.state.load_state_dict(old)
+            expect_same(checkpoint_of(other.state), checkpoint_of(run.state))
+    dist.barrier()
+
+
 def _check(folder: Path) -> None:
     check_resumed_runs_are_bit_identical(folder)
     check_before_the_first_step(folder)
     check_names_of_a_hook_in_python()
     check_other_numbers_of_ranks(folder)
+    check_several_groups_in_one_checkpoint(folder)
 
 
 def test_checkpoints(tmp_path: Path) -> None:
@@ -311,6 +351,30 @@ def test_merging() -> None:
     # What was merged from is left as it was.
     assert together["rank_0_of_3"]["residuals"]["weight"].tolist() == [1.0, -4.0]
     assert merge([entry(0)])["residuals"]["weight"].tolist() == [1.0, -4.0]
+
+
+def test_entries_of_several_groups() -> None:
+    of_groups = {f"rank_{r}_of_2_from_rank_{g}": entry(2 * g + r) for g in (0, 1) for r in (0, 1)}
+    one = {key: value for key, value in of_groups.items() if key.endswith("_from_rank_1")}
+    for group in (0, 1):
+        part = f"_from_rank_{group}"
+        assert entry_of(of_groups, 1, 2, part) is of_groups[f"rank_1_of_2{part}"]
+        mean = 1.5 + 2 * group
+        assert entry_of(of_groups, 2, 3, part)["residuals"]["weight"].tolist() == [mean, -4.0]
+    # The only group there is, whatever it is called.
+    for part in ("", "_from_rank_2"):
+        assert entry_of(one, 1, 2, part) is one["rank_1_of_2_from_rank_1"]
+        assert entry_of(one, 0, 1, part)["residuals"]["weight"].tolist() == [3.5, -4.0]
+        for size in (1, 2, 4):
+            with pytest.raises(ValueError, match=f"neither rank_0_of_{size}{part}"):
+                entry_of(of_groups, 0, size, part)
+    # One rank's, if its group has become the world, and not if there is another one.
+    [(key, alone), _] = one.items()
+    assert entry_of({key: alone}, 0, 2) is alone
+    with pytest.raises(ValueError, match="neither rank_0_of_2_from_rank_0"):
+        entry_of({key: alone}, 0, 2, "_from_rank_0")
+    # Without a group, as earlier releases named all.
+    assert entry_of({"rank_0_of_2": alone}, 0, 2, "_from_rank_1") is alone
 
 
 @pytest.mark.parametrize(
