@@ -16,6 +16,7 @@
 #include "python_duration.h"
 #include "signal_check.h"
 #include "stall_log.h"
+#include "tensor_memory.h"
 #include "torch_executor.h"
 #include "transport_holder.h"
 #include "wire/checksum.h"
@@ -287,8 +288,10 @@ void bind_hooks(py::module_& module) {
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
       .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });
 
+  module.def("has_memory", &has_memory);
   // Of a contiguous tensor on the CPU.
   module.def("checksum", [](at::Tensor const& tensor) {
+    require_memory(tensor);
     Checksum checksum;
     auto const* const data = static_cast<std::byte const*>(tensor.const_data_ptr());
     checksum.add({data, tensor.nbytes()});

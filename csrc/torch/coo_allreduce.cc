@@ -4,6 +4,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include "tensor_memory.h"
+
 namespace sparsecomm {
 namespace {
 
@@ -87,6 +89,7 @@ Proposal CooAllreduce::prepare() {
   require(tensor_.unsafeGetTensorImpl()->allow_tensor_metadata_change(),
           "allreduce of sparse tensors: the result cannot be written into a tensor made by "
           "detach() or .data; pass the original or a clone");
+  require_memory(tensor_);
   CollectiveRequest request{.tensor = to_exchanged(),
                             .fold = reduction.fold,
                             .average = op_ == ReduceOp::AVG,

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "hook_state.h"
+#include "tensor_memory.h"
 
 namespace sparsecomm {
 namespace {
@@ -35,7 +36,7 @@ at::Tensor row_major(at::Tensor const& kept) {
 
 // The layout first: of other tensors no number can be read.
 void check_readable(at::Tensor const& tensor, std::string const& key) {
-  require(tensor.defined() && tensor.layout() == at::kStrided && !tensor.is_meta(),
+  require(tensor.defined() && tensor.layout() == at::kStrided && has_memory(tensor),
           "the state_dict to load has no dense tensor with values for ", key);
 }
 
@@ -69,7 +70,6 @@ void HookState::check_loaded(std::string const& key, Layout const& layout, at::S
   require(saved != loaded_->residuals.end(), "the loaded state_dict has no residual for ", key,
           "; it belongs to another model, or was saved with other parameter names; to a parameter "
           "that was frozen then, give a residual of zeros (docs/training.md, Unfreezing layers)");
-  check_readable(saved->second, key);
   require(saved->second.numel() == numel, "the loaded residual of ", key, " has ",
           saved->second.numel(), " entries, the parameter ", numel,
           "; it belongs to another model");
@@ -90,7 +90,6 @@ void HookState::check_loaded(std::string const& key, Layout const& layout, at::S
           " moment for ", key, ", this state ", keeps_moment ? "keeps one" : "keeps none",
           ": use the momentum and first_moment that it was saved with");
   if (!has_moment) return;
-  check_readable(moment->second, key);
   require(!moment->second.is_complex(), "the loaded moment of ", key, " is complex");
   require(moment->second.numel() == saved->second.numel(), "the loaded moment of ", key, " has ",
           moment->second.numel(), " entries, its residual ", saved->second.numel(),
@@ -238,6 +237,9 @@ void HookState::load(HookCheckpoint checkpoint) {
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
   std::vector<ExchangeState> former;  // of the groups that have been tried
   try {
+    for (auto const* const kept : {&loaded_->residuals, &loaded_->moments}) {
+      for (auto const& [key, tensor] : *kept) check_readable(tensor, key);
+    }
     for (auto const& group : groups_) check_loaded(*group);
     check_loaded_names();
     if (sealed_) check_all_loaded();
@@ -255,6 +257,11 @@ void HookState::load(HookCheckpoint checkpoint) {
   // What is named has been checked, in whatever layout it comes then.
   if (!names_.empty()) loaded_->row_major = true;
   if (sealed_) settle_loaded();
+  if (!loaded_) return;
+  // The rest is kept until its parameters come, and the caller, or a file, may change meanwhile.
+  for (auto* const kept : {&loaded_->residuals, &loaded_->moments}) {
+    for (auto& [key, tensor] : *kept) tensor = tensor.detach().clone();
+  }
 }
 
 }  // namespace sparsecomm

@@ -13,17 +13,31 @@
 #include <optional>
 #include <span>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "base/dtype.h"
 #include "base/error.h"
 #include "kernels/kernels.h"
+#include "tensor_memory.h"
 #include "torch_executor.h"
 #include "wire/qsgd.h"
 
 namespace sparsecomm::ops {
 
 using Pair = std::tuple<at::Tensor, at::Tensor>;
+
+// Throws InvalidArgument if an operator's argument is a tensor without memory, or holds one.
+template <class T>
+void require_memory_of(T const& argument) {
+  if constexpr (std::is_same_v<T, at::Tensor>) {
+    require_memory(argument);
+  } else if constexpr (std::is_same_v<T, std::optional<at::Tensor>>) {
+    if (argument) require_memory(*argument);
+  } else if constexpr (std::is_same_v<T, at::TensorList>) {
+    for (at::Tensor const& tensor : argument) require_memory(tensor);
+  }
+}
 
 // `Function` with errors that Python raises as ValueError, whichever way torch calls it.
 template <auto Function, class Type = decltype(Function)>
@@ -32,6 +46,7 @@ template <auto Function, class Result, class... Arguments>
 struct Operator<Function, Result (*)(Arguments...)> {
   static Result call(Arguments... arguments) {
     try {
+      (require_memory_of(arguments), ...);
       return Function(std::forward<Arguments>(arguments)...);
     } catch (Error const& error) {
       TORCH_CHECK_VALUE(false, error.what());

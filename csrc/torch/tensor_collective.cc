@@ -8,6 +8,7 @@
 
 #include "coo_entries.h"
 #include "engine/sparse_collectives.h"
+#include "tensor_memory.h"
 
 namespace sparsecomm {
 namespace {
@@ -74,6 +75,7 @@ void check_tensor(CollectiveRequest const& request, int ranks) {
           concat(tensor.layout()), " cannot be exchanged; pass tensor.to_sparse()");
   require(!compressed || (tensor.dim() == 2 && tensor.dense_dim() == 0), "a CSR tensor of shape ",
           tensor.sizes(), " is no plain matrix; pass tensor.to_sparse()");
+  require_memory(tensor);
   if (request.kind == CollectiveKind::allreduce) {
     if (!dense) return;
     require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "a tensor of shape ",

@@ -134,6 +134,14 @@ def check_parameters(named: list[tuple[str, Tensor]]) -> None:
 
     RuntimeError: DDP reduces one of them.
     """
+    for name, parameter in named:
+        if parameter.layout == torch.strided and not _C.has_memory(parameter):
+            raise TypeError(
+                f"{name}, a {type(parameter).__name__} of shape {list(parameter.shape)}, has no "
+                "memory of its own: use sparsecomm.fsdp.apply for a model that fully_shard has "
+                "sharded, and make the optimizer of plain parameters otherwise, such as to_local() "
+                "of a DTensor"
+            )
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     for name, parameter in trained:
         require_alone(name, parameter)

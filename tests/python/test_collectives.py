@@ -16,6 +16,10 @@ import torch
 import torch.distributed as dist
 from patience import LONG_TIME
 from ranks import run_ranks
+from torch._subclasses import FakeTensorMode
+from torch.distributed import _functional_collectives
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import sparsecomm
 from sparsecomm import _C
@@ -424,6 +428,20 @@ def test_ranks_that_disagree_raise_the_same_and_go_on() -> None:
         assert part in message
 
 
+def without_memory() -> list[torch.Tensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    wrapped = distribute_tensor(torch.ones(4, 2), mesh, [Replicate()])
+    awaited = _functional_collectives.all_reduce(torch.ones(3), "sum", mesh)
+    with FakeTensorMode():
+        fake = torch.ones(5)
+    freed, rows = torch.ones(6), torch.ones(7, 2).to_sparse(1)
+    view = freed[2:]
+    freed.untyped_storage().resize_(0)
+    rows._values().untyped_storage().resize_(0)
+    assert sparsecomm.allreduce(awaited.wait()).tolist() == [4.0] * 3  # as errors advise
+    return [wrapped, awaited, fake, freed, view, rows]
+
+
 def refused(size: int) -> None:
     dense, sparse = torch.ones(6), torch.ones(6).to_sparse()
     cases: list[tuple[type[Exception], str, Callable[[], Any]]] = [
@@ -481,6 +499,14 @@ def refused(size: int) -> None:
             TypeError,
             "sum, avg, product, min or max",
             lambda: sparsecomm.allreduce(dense, op=dist.ReduceOp.MAX),  # type: ignore[call-overload]
+        ),
+        *(
+            (
+                ValueError,
+                f"a tensor of shape {list(tensor.shape)} has no memory of its own; of a DTensor",
+                lambda tensor=tensor: sparsecomm.allreduce(tensor),
+            )
+            for tensor in without_memory()
         ),
         *(
             (

@@ -366,6 +366,13 @@ def test_scatter(dtype: torch.dtype) -> None:
 
 # ---- errors
 
+
+def without_memory() -> torch.Tensor:
+    freed = torch.ones(8)
+    freed.untyped_storage().resize_(0)
+    return freed
+
+
 I32 = torch.int32
 VECTOR = torch.ones(8)
 BIG = torch.ones(1).expand(2**31 + 1)
@@ -471,6 +478,18 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "int64 indices": (
         lambda: sf.scatter_(VECTOR, torch.tensor([1]), torch.ones(1)),
         "must be a vector of int32",
+    ),
+    "an operand without memory": (
+        lambda: sf.select(without_memory(), 1.0),
+        "shape [8] has no memory of its own",
+    ),
+    "an optional operand without memory": (
+        lambda: sf.threshold_exact(VECTOR, 1, residual=without_memory()),
+        "shape [8] has no memory of its own",
+    ),
+    "a vector without memory": (
+        lambda: sf.sparse_sum([(torch.arange(8, dtype=I32), without_memory())], 8),
+        "shape [8] has no memory of its own",
     ),
     "values missing": (
         lambda: sf.scatter_(VECTOR, torch.tensor([1, 2], dtype=I32), torch.ones(1)),

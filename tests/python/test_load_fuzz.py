@@ -25,10 +25,12 @@ TENSORS: dict[str, torch.Tensor] = {
     "of another shape": torch.ones(7, 3),
     "sparse": torch.eye(40).to_sparse(),
     "without memory": torch.ones(1640, device="meta"),
+    "with memory that was freed": torch.ones(1640),
     "not finite": torch.full((1640,), float("nan")),
     "a view": torch.ones(3280)[::2],
     "a number": torch.tensor(1.0),
 }
+TENSORS["with memory that was freed"].untyped_storage().resize_(0)
 VALUES = st.one_of(
     st.sampled_from([DELETED, None, True, "", "oktopk", [], {}, (), [[]], {"step": 1}]),
     st.integers(-3, 3),

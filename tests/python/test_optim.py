@@ -27,6 +27,8 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -1138,6 +1140,16 @@ def check_mistakes() -> list[str]:
         train(model, optimizer, range(1))
     optimizer.exchange.density = 0.1
     train(model, optimizer, range(2))
+
+    sharded, freed = nn.Linear(4, 4), nn.Parameter(torch.ones(3), requires_grad=False)
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
+    freed.untyped_storage().resize_(0)
+    for without_memory, error in [
+        ([*sharded.named_parameters()], r"weight, a DTensor of shape \[4, 4\].*fsdp\.apply"),
+        ([first, ("freed", freed)], r"freed, a Parameter of shape \[3\], has no memory"),
+    ]:
+        with pytest.raises(TypeError, match=error):
+            OkTopkSGD(without_memory)
 
     embedding = nn.Embedding(10, 4, sparse=True)
     sparse = TopkSGD(embedding.named_parameters())
