@@ -149,6 +149,7 @@ def check_names_of_a_hook_in_python() -> None:
     ddp, state = start(None, 0.1)
     with ddp.join():
         for _ in range(0 if dist.get_rank() == 0 else 2):
+            ddp.zero_grad()
             ddp(torch.ones(1, 4)).sum().backward()
     assert checkpoint_of(state)["residuals"].keys() == entry["residuals"].keys()
 

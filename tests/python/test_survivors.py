@@ -381,7 +381,7 @@ def _an_optimizer_goes_on() -> tuple[str, int]:
             with pytest.raises(TypeError, match="process group"):
                 pickle.dumps(optimizer)
         optimizer.zero_grad()
-    assert list(optimizer.exchange.state_dict()) == [f"rank_{rank // 2}_of_2"]
+    assert list(optimizer.exchange.state_dict()) == [f"rank_{rank // 2}_of_2_from_rank_0"]
     return checksum(module), applied
 
 
