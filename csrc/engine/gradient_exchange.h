@@ -181,8 +181,8 @@ class GradientExchange final : public Operation {
   ExchangeOptions options_;
   std::string text_;    // of the proposal
   std::string layout_;  // empty: the usual one
+  Digest digest_;       // of both
   std::uint64_t former_ = 0;
-  Digest digest_;  // of both
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;
