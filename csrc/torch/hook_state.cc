@@ -216,6 +216,9 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
     sealed_ = true;
   }
 
+  if (bucket.of_grads && !by_bucket_) {
+    step_->parameters.insert(step_->parameters.end(), parameters.begin(), parameters.end());
+  }
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
@@ -287,7 +290,7 @@ void HookState::begin_step(double loss_scale) {
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
-  step_->follow_backward();
+  Step::follow_backward(step_);
   step_->loss_scale = loss_scale;
 }
 
