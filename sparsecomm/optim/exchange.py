@@ -146,6 +146,7 @@ def check_parameters(named: list[tuple[str, Tensor]]) -> None:
     for name, parameter in trained:
         require_alone(name, parameter)
         check_dtype(name, parameter)
+        require_own_type(name, parameter)
         if parameter.layout != torch.strided:
             raise TypeError(
                 f"{name} is a parameter of layout {parameter.layout}, whose gradient cannot be "
@@ -165,6 +166,17 @@ def require_alone(name: str, parameter: Tensor) -> None:
             f"DistributedDataParallel reduces the gradient of {name}, and this optimizer would "
             "exchange it again: leave the model out of DDP (with accelerate, out of prepare()), or "
             "keep DDP, with a torch.optim optimizer and sparsecomm.register_comm_hook(ddp, state)"
+        )
+
+
+def require_own_type(name: str, parameter: Tensor, gradient: Tensor | None = None) -> None:
+    """Raises TypeError if the gradient is, or is to be, of another type than the parameter."""
+    # Which torch has since 2.11; None: of any type.
+    dtype = getattr(parameter, "grad_dtype", None) if gradient is None else gradient.dtype
+    if dtype not in (None, parameter.dtype):
+        raise TypeError(
+            f"{name} is {parameter.dtype} and its gradient {dtype}, but gradients are exchanged in "
+            "the type of their parameter: leave its grad_dtype as torch sets it"
         )
 
 
