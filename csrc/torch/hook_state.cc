@@ -121,6 +121,16 @@ bool HookState::delivered() const {
   return step_ && step_->stands;
 }
 
+void HookState::request() {
+  Entry const entry(*this);
+  if (communicator_) communicator_->request();
+}
+
+bool HookState::take_requested() {
+  Entry const entry(*this);
+  return communicator_ && communicator_->take_requested();
+}
+
 void HookState::require_open() const {
   require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
 }

@@ -287,7 +287,12 @@ class GradientBuckets:
             self._complete()
             self._delivered = True
             self._state.steps += 1
-            if self._compare_every and self._state.steps % self._compare_every == 0:
+            if not self._state.unfinished and self._state.compression.selects:
+                # Some rank has seen a NaN or Inf, and the residuals have taken back the rest.
+                for bucket in self._buckets:
+                    bucket.buffer.fill_(torch.nan)
+            asked = self._state._native.take_requested()
+            if self._compare_every and (asked or self._state.steps % self._compare_every == 0):
                 self.compare_parameters()
         for slot in self._slots.values():
             if not slot.has_view():
@@ -334,6 +339,7 @@ class GradientBuckets:
     def compare_parameters(self) -> None:
         """Raises the same error on every rank unless all have the same values."""
         named = [(slot.name, slot.parameter) for slot in self._slots.values()]
+        self._state.compares = False
         self._state.compare(described_values(named))
 
     def only_zeros_were_given(self) -> bool:

@@ -80,8 +80,8 @@ class DistributedOptimizer(_Adopted):
             ``math.inf``: of all of the gradient, as in the papers, exchanged once it is complete.
             Parameters that are sent whole have one of their own.
         compare_every: steps after which the ranks compare the values of their parameters by
-            checksum, since ranks that drifted apart train no model; 0: never, see
-            :meth:`compare_parameters`.
+            checksum, since ranks that drifted apart train no model, as they do in the step after a
+            ``state_dict()`` on any rank; 0: never, see :meth:`compare_parameters`.
         keywords: as in :class:`sparsecomm.CompressionState`.
 
     Raises:
@@ -225,7 +225,7 @@ class DistributedOptimizer(_Adopted):
         """Checks that every rank has the same values in the parameters that are trained.
 
         Collective: every rank calls it, between two steps; before a checkpoint, say. It happens by
-        itself every ``compare_every`` steps.
+        itself every ``compare_every`` steps, and in the step after a checkpoint.
 
         Raises:
             RuntimeError: they differ; the same text on every rank, which names what and where.

@@ -38,6 +38,7 @@ class OptimizerExchange(CompressionState):
         # What was exchanged is neither in the residuals nor in the parameters.
         self.unfinished = False
         self.loaded = False  # and the optimizer not yet
+        self.compares = False  # this rank has saved, so the next step is to compare parameters
         super().__init__(compression, process_group, communicator_options=options)
 
     def follow(self, scaler: LossScaler) -> None:
@@ -46,7 +47,9 @@ class OptimizerExchange(CompressionState):
 
     def state_dict(self) -> dict[str, Any]:
         self._require_finished("save")
-        return super().state_dict() if self._pending is None else self._pending
+        saved = super().state_dict() if self._pending is None else self._pending
+        self.compares = True
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._require_finished("load")
@@ -82,6 +85,9 @@ class OptimizerExchange(CompressionState):
         unused: list[bool],
     ) -> Work:
         self._connect()
+        if self.compares:
+            self.compares = False
+            self._native.request()
         self.unfinished = True
         return self._native.exchange(index, last, buffer, parameters, views, unused=unused)
 
