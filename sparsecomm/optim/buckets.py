@@ -224,7 +224,9 @@ class GradientBuckets:
                     f"gradient of {slot.name}: give each parameter to one of them, and drop an "
                     "optimizer that is no longer used"
                 )
-            require_own_type(slot.name, parameter, gradient)
+            if gradient.dtype != parameter.dtype:
+                slot.require_unconverted()
+                require_own_type(slot.name, parameter, gradient)
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{slot.name} has a sparse gradient; only dense ones are compressed: use "
