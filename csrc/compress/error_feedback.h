@@ -81,7 +81,7 @@ class ErrorFeedback {
 
   void follow(ThresholdSchedule schedule) { schedule_ = schedule; }
 
-  // From the next step on; there is a velocity, or none, as before.
+  // From the next step on; whether momentum is above 0 must not change.
   void set_velocity(VelocityRule const& rule) { rule_.set_velocity(rule); }
 
   // The residual is another one; `threshold`: the last one's magnitude, 0 for none.

@@ -16,9 +16,10 @@ class Excess {
  public:
   using V = accumulate_t<T>;
 
-  // Limits a result of finite sums over `ranks` ranks to what is finite as T once it is divided by
-  // `divisor`, and adds to `rejected` this rank's share of what that takes away, the same on all.
-  // Infinities and NaNs stay. What the two view is valid until the next call.
+  // Limits a result, sums over `ranks` ranks, to what is finite as T once it is divided by
+  // `divisor`, and adds to `rejected`, what goes back to this rank's residual, its share of what
+  // that takes away, the same on all ranks. Infinities and NaNs stay: the step is unusable then.
+  // What the two view is valid until the next call.
   void reject(StreamView<V>& reduced, SparseView<V>& rejected, V divisor, int ranks);
 
  private:

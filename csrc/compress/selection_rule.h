@@ -21,9 +21,9 @@ struct SelectionRule {
   // The largest entries of each bucket of so many consecutive ones (SparCML section 8); 0: about k
   // of the whole, by a threshold.
   std::size_t bucket = 0;
-  // See VelocityRule. With the mask, an entry whose sum was delivered loses its u (factor masking),
-  // unless every entry was wanted. Source: Lin et al. 2018, section 3.2.
-  double momentum = 0;
+  double momentum = 0;  // see VelocityRule
+  // An entry whose sum was delivered loses its u (factor masking), unless every entry was wanted.
+  // Source: Lin et al. 2018, section 3.2.
   bool mask_momentum = true;
   // Entries are chosen by the magnitude of m = first_moment * m + gradient, Adam's first moment but
   // for a factor, in place of that of what is sent; 0: not.

@@ -1,5 +1,6 @@
 // What the options of a gradient's exchange may be.
 #include <cmath>
+#include <limits>
 
 #include "base/shortest.h"
 #include "engine/gradient_exchange.h"
@@ -7,10 +8,14 @@
 namespace sparsecomm {
 
 void validate(VelocityRule const& rule) {
-  require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
-          " is not in [0, 1): 0.9 is usual, 0 is none");
-  require(rule.gain > 0 && std::isfinite(rule.gain), "gain = ", rule.gain,
-          " is no positive number: 1 is usual, 1 - momentum makes the velocity an average");
+  // Velocities may be f32.
+  using Limits = std::numeric_limits<float>;
+  require(rule.momentum == 0 ||
+              (rule.momentum >= Limits::min() && rule.momentum <= 1 - Limits::epsilon()),
+          "momentum = ", Shortest{rule.momentum},
+          " is not in [0, 1) as a float32: 0.9 is usual, 0 is none");
+  require(rule.gain >= Limits::min() && rule.gain <= Limits::max(), "gain = ", Shortest{rule.gain},
+          " is no positive finite float32: 1 is usual, 1 - momentum makes the velocity an average");
   require(!rule.nesterov || rule.momentum > 0,
           "nesterov has no place where momentum = ", rule.momentum,
           ": give it the momentum, or leave nesterov out");

@@ -91,8 +91,8 @@ class GradientExchange final : public Operation {
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
             std::span<V> moment = {}, bool ends_step = true, double loss_scale = 1);
   void set_density(double density);
-  // A rule that is valid, between steps; there is a velocity, or none, as before. Ranks compare it
-  // when they meet, so in their first exchange and after reconnect(), not whenever it changes.
+  // A valid rule, between steps; whether momentum is above 0 must not change. Ranks compare it when
+  // they meet, so in their first exchange and after reconnect(), not whenever it changes.
   void set_velocity(VelocityRule const& rule) {
     options_.rule.set_velocity(rule);
     local_->set_velocity(rule);

@@ -235,6 +235,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   take_back_broken_step("load a state");
   if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
     loaded_.reset();  // of a run without a step, whose parameters had no names
+    moments_.clear();
     return;
   }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
@@ -277,13 +278,12 @@ void HookState::put_moment(at::Tensor const& velocity, ParameterGroup const& gro
   if (side_) side_->wait_for_current();
 }
 
-// Of a new group, which has made no step.
-void HookState::take_over_moments(ParameterGroup const& group) {
+// To a new group, which has made no step.
+void HookState::copy_moments_to(ParameterGroup const& group) const {
+  if (!group.has_moment()) return;
   for (ParameterGroup::Member const& member : group.members()) {
     auto const velocity = moments_.find(member.parameter);
-    if (velocity == moments_.end()) continue;
-    if (group.has_moment()) put_moment(velocity->second, group, member);
-    moments_.erase(velocity);
+    if (velocity != moments_.end()) put_moment(velocity->second, group, member);
   }
 }
 
@@ -312,6 +312,8 @@ void HookState::set_moments(std::vector<std::pair<at::Tensor, at::Tensor>> const
             "a velocity of shape ", velocity.sizes(), " and dtype ",
             at::toString(velocity.scalar_type()), " for a parameter of shape ", parameter.sizes(),
             ": it must be a dense ", at::toString(residual_dtype(parameter)), " of that shape");
+    require(at::isfinite(velocity).all().item<bool>(), "a velocity for a parameter of shape ",
+            parameter.sizes(), " has a NaN or an infinity, which would stay in it for good");
   }
   for (auto const& group : groups_) group->follow(group->state().loss_scale);
   c10::NoGradGuard const no_grad;

@@ -23,16 +23,22 @@ bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
 }
 
 // Parameters that no bucket has brought before form a new group, in the order of the bucket, and
-// those with a density or a velocity's rule of their own further ones. By bucket, all of a bucket
-// that is new do; a group that has none left is no more.
+// those with a density or a velocity's rule of their own further ones. Of a state that was loaded,
+// so do those that were apart when it was saved: momenta that a scheduler has made equal since may
+// differ again. By bucket, all of a bucket that is new do; a group that has none left is no more.
 void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
   struct Fresh {
     std::optional<double> density;
     VelocityRule velocity;
+    std::optional<std::size_t> saved;  // index of the loaded group
     std::vector<ParameterGroup::Member> members;
     std::vector<at::Tensor> parameters;
   };
   std::vector<Fresh> fresh;
+  std::unordered_map<std::string, std::size_t> saved_groups;
+  for (std::size_t i = 0; loaded_ && i < loaded_->groups.size(); ++i) {
+    for (std::string const& key : loaded_->groups[i].parameters) saved_groups.emplace(key, i);
+  }
   bool const regroups = by_bucket_ && !is_group(parameters);
   for (at::Tensor const& parameter : parameters) {
     bool const known = places_.contains(parameter.unsafeGetTensorImpl());
@@ -43,15 +49,19 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
         " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
     auto const density = density_of(parameter);
     auto const velocity = velocity_of(parameter.unsafeGetTensorImpl());
-    auto group = std::ranges::find_if(fresh, [&](Fresh const& known_one) {
-      return known_one.density == density && known_one.velocity == velocity;
+    std::string key = key_of(parameter);
+    auto const found = saved_groups.find(key);
+    auto const saved = found == saved_groups.end() ? std::nullopt : std::optional(found->second);
+    auto group = std::ranges::find_if(fresh, [&](Fresh const& other) {
+      return other.density == density && other.velocity == velocity && other.saved == saved;
     });
-    if (group == fresh.end()) group = fresh.insert(fresh.end(), Fresh{density, velocity, {}, {}});
+    if (group == fresh.end()) {
+      group = fresh.insert(fresh.end(), Fresh{density, velocity, saved, {}, {}});
+    }
     std::size_t const offset =
         group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
-    group->members.push_back({key_of(parameter), offset,
-                              static_cast<std::size_t>(parameter.numel()), Layout(parameter),
-                              parameter.unsafeGetTensorImpl()});
+    group->members.push_back({std::move(key), offset, static_cast<std::size_t>(parameter.numel()),
+                              Layout(parameter), parameter.unsafeGetTensorImpl()});
     group->parameters.push_back(parameter);
   }
   for (Fresh& group : fresh) {
@@ -131,8 +141,9 @@ void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
     check_loaded(*group);
     restore(*group);
   }
-  take_over_moments(*group);
+  copy_moments_to(*group);
   groups_.push_back(std::move(group));
+  for (at::Tensor const& parameter : parameters) moments_.erase(parameter.unsafeGetTensorImpl());
   if (density) own_densities_.emplace(groups_.back().get(), *density);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     auto const known = places_.find(parameters[i].unsafeGetTensorImpl());
@@ -200,6 +211,12 @@ std::string HookState::key_of(at::Tensor const& parameter) {
 // Where a gradient that is sparse itself comes among those whose norm is taken: from the end.
 std::size_t HookState::order_of_sparse(at::Tensor const& parameter) {
   void const* const key = parameter.unsafeGetTensorImpl();
+  auto const own = velocities_.find(key);
+  require(own == velocities_.end() || own->second == VelocityRule(), "a parameter of shape ",
+          parameter.sizes(),
+          " has a sparse gradient, of which a state keeps nothing, and momentum ",
+          own == velocities_.end() ? 0 : own->second.momentum,
+          ": use sparse=False where it is looked up, or give its group momentum=0");
   if (!sparse_orders_.contains(key)) {
     require_of_model(parameter);
     parameters_.push_back(parameter);

@@ -226,9 +226,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
     sealed_ = true;
   }
 
-  if (bucket.of_grads && !by_bucket_) {
+  if (bucket.of_grads && !by_bucket_ && !sparse) {
     step_->parameters.insert(step_->parameters.end(), parameters.begin(), parameters.end());
   }
+  if (bucket.of_grads && bucket.last) Step::check_after_backward(step_);
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
@@ -300,7 +301,7 @@ void HookState::begin_step(double loss_scale) {
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
-  Step::follow_backward(step_);
+  step_->follow_backward();
   step_->loss_scale = loss_scale;
 }
 

@@ -203,7 +203,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void check_velocities() const;
   void put_moment(at::Tensor const& velocity, ParameterGroup const& group,
                   ParameterGroup::Member const& member) const;
-  void take_over_moments(ParameterGroup const& group);
+  void copy_moments_to(ParameterGroup const& group) const;
   void add_moments_to_come(HookCheckpoint& checkpoint) const;
   c10::intrusive_ptr<c10::ivalue::Future> take(Bucket const& bucket, c10::IValue value,
                                                c10::TypePtr type, double loss_scale);

@@ -97,16 +97,22 @@ struct HookState::Step {
   std::weak_ptr<void const> backward;  // the pass that brings the gradients, as long as it goes on
 
   // Called on the pass's own thread, if there is one.
-  static void follow_backward(std::shared_ptr<Step> const& step) {
+  void follow_backward() {
     if (torch::autograd::get_current_graph_task_id() == -1) return;
     // The pass drops its callbacks as it ends, in whatever way.
     auto const going_on = std::make_shared<int const>();
-    step->backward = going_on;
+    backward = going_on;
+    torch::autograd::Engine::get_default_engine().queue_callback([going_on] {});
+  }
+  // Called with the last bucket, on the thread of the pass that brings it, if there is one.
+  static void check_after_backward(std::shared_ptr<Step> const& step) {
+    if (torch::autograd::get_current_graph_task_id() == -1) return;
+    // DDP queues its own callback, which copies the results to the grads, when the hook has
+    // returned. The pass has ended when these run, so what the first one queues runs after DDP's.
     auto& engine = torch::autograd::Engine::get_default_engine();
-    engine.queue_callback([going_on, &engine, followed = std::weak_ptr(step)] {
-      // After DDP's, which is queued by now, and makes the results the grads.
-      engine.queue_callback([followed] {
-        if (auto const over = followed.lock()) over->spoil();
+    engine.queue_callback([&engine, weak = std::weak_ptr(step)] {
+      engine.queue_callback([weak] {
+        if (auto const step = weak.lock()) step->poison_unusable();
       });
     });
   }
@@ -158,8 +164,9 @@ struct HookState::Step {
   }
 
  private:
-  // What was delivered has been taken back, so nobody must find it in a grad.
-  void spoil() {
+  // Of an unusable step, makes the grads NaN: what was delivered has been taken back, so nobody may
+  // find it there.
+  void poison_unusable() {
     {
       std::lock_guard const lock(mutex);
       if (!last_bucket_seen || !unusable) return;

@@ -292,9 +292,9 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   return joined;
 }
 
-// The rule makes f m + g of a moment m (g: with its gain), and adds that to the residual where it
-// is a velocity, or g + f (f m + g) with Nesterov's. Of m / f, and a residual without m, or f m, it
-// so makes m + g, and a residual to which the rest was added: g, or g + f g.
+// The rule makes m' = f m + g of a moment m, and adds s m' (and g, if it is Nesterov's) to the
+// residual: s is f with Nesterov, else 1, or 0 for a first moment. A further pass of a step is to
+// make m' = m + g, and to add only what is new, so m is divided by f, and s m taken out before.
 void ParameterGroup::continue_moments() {
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
   if (double const share = share_of_moment(); share > 0) residual_.sub_(moment_, share);

@@ -151,7 +151,8 @@ class ParameterGroup {
   double decay() const { return rule_.momentum > 0 ? rule_.momentum : rule_.first_moment; }
   // How much of the moment is in what the rule adds to the residual.
   double share_of_moment() const {
-    return rule_.nesterov ? rule_.momentum : rule_.momentum > 0 ? 1 : 0;
+    if (rule_.nesterov) return rule_.momentum;
+    return rule_.momentum > 0 ? 1 : 0;
   }
   void give_back();
 

@@ -57,7 +57,7 @@ def reduced_dtype(parameter: FSDPParam) -> torch.dtype:
     return policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
 
 
-def spoil(parameters: Iterable[FSDPParam]) -> None:
+def poison_grads(parameters: Iterable[FSDPParam]) -> None:
     """Makes their gradients NaN: what was delivered in a step that overflowed is taken back."""
     for parameter in parameters:
         gradient = parameter.sharded_param.grad

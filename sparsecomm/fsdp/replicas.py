@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
-from sparsecomm.fsdp.modules import check_entries, groups_of, reduced_dtype, shard_of, spoil
+from sparsecomm.fsdp.modules import check_entries, groups_of, poison_grads, reduced_dtype, shard_of
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import CommunicatorKeywords, communicator_options
@@ -136,7 +136,7 @@ class _Steps:
         self._state._native.exchange(len(seen), True, nothing, [], []).wait()
         if not self._state._native.delivered:
             for hook in seen:
-                spoil(hook.exchanged.values())
+                poison_grads(hook.exchanged.values())
 
 
 class _Hook:

@@ -19,7 +19,7 @@ from sparsecomm import _C
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
-from sparsecomm.fsdp.modules import check_entries, groups_of, shard_of, spoil
+from sparsecomm.fsdp.modules import check_entries, groups_of, poison_grads, shard_of
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
@@ -129,7 +129,7 @@ class _Step:
                 if selected is not None:
                     comm.take_back(selected)
                 if not broken_off:
-                    comm.spoil()
+                    comm.poison()
         self._sent.clear()
 
 
@@ -247,8 +247,8 @@ class _SparseReduceScatter:
     def take_back(self, selected: sf.SparseVector) -> None:
         self._residual.index_add_(0, selected.indices.long(), selected.values)
 
-    def spoil(self) -> None:
-        spoil(self._members[name] for name in self._names)
+    def poison(self) -> None:
+        poison_grads(self._members[name] for name in self._names)
 
     def sizes(self) -> dict[str, int]:
         return dict(zip(self._names, self._sizes, strict=True))

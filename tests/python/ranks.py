@@ -137,8 +137,8 @@ def end_soon(number: signal.Signals, generator: random.Random) -> None:
 def thinned(cases: Iterable[_T], step: int = 3, first: int = 0) -> list[_T]:
     """Every ``step``-th case; among two ranks, whose tests ``make test-all`` runs, every one.
 
-    In a product, ``step`` should share no factor with the number of cases that vary fastest: then
-    every value of each of its parts comes in turn.
+    Of a product every value of every part comes if the parts but the first have ``step`` cases
+    together, or more, and none a number that shares a factor with it.
     """
     return list(cases) if dist.get_world_size() == 2 else [*cases][first % step :: step]
 

@@ -64,12 +64,12 @@ def register(ddp: DistributedDataParallel, state: CompressionState, native: bool
 
 def check_density_one_equals_dense() -> None:
     """At density 1 every method is plain DDP: bit for bit, where P divides exactly."""
-    for dtype in (torch.float32, torch.float64):
+    for number, dtype in enumerate((torch.float32, torch.float64)):
         plain = make_ddp(make_model(dtype=dtype))
         train(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9), range(4))
         expected = flat(plain.parameters())
         kinds = [kind for kind in HOOKS if kind is not QuantizedTopkState]
-        for kind, native in thinned(itertools.product(kinds, (False, True))):
+        for kind, native in thinned(itertools.product(kinds, (False, True)), first=number):
             hooked = make_ddp(make_model(dtype=dtype), several_groups=native)
             register(hooked, kind(density=1.0), native)
             train(hooked, torch.optim.SGD(hooked.parameters(), lr=0.1, momentum=0.9), range(4))
@@ -187,6 +187,32 @@ def check_partly_non_finite() -> None:
                 assert gradient is not None
                 expected = before["residuals"][key] + gradient.reshape(-1)
                 assert torch.equal(after["residuals"][key], expected), (kind, key)
+
+
+def check_overflow_under_reentrant_checkpointing() -> None:
+    """Buckets come in passes of their own, and the step is over when the whole one is."""
+    for native in (True, False):
+        model = make_model()
+        forwards = [layer.forward for layer in model]
+
+        def through(forward: Any) -> Any:
+            return lambda x: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=True)
+
+        ddp = make_ddp(model)
+        register(ddp, OkTopkState(density=0.05), native)
+        # But for the first and the last, whose gradients come in the pass itself.
+        for layer, forward in zip([*model][1:-1], forwards[1:-1], strict=True):
+            layer.forward = through(forward)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        train(ddp, optimizer, range(3))
+        first = dist.get_rank() == 0
+        handle = model[0].bias.register_hook(  # type: ignore[union-attr]
+            lambda gradient, first=first: gradient * (math.inf if first else 1.0)
+        )
+        optimizer.zero_grad()
+        ddp(batch(3)).square().mean().backward()
+        handle.remove()
+        assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
 
 
 def check_broken_off() -> None:
@@ -314,6 +340,7 @@ def _check_exchange() -> None:
     check_python_and_native_hook_agree()
     check_non_finite()
     check_partly_non_finite()
+    check_overflow_under_reentrant_checkpointing()
     check_broken_off()
     check_saving_in_a_backward_pass()
     check_sparse_in_flight()

@@ -324,6 +324,29 @@ def check_checkpoints() -> None:
     assert torch.equal(flat(resumed.parameters()), flat(ddp.parameters()))
 
 
+def check_momenta_that_have_met() -> None:
+    """Those that were apart at first are apart in a resumed run, if equal by then."""
+    options: dict[str, Any] = {"density": 0.05, "dense_below": 0}
+    ddp, state = hooked(first := OkTopkState(**options)), first
+    own = halves(ddp)
+    set_momenta(state, own[0], 0.85)
+    set_momenta(state, own[1], 0.95)
+    train(ddp, SGD(ddp.parameters(), lr=0.1), range(3))
+    set_momenta(state, own[0], 0.95)
+    train(ddp, SGD(ddp.parameters(), lr=0.1), range(3, 6))
+    saved = [{k: v.clone() for k, v in ddp.module.state_dict().items()}, state.state_dict()]
+    train(ddp, SGD(ddp.parameters(), lr=0.1), range(6, 9))
+    resumed = hooked(again := OkTopkState(**options))
+    resumed.module.load_state_dict(saved[0])
+    for half, momentum in zip(halves(resumed), (0.85, 0.95), strict=True):
+        set_momenta(again, half, momentum)
+    again.load_state_dict(saved[1])
+    set_momenta(again, resumed.parameters(), 0.95)
+    train(resumed, SGD(resumed.parameters(), lr=0.1), range(6, 9))
+    assert torch.equal(flat(resumed.parameters()), flat(ddp.parameters()))
+    set_momenta(again, halves(resumed)[0], 0.9)  # and may differ again
+
+
 def check_scaled() -> None:
     """Velocities that are handed over are in units of a loss that is not scaled."""
     results = []
@@ -373,6 +396,7 @@ def check_other_ranks() -> None:
         check_broken_off,
         check_conservation,
         check_checkpoints,
+        check_momenta_that_have_met,
         check_scaled,
         check_other_ranks,
     ],
@@ -390,8 +414,13 @@ def _check_mistakes() -> None:
     first, _, third, *_ = ddp.parameters()
     for entry, message in [
         ((first, 1.0, 1.0, False), r"momentum = 1 is not in \[0, 1\)"),
-        ((first, 0.9, 0.0, False), "gain = 0 is no positive number"),
-        ((first, 0.9, float("inf"), False), "gain = inf is no positive number"),
+        ((first, 0.9, 0.0, False), "gain = 0 is no positive finite float32"),
+        ((first, 0.9, float("inf"), False), "gain = inf is no positive finite float32"),
+        # What f32 rounds to 1, to 0 or to infinity.
+        ((first, 0.99999999, 1.0, False), r"momentum = 0.99999999 is not in \[0, 1\) as a float32"),
+        ((first, 1e-46, 1.0, False), r"momentum = 1e-46 is not in \[0, 1\)"),
+        ((first, 0.9, 1e-46, False), "gain = 1e-46 is no positive finite float32"),
+        ((first, 0.9, 1e39, False), r"gain = 1e\+39 is no positive finite float32"),
         ((first, 0.0, 1.0, True), "nesterov has no place where momentum = 0"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -402,6 +431,8 @@ def _check_mistakes() -> None:
     for velocity in (torch.zeros(3).double(), torch.zeros_like(first).float()):
         with pytest.raises(ValueError, match="must be a dense Double of that shape"):
             state._native.set_moments([(first, velocity)])
+    with pytest.raises(ValueError, match="has a NaN or an infinity"):
+        state._native.set_moments([(first, torch.full_like(first, float("nan")))])
     train(ddp, SGD(ddp.parameters(), lr=0.1), range(2))
     with pytest.raises(
         ValueError,
@@ -434,6 +465,22 @@ def _check_mistakes() -> None:
             set_momenta(other, [first], 0.9)
 
 
+def _check_sparse_gradients() -> None:
+    """A state keeps no velocity of them."""
+    for momentum in (0.0, 0.9):
+        model = nn.Sequential(nn.EmbeddingBag(20, 4, mode="sum", sparse=True), nn.Linear(4, 4))
+        ddp = DistributedDataParallel(model)
+        state = OkTopkState(density=0.5)
+        sparsecomm.register_comm_hook(ddp, state)
+        set_momenta(state, ddp.parameters(), momentum)
+        words = torch.arange(6).reshape(2, 3)
+        if momentum == 0:
+            ddp(words).sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match=r"shape \[20, 4\] has a sparse.*momentum 0.9"):
+            ddp(words).sum().backward()
+
+
 def _check_disagreement() -> list[str]:
     texts = []
     for momentum, gain, nesterov in ((0.1, 1.0, 0), (0.1, 0.5, 0), (0.1, 0.5, 1)):
@@ -452,6 +499,7 @@ def _check_disagreement() -> list[str]:
 
 def test_what_no_momentum_can_be() -> None:
     run_ranks(2, _check_mistakes)
+    run_ranks(2, _check_sparse_gradients)
 
 
 def test_ranks_that_disagree() -> None:
