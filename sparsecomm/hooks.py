@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions, check_dtype, check_options
+from sparsecomm.joint import Joint
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 from sparsecomm.rank_entries import (
@@ -103,6 +104,7 @@ class CompressionState:
         self._reconnected = False
         self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
         self._error: Exception | None = None  # of this step's hook in Python
+        self._joint: Joint | None = None  # with an optimizer
         self._part = ""  # of the model, where ranks hold different ones
         self._models = ModelFinder()
         self._compression = compression
@@ -329,6 +331,11 @@ class CompressionState:
                 another model; or an exchange, or a backward pass, is in progress; or the state is
                 closed.
         """
+        self._load(state_dict)
+        if self._joint is not None:
+            self._joint.state_was_loaded()
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         place = self._place()
         try:
             density, loaded = self._read(state_dict, *place)
@@ -387,7 +394,14 @@ class CompressionState:
         return check_density(entry["density"]), loaded
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(density={self.density:g})"
+        text = f"{type(self).__name__}(density={self.density:g})"
+        warmup = self._compression.warmup
+        if self._joint is not None:
+            text += f" {self._joint!r}"
+            if warmup is not None:
+                densities = ", ".join(f"{density:g}" for density in warmup.densities)
+                text += f", after {warmup.steps} steps each at {densities}"
+        return text
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy(self)
@@ -761,6 +775,8 @@ def _watch(
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state._require_ranks_of(model)
+        if state._joint is not None:
+            state._joint.before_forward()
         name = _C.first_unreduced(places)
         if name is None:
             return

@@ -1,0 +1,427 @@
+"""Keeps an optimizer of torch and a state that has its momentum in step with each other."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch._compile import _disable_dynamo  # torch.compiler.disable() imports Dynamo at once
+from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+if TYPE_CHECKING:
+    from sparsecomm.hooks import CompressionState
+
+Group = dict[str, Any]
+Terms = tuple[float, float, bool]  # of _C.HookState.set_momenta
+
+
+class Split(Protocol):
+    """How the momentum of one kind of optimizer is taken out of it.
+
+    The state has ``u = momentum * u + gain * gradient`` and delivers ``u``, or with Nesterov
+    ``gain * gradient + momentum * u``, for which the optimizer takes its step without momentum.
+    """
+
+    buffer: str  # where the optimizer would keep u
+
+    def check(self, group: Group, place: str) -> None:
+        """Raises TypeError or ValueError if the momentum of this group cannot be taken out."""
+
+    def terms(self, group: Group) -> Terms:
+        """Momentum, gain and whether it is Nesterov's."""
+
+    def within_step(self, group: Group) -> Group:
+        """What the group's entries are replaced by while the optimizer makes its step."""
+
+    def left(self, momentum: float, age: int) -> float:
+        """How much of the sum of weights is still to come at the step ``age``, from 1."""
+
+    def decay(self, group: Group, age: int) -> float:
+        """How much of the parameter its weight decay has put into the optimizer's own buffer."""
+
+
+class SgdSplit:
+    """SGD: ``u`` is its buffer.
+
+    Its weight decay goes into the buffer as well, where it comes to 1 / (1 - momentum) as much:
+    within the step the decay is as large as that.
+    """
+
+    buffer = "momentum_buffer"
+
+    def check(self, group: Group, place: str) -> None:
+        _check_momentum(group["momentum"], f"momentum={group['momentum']!r}{place}")
+        if group["momentum"] and group["dampening"]:
+            raise ValueError(
+                f"dampening={group['dampening']:g}{place} cannot be taken over: set dampening=0, "
+                f"and multiply the learning rate by {1 - group['dampening']:g} instead"
+            )
+
+    def terms(self, group: Group) -> Terms:
+        return float(group["momentum"]), 1.0, bool(group["nesterov"])
+
+    def within_step(self, group: Group) -> Group:
+        momentum = group["momentum"]
+        if not momentum:
+            return {}
+        decay = group["weight_decay"] / (1 - momentum)
+        return {"momentum": 0, "nesterov": False, "weight_decay": decay}
+
+    def left(self, momentum: float, age: int) -> float:
+        return 0.0  # no bias is corrected
+
+    def decay(self, group: Group, age: int) -> float:
+        return float(group["weight_decay"]) / (1 - group["momentum"])
+
+
+class AdamSplit:
+    """Adam and AdamW: ``u`` is the first moment, as it is before its bias is corrected."""
+
+    buffer = "exp_avg"
+    nesterov = False
+
+    def check(self, group: Group, place: str) -> None:
+        beta1 = group["betas"][0]
+        _check_momentum(beta1, f"betas[0]={beta1!r}{place}")
+        for name in ("capturable", "differentiable"):
+            if group[name]:
+                raise ValueError(
+                    f"{name}=True{place} fixes what a step computes, and the momentum is taken out "
+                    f"of it anew at every step: set {name}=False"
+                )
+
+    def terms(self, group: Group) -> Terms:
+        beta1 = float(group["betas"][0])
+        return beta1, 1 - beta1, self.nesterov and beta1 > 0
+
+    def within_step(self, group: Group) -> Group:
+        return {"betas": (0.0, group["betas"][1])}
+
+    def left(self, momentum: float, age: int) -> float:
+        return momentum**age
+
+    def decay(self, group: Group, age: int) -> float:
+        if group.get("decoupled_weight_decay", False):
+            return 0.0
+        return float(group["weight_decay"]) * (1 - float(group["betas"][0]) ** age)
+
+
+class NAdamSplit(AdamSplit):
+    """NAdam, with its first beta for momentum from the first step on: ``momentum_decay`` is not
+    there.
+    """
+
+    nesterov = True
+
+    def left(self, momentum: float, age: int) -> float:
+        return momentum ** (age + 1)
+
+
+SPLITS: dict[type[Optimizer], Split] = {
+    SGD: SgdSplit(),
+    Adam: AdamSplit(),
+    AdamW: AdamSplit(),
+    NAdam: NAdamSplit(),
+}
+
+
+class Joint:
+    """What :func:`sparsecomm.prepare` leaves on an optimizer, and in the state.
+
+    The optimizer's groups show its user's momentum but for the duration of a step. It has weak
+    references to both, so neither keeps the other; once the state is gone the optimizer is as
+    without sparsecomm.
+    """
+
+    def __init__(
+        self,
+        state: CompressionState,
+        ddp: torch.nn.Module,
+        optimizer: Optimizer,
+        names: Mapping[torch.Tensor, str],
+        splits: bool,
+    ) -> None:
+        self._kind = type(optimizer).__name__
+        self._state = weakref.ref(state)
+        self._ddp = weakref.ref(ddp)
+        self._optimizer = weakref.ref(optimizer)
+        self._names = dict(names)  # of the parameters that are exchanged
+        self._splits = splits
+        self._agreed: list[tuple[Terms, int]] = []
+        self._replaced: list[tuple[Group, Group, Group]] = []  # group, the user's, the step's
+        # Parameters whose bias is still corrected, by group, those of one age together.
+        self._young: list[tuple[int, list[torch.Tensor]]] | None = None
+        self._largest = 0.0  # momentum so far
+        self._loaded_at: int | None = None  # steps of the state when that was loaded
+        self._split: Split = SPLITS.get(type(optimizer), SgdSplit())
+        self._handles: list[RemovableHandle] = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_saving),
+            optimizer.register_state_dict_post_hook(self._after_saving),
+            optimizer.register_load_state_dict_post_hook(self._after_loading),
+        ]
+
+    def __repr__(self) -> str:
+        if not self._splits:
+            return f"of {self._kind}, which keeps its momentum since everything is sent"
+        momenta = [f"{of[0]:g}" for of, _ in self._agreed]
+        if not any(of[0] for of, _ in self._agreed):
+            return f"of {self._kind}, which has no momentum to move"
+        if len(set(momenta)) == 1:
+            return f"with the momentum of {self._kind}, {momenta[0]}"
+        return f"with the momenta of {self._kind}'s {len(momenta)} groups, {', '.join(momenta)}"
+
+    def serves(self, ddp: torch.nn.Module) -> bool:
+        """Whether it is of this very model."""
+        return self._ddp() is ddp
+
+    def begin(self, former: Mapping[str, Any] | None) -> None:
+        """Sets the momenta, and what is kept: the entry of a former state, or the buffers."""
+        optimizer, state = self._optimizer(), self._state()
+        assert optimizer is not None
+        assert state is not None
+        if not self._splits:
+            return
+        self._agree(optimizer)
+        if former is None:
+            self._take_over(optimizer)
+            return
+        zeros = {n: torch.zeros(p.numel(), dtype=_kept_dtype(p)) for p, n in self._names.items()}
+        entry = {**former, "density": state.density, "algorithm": state.algorithm}
+        for key in ("residuals", "moments"):
+            needed = [name for name in zeros if key == "residuals" or self._has_velocity(name)]
+            entry[key] = {name: former[key].get(name, zeros[name]) for name in needed}
+        if former["algorithm"] != state.algorithm:
+            entry["groups"] = ()
+        [key] = state.state_dict()
+        state._load({key: entry})
+
+    def retire(self) -> Mapping[str, Any] | None:
+        """Gives the optimizer its momentum back; returns what the state keeps, if it splits."""
+        optimizer, state = self._optimizer(), self._state()
+        assert optimizer is not None
+        entry: Mapping[str, Any] | None = None
+        self._restore()
+        if self._splits and state is not None:
+            [entry] = state.state_dict().values()
+            saved = optimizer.state_dict()
+            self._splits = False
+            optimizer.load_state_dict(saved)
+        elif self._splits:  # what the buffers have is no momentum
+            for kept in optimizer.state.values():
+                kept.pop(SgdSplit.buffer, None)
+                if AdamSplit.buffer in kept:
+                    kept[AdamSplit.buffer].zero_()
+        for handle in self._handles:
+            handle.remove()
+        return entry
+
+    def before_forward(self) -> None:
+        """Tells the state of momenta that a scheduler, say, has changed since the last step."""
+        optimizer = self._optimizer()
+        if optimizer is not None and self._splits:
+            self._agree(optimizer)
+
+    def state_was_loaded(self) -> None:
+        """Notes that the state's velocities are exact ones, before which an optimizer's yield."""
+        state = self._state()
+        assert state is not None
+        self._loaded_at = state.stats()["steps"]
+
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """Makes velocities of the buffers that the optimizer has."""
+        state = self._state()
+        assert state is not None
+        saved = state._native.checkpoint()
+        moments = []
+        for group in optimizer.param_groups:
+            sign = -1.0 if group.get("maximize") else 1.0
+            for parameter in group["params"]:
+                name = self._names.get(parameter)
+                kept = optimizer.state.get(parameter, {})
+                buffer = kept.get(self._split.buffer)
+                if name is None or not self._split.terms(group)[0]:
+                    continue
+                if buffer is None and name not in saved["moments"]:
+                    continue
+                velocity = torch.zeros_like(parameter, dtype=_kept_dtype(parameter))
+                if buffer is not None:
+                    decay = self._split.decay(group, _age_of(kept))
+                    velocity += buffer
+                    if decay:
+                        velocity -= decay * parameter.detach()
+                    velocity *= sign
+                if self._split.buffer == SgdSplit.buffer:
+                    kept.pop(self._split.buffer, None)  # else a step would leave it as it is
+                moments.append((parameter, velocity))
+        if moments:
+            state._native.set_moments(moments)
+
+    def _has_velocity(self, name: str) -> bool:
+        state = self._state()
+        return state is not None and name in state._native.checkpoint()["moments"]
+
+    def _agree(self, optimizer: Optimizer) -> None:
+        self._restore()
+        groups = optimizer.param_groups
+        now = [(self._split.terms(group), len(group["params"])) for group in groups]
+        state = self._state()
+        if now == self._agreed or state is None:
+            return
+        check_groups(optimizer)
+        terms = {p: of for group, (of, _) in zip(groups, now, strict=True) for p in group["params"]}
+        for parameter in terms:
+            if parameter not in self._names and parameter.requires_grad:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} that {type(optimizer).__name__}"
+                    " was given after sparsecomm.prepare is not exchanged by the state: give it to "
+                    "an optimizer of its own, or make DistributedDataParallel anew and prepare that"
+                )
+        # What the optimizer may be given later begins with the first group's.
+        state._native.set_momenta([(p, *terms.get(p, now[0][0])) for p in self._names])
+        sizes = [size for _, size in self._agreed]
+        largest = max(of[0] for of, _ in now)
+        if sizes != [size for _, size in now] or largest > self._largest:
+            self._largest = max(largest, self._largest)
+            self._young = None
+        self._agreed = now
+
+    def _restore(self) -> None:
+        for group, own, replaced in self._replaced:
+            for key, value in own.items():
+                if group[key] is replaced[key]:  # else it has been set meanwhile
+                    group[key] = value
+        self._replaced.clear()
+
+    @_disable_dynamo
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if not self._splits or self._state() is None:
+            return None
+        self._agree(optimizer)
+        # A closure makes the gradients, which have to be there before their bias is corrected.
+        closure = kwargs.get("closure") or (args[1] if len(args) > 1 else None)
+        changed = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+            changed = args[:1], {**kwargs, "closure": lambda: loss}
+        self._correct_bias(optimizer)
+        for group in optimizer.param_groups:
+            replaced = self._split.within_step(group)
+            self._replaced.append((group, {key: group[key] for key in replaced}, replaced))
+            group.update(replaced)
+        return changed
+
+    @_disable_dynamo
+    def _after_step(self, *_: Any) -> None:
+        self._restore()
+
+    def _correct_bias(self, optimizer: Optimizer) -> None:
+        if self._young is None:
+            self._young = self._find_young(optimizer)
+        young = []
+        for index, parameters in self._young:
+            present = [p for p in parameters if p.grad is not None]
+            if len(present) < len(parameters):
+                young.append((index, [p for p in parameters if p.grad is None]))
+            if not present:
+                continue
+            age = _age_of(optimizer.state.get(present[0], {})) + 1
+            momentum = self._split.terms(optimizer.param_groups[index])[0]
+            left = self._split.left(momentum, age)
+            if left:
+                torch._foreach_mul_([p.grad for p in present], 1 / (1 - left))
+            if not self._is_old(present[0], age):
+                young.append((index, present))
+        self._young = young
+
+    def _find_young(self, optimizer: Optimizer) -> list[tuple[int, list[torch.Tensor]]]:
+        alike: dict[tuple[int, int, torch.dtype], list[torch.Tensor]] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                age = _age_of(optimizer.state.get(parameter, {}))
+                if not self._is_old(parameter, age):
+                    alike.setdefault((index, age, parameter.dtype), []).append(parameter)
+        return [(index, parameters) for (index, *_), parameters in alike.items()]
+
+    def _is_old(self, parameter: torch.Tensor, age: int) -> bool:
+        return self._split.left(self._largest, age) < torch.finfo(parameter.dtype).eps / 2
+
+    def _before_saving(self, _optimizer: Optimizer) -> None:
+        self._restore()
+
+    def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        state = self._state()
+        if state is None or not self._splits:
+            return
+        saved = state._native.checkpoint()
+        for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
+            sign = -1.0 if group.get("maximize") else 1.0
+            for parameter, key in zip(group["params"], packed["params"], strict=True):
+                velocity = saved["moments"].get(self._names.get(parameter))
+                kept = state_dict["state"].get(key, {})
+                if velocity is None or (not kept and self._split.buffer != SgdSplit.buffer):
+                    continue
+                age = _age_of(kept)
+                buffer = velocity.view(parameter.shape) * (sign / saved["loss_scale"])
+                decay = self._split.decay(group, age)
+                if decay:
+                    buffer += decay * parameter.detach()
+                changed = {**kept, self._split.buffer: buffer.to(parameter.dtype)}
+                if "mu_product" in kept:
+                    product = math.prod(_nadam_mu(group, step) for step in range(1, age + 1))
+                    changed["mu_product"] = torch.full_like(kept["mu_product"], product)
+                state_dict["state"][key] = changed
+
+    def _after_loading(self, optimizer: Optimizer) -> None:
+        state = self._state()
+        if state is None or not self._splits:
+            return
+        self._replaced.clear()
+        self._young = None
+        if self._loaded_at is None or state.stats()["steps"] > self._loaded_at:
+            self._take_over(optimizer)
+
+
+def joint_of(optimizer: Optimizer) -> Joint | None:
+    """The one that an earlier call of :func:`sparsecomm.prepare` has left."""
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, Joint):
+            return owner
+    return None
+
+
+def check_groups(optimizer: Optimizer) -> None:
+    """Raises TypeError or ValueError if the momentum of a group cannot be taken out."""
+    groups = optimizer.param_groups
+    for index, group in enumerate(groups):
+        place = f" in group {index}" if len(groups) > 1 else ""
+        SPLITS[type(optimizer)].check(group, f"{place} of {type(optimizer).__name__}")
+
+
+def _check_momentum(momentum: Any, text: str) -> None:
+    if isinstance(momentum, torch.Tensor):
+        raise TypeError(f"{text} is a tensor; give it as a number")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"{text} is not in [0, 1)")
+
+
+def _age_of(kept: Mapping[str, Any]) -> int:
+    return int(kept["step"]) if "step" in kept else 0
+
+
+def _kept_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+
+
+def _nadam_mu(group: Group, step: int) -> float:
+    beta1: float = group["betas"][0]
+    return beta1 * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
