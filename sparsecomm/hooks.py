@@ -104,7 +104,8 @@ class CompressionState:
         self._reconnected = False
         self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
         self._error: Exception | None = None  # of this step's hook in Python
-        self._joint: Joint | None = None  # with an optimizer
+        self._joint_ref: weakref.ref[Joint] | None = None
+        self._stand_ins: dict[str, torch.Tensor] = {}  # what parameters of that name are known as
         self._part = ""  # of the model, where ranks hold different ones
         self._models = ModelFinder()
         self._compression = compression
@@ -332,8 +333,8 @@ class CompressionState:
                 closed.
         """
         self._load(state_dict)
-        if self._joint is not None:
-            self._joint.state_was_loaded()
+        if (joint := self._joint()) is not None:
+            joint.state_was_loaded()
 
     def _load(self, state_dict: Mapping[str, Any]) -> None:
         place = self._place()
@@ -396,8 +397,8 @@ class CompressionState:
     def __repr__(self) -> str:
         text = f"{type(self).__name__}(density={self.density:g})"
         warmup = self._compression.warmup
-        if self._joint is not None:
-            text += f" {self._joint!r}"
+        if (joint := self._joint()) is not None:
+            text += f" {joint!r}"
             if warmup is not None:
                 densities = ", ".join(f"{density:g}" for density in warmup.densities)
                 text += f", after {warmup.steps} steps each at {densities}"
@@ -405,6 +406,10 @@ class CompressionState:
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy(self)
+
+    def _joint(self) -> Joint | None:
+        """That with a prepared optimizer, which holds it."""
+        return self._joint_ref() if self._joint_ref is not None else None
 
     def _place(self) -> tuple[int, int]:
         require_initialised()
@@ -772,11 +777,11 @@ def _watch(
             places.append((name, module._parameters, key))
 
     def before_forward(model: DistributedDataParallel, _inputs: Any) -> None:
+        if (joint := state._joint()) is not None:
+            joint.before_forward()
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state._require_ranks_of(model)
-        if state._joint is not None:
-            state._joint.before_forward()
         name = _C.first_unreduced(places)
         if name is None:
             return

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch._compile import _disable_dynamo  # torch.compiler.disable() imports Dynamo at once
 from torch.optim import SGD, Adam, AdamW, NAdam, Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -75,7 +76,7 @@ class SgdSplit:
         return 0.0  # no bias is corrected
 
     def decay(self, group: Group, age: int) -> float:
-        return float(group["weight_decay"]) / (1 - group["momentum"])
+        return float(group["weight_decay"] / (1 - group["momentum"]))
 
 
 class AdamSplit:
@@ -102,7 +103,7 @@ class AdamSplit:
         return {"betas": (0.0, group["betas"][1])}
 
     def left(self, momentum: float, age: int) -> float:
-        return momentum**age
+        return float(momentum**age)
 
     def decay(self, group: Group, age: int) -> float:
         if group.get("decoupled_weight_decay", False):
@@ -118,7 +119,7 @@ class NAdamSplit(AdamSplit):
     nesterov = True
 
     def left(self, momentum: float, age: int) -> float:
-        return momentum ** (age + 1)
+        return float(momentum ** (age + 1))
 
 
 SPLITS: dict[type[Optimizer], Split] = {
@@ -132,9 +133,9 @@ SPLITS: dict[type[Optimizer], Split] = {
 class Joint:
     """What :func:`sparsecomm.prepare` leaves on an optimizer, and in the state.
 
-    The optimizer's groups show its user's momentum but for the duration of a step. It has weak
-    references to both, so neither keeps the other; once the state is gone the optimizer is as
-    without sparsecomm.
+    The optimizer's groups show its user's momentum but for the duration of a step. The optimizer
+    keeps this, and this keeps the state, which does not keep this; nothing here keeps the model or
+    the optimizer. Once the model is gone the optimizer makes steps of its own.
     """
 
     def __init__(
@@ -146,10 +147,12 @@ class Joint:
         splits: bool,
     ) -> None:
         self._kind = type(optimizer).__name__
-        self._state = weakref.ref(state)
+        self._state = state
         self._ddp = weakref.ref(ddp)
         self._optimizer = weakref.ref(optimizer)
         self._names = dict(names)  # of the parameters that are exchanged
+        # What the state takes for them, of the same shape, or larger where shards are padded.
+        self._known_as = {p: state._stand_ins.get(name, p) for p, name in names.items()}
         self._splits = splits
         self._agreed: list[tuple[Terms, int]] = []
         self._replaced: list[tuple[Group, Group, Group]] = []  # group, the user's, the step's
@@ -182,16 +185,15 @@ class Joint:
 
     def begin(self, former: Mapping[str, Any] | None) -> None:
         """Sets the momenta, and what is kept: the entry of a former state, or the buffers."""
-        optimizer, state = self._optimizer(), self._state()
+        optimizer, state = self._optimizer(), self._state
         assert optimizer is not None
-        assert state is not None
         if not self._splits:
             return
         self._agree(optimizer)
         if former is None:
             self._take_over(optimizer)
             return
-        zeros = {n: torch.zeros(p.numel(), dtype=_kept_dtype(p)) for p, n in self._names.items()}
+        zeros = {n: _zeros_like(self._known_as[p]).view(-1) for p, n in self._names.items()}
         entry = {**former, "density": state.density, "algorithm": state.algorithm}
         for key in ("residuals", "moments"):
             needed = [name for name in zeros if key == "residuals" or self._has_velocity(name)]
@@ -201,43 +203,49 @@ class Joint:
         [key] = state.state_dict()
         state._load({key: entry})
 
-    def retire(self) -> Mapping[str, Any] | None:
-        """Gives the optimizer its momentum back; returns what the state keeps, if it splits."""
-        optimizer, state = self._optimizer(), self._state()
+    def retire(self, gives_back: bool) -> Mapping[str, Any] | None:
+        """Leaves the optimizer, on every rank; returns what the state keeps, if it splits.
+
+        ``gives_back``: the optimizer gets the velocities, averaged over the ranks.
+        """
+        optimizer = self._optimizer()
         assert optimizer is not None
         entry: Mapping[str, Any] | None = None
         self._restore()
-        if self._splits and state is not None:
-            [entry] = state.state_dict().values()
-            saved = optimizer.state_dict()
-            self._splits = False
-            optimizer.load_state_dict(saved)
-        elif self._splits:  # what the buffers have is no momentum
-            for kept in optimizer.state.values():
-                kept.pop(SgdSplit.buffer, None)
-                if AdamSplit.buffer in kept:
-                    kept[AdamSplit.buffer].zero_()
+        if self._splits:
+            [entry] = self._state.state_dict().values()
+            if gives_back:
+                saved = optimizer.state_dict()
+                self._splits = False
+                optimizer.load_state_dict(saved)
+                self._average(optimizer)
         for handle in self._handles:
             handle.remove()
         return entry
 
+    def _average(self, optimizer: Optimizer) -> None:
+        group = self._state._process_group
+        for parameter in self._names:
+            buffer = optimizer.state.get(parameter, {}).get(self._split.buffer)
+            if buffer is not None:
+                local = _local(buffer)
+                dist.all_reduce(local, group=group)
+                local /= dist.get_world_size(group)
+
+    @_disable_dynamo
     def before_forward(self) -> None:
         """Tells the state of momenta that a scheduler, say, has changed since the last step."""
         optimizer = self._optimizer()
-        if optimizer is not None and self._splits:
+        if optimizer is not None and self._splits and torch.is_grad_enabled():
             self._agree(optimizer)
 
     def state_was_loaded(self) -> None:
         """Notes that the state's velocities are exact ones, before which an optimizer's yield."""
-        state = self._state()
-        assert state is not None
-        self._loaded_at = state.stats()["steps"]
+        self._loaded_at = self._state.stats()["steps"]
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """Makes velocities of the buffers that the optimizer has."""
-        state = self._state()
-        assert state is not None
-        saved = state._native.checkpoint()
+        saved = self._state._native.checkpoint()
         moments = []
         for group in optimizer.param_groups:
             sign = -1.0 if group.get("maximize") else 1.0
@@ -249,29 +257,27 @@ class Joint:
                     continue
                 if buffer is None and name not in saved["moments"]:
                     continue
-                velocity = torch.zeros_like(parameter, dtype=_kept_dtype(parameter))
+                velocity = _zeros_like(self._known_as[parameter])
                 if buffer is not None:
+                    local = _local(buffer)
                     decay = self._split.decay(group, _age_of(kept))
-                    velocity += buffer
                     if decay:
-                        velocity -= decay * parameter.detach()
-                    velocity *= sign
+                        local = local - decay * _local(parameter.detach())
+                    _part(velocity, local).copy_(local).mul_(sign)
                 if self._split.buffer == SgdSplit.buffer:
                     kept.pop(self._split.buffer, None)  # else a step would leave it as it is
-                moments.append((parameter, velocity))
+                moments.append((self._known_as[parameter], velocity))
         if moments:
-            state._native.set_moments(moments)
+            self._state._native.set_moments(moments)
 
     def _has_velocity(self, name: str) -> bool:
-        state = self._state()
-        return state is not None and name in state._native.checkpoint()["moments"]
+        return name in self._state._native.checkpoint()["moments"]
 
     def _agree(self, optimizer: Optimizer) -> None:
         self._restore()
         groups = optimizer.param_groups
         now = [(self._split.terms(group), len(group["params"])) for group in groups]
-        state = self._state()
-        if now == self._agreed or state is None:
+        if now == self._agreed:
             return
         check_groups(optimizer)
         terms = {p: of for group, (of, _) in zip(groups, now, strict=True) for p in group["params"]}
@@ -283,7 +289,9 @@ class Joint:
                     "an optimizer of its own, or make DistributedDataParallel anew and prepare that"
                 )
         # What the optimizer may be given later begins with the first group's.
-        state._native.set_momenta([(p, *terms.get(p, now[0][0])) for p in self._names])
+        self._state._native.set_momenta(
+            [(known, *terms.get(p, now[0][0])) for p, known in self._known_as.items()]
+        )
         sizes = [size for _, size in self._agreed]
         largest = max(of[0] for of, _ in now)
         if sizes != [size for _, size in now] or largest > self._largest:
@@ -302,7 +310,7 @@ class Joint:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self._splits or self._state() is None:
+        if not self._splits or self._ddp() is None:
             return None
         self._agree(optimizer)
         # A closure makes the gradients, which have to be there before their bias is corrected.
@@ -337,7 +345,8 @@ class Joint:
             momentum = self._split.terms(optimizer.param_groups[index])[0]
             left = self._split.left(momentum, age)
             if left:
-                torch._foreach_mul_([p.grad for p in present], 1 / (1 - left))
+                gradients = [p.grad for p in present if p.grad is not None]
+                torch._foreach_mul_(gradients, 1 / (1 - left))
             if not self._is_old(present[0], age):
                 young.append((index, present))
         self._young = young
@@ -358,10 +367,9 @@ class Joint:
         self._restore()
 
     def _after_saving(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-        state = self._state()
-        if state is None or not self._splits:
+        if not self._splits:
             return
-        saved = state._native.checkpoint()
+        saved = self._state._native.checkpoint()
         for group, packed in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
             sign = -1.0 if group.get("maximize") else 1.0
             for parameter, key in zip(group["params"], packed["params"], strict=True):
@@ -370,23 +378,25 @@ class Joint:
                 if velocity is None or (not kept and self._split.buffer != SgdSplit.buffer):
                     continue
                 age = _age_of(kept)
-                buffer = velocity.view(parameter.shape) * (sign / saved["loss_scale"])
+                local = _local(parameter.detach())
+                known = self._known_as[parameter]
+                buffer = _part(velocity.view(known.shape), local) * (sign / saved["loss_scale"])
                 decay = self._split.decay(group, age)
                 if decay:
-                    buffer += decay * parameter.detach()
-                changed = {**kept, self._split.buffer: buffer.to(parameter.dtype)}
+                    buffer += decay * local
+                buffer = _like(parameter, buffer.to(parameter.dtype))
+                changed = {**kept, self._split.buffer: buffer}
                 if "mu_product" in kept:
                     product = math.prod(_nadam_mu(group, step) for step in range(1, age + 1))
                     changed["mu_product"] = torch.full_like(kept["mu_product"], product)
                 state_dict["state"][key] = changed
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        state = self._state()
-        if state is None or not self._splits:
+        if not self._splits:
             return
         self._replaced.clear()
         self._young = None
-        if self._loaded_at is None or state.stats()["steps"] > self._loaded_at:
+        if self._loaded_at is None or self._state.stats()["steps"] > self._loaded_at:
             self._take_over(optimizer)
 
 
@@ -418,10 +428,34 @@ def _age_of(kept: Mapping[str, Any]) -> int:
     return int(kept["step"]) if "step" in kept else 0
 
 
-def _kept_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
+def _zeros_like(known: torch.Tensor) -> torch.Tensor:
+    """A velocity, as the state keeps it."""
+    kept = torch.float64 if known.dtype == torch.float64 else torch.float32
+    return torch.zeros(known.shape, dtype=kept, device=known.device)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's part of a DTensor."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
+
+
+def _part(padded: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """What of a padded tensor is no padding."""
+    return padded[tuple(slice(size) for size in local.shape)]
+
+
+def _like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
+    """This rank's part of what is of the parameter's kind and shape."""
+    if not hasattr(parameter, "to_local"):
+        return local
+    shape, stride = parameter.shape, parameter.stride()
+    whole: torch.Tensor = type(parameter.detach()).from_local(
+        local, parameter.device_mesh, parameter.placements, shape=shape, stride=stride
+    )
+    return whole
 
 
 def _nadam_mu(group: Group, step: int) -> float:
-    beta1: float = group["betas"][0]
-    return beta1 * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
+    mu: float = group["betas"][0] * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
+    return mu

@@ -38,6 +38,7 @@ def watch_momentum(state: CompressionState, parameters: Iterable[torch.Tensor]) 
 def never_watch(state: CompressionState) -> None:
     """Keeps :func:`watch_momentum` from warning, since an optimizer's momentum is in the state."""
     _settled().add(state)
+    _watched().pop(state, None)
 
 
 @functools.cache

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
@@ -54,10 +57,11 @@ class PrepareOptions(SelectionOptions, CommunicatorKeywords, total=False):
 
     algorithm: str
     scaler: LossScaler | None
+    mesh: DeviceMesh | None
 
 
 def prepare(
-    ddp: DistributedDataParallel,
+    ddp: nn.Module,
     optimizer: Optimizer,
     density: float = 0.02,
     total_steps: int | None = None,
@@ -88,7 +92,8 @@ def prepare(
     go on.
 
     Args:
-        ddp: the model, before its first backward pass.
+        ddp: the model, in DistributedDataParallel, before its first backward pass. Or one that
+            ``fully_shard`` shards, with ``mesh``, as :func:`sparsecomm.fsdp.apply` takes it.
         optimizer: of all parameters of the model that are trained, and no others.
         density: share of the entries that is sent, in (0, 1].
         total_steps: steps of the training, which begins denser then: at densities of 25 %, 6.25 %
@@ -96,8 +101,9 @@ def prepare(
             steps if that is less, or a twentieth if that is more than 100. ``None``: no warm-up.
         options: fields of :class:`Compression`, such as ``algorithm`` (``"oktopk"``; ``"auto"``
             has a plan choose), ``clip_norm``, ``densities``, ``dense_below``, and ``warmup``, which
-            is taken in place of one by ``total_steps``; of :class:`CommunicatorOptions`; and
-            ``scaler``, a ``GradScaler``, which the state then follows.
+            is taken in place of one by ``total_steps``; of :class:`CommunicatorOptions`;
+            ``scaler``, a ``GradScaler``, which the state then follows; and for a sharded model
+            ``mesh``, the ranks that have the same shard.
 
     Returns:
         The state, as :func:`register_comm_hook` does. Its ``repr`` says what was done, and so does
@@ -111,66 +117,88 @@ def prepare(
         RuntimeError: as :func:`register_comm_hook`.
     """
     optimizer = _unwrapped(optimizer)
-    ddp = getattr(ddp, "_orig_mod", ddp)  # of torch.compile(ddp)
-    if not isinstance(ddp, DistributedDataParallel):
-        remedy = _remedy(ddp)
-        if remedy.endswith("fsdp.apply"):
-            remedy += (
-                " with the momentum in its Compression, and none in the optimizer "
-                "(docs/training.md, Momentum)"
-            )
-        raise TypeError(
-            f"prepare needs a DistributedDataParallel model, not {type(ddp).__name__}: {remedy}"
-        )
+    model: nn.Module = getattr(ddp, "_orig_mod", ddp)  # of torch.compile(ddp)
     kind = type(optimizer).__name__
     for name, text in _SAID_ELSEWHERE.items():
         if name in options:
-            raise TypeError(
-                f"prepare() takes no {name}={options[name]!r}: "  # type: ignore[literal-required]
-                + text.format(optimizer=kind)
-            )
+            raise TypeError(f"prepare() takes no {name}: " + text.format(optimizer=kind))
     check_options(prepare, options, PrepareOptions)
-    density = check_density(density)
     chosen: dict[str, Any] = dict(options)
-    scaler = chosen.pop("scaler", None)
-    algorithm = chosen.pop("algorithm", OkTopkState._algorithm)
+    mesh, scaler = chosen.pop("mesh", None), chosen.pop("scaler", None)
+    _check_model(model, mesh)
+    density = check_density(density)
     if total_steps is not None:
         chosen["warmup"] = _warmup(total_steps, density, chosen)
     keywords: Any = {k: chosen.pop(k) for k in COMMUNICATOR_KEYWORDS if k in chosen}
-    splits = density < 1 or any(own != 1 for own in chosen.get("densities", {}).values())
+    compression = Compression(density=density, **chosen)  # which checks the options
+    splits = density < 1 or any(own != 1 for own in compression.densities.values())
     former = joint_of(optimizer)
-    if ddp._comm_hooks:
-        [(_, other)] = ddp._comm_hooks
-        known = f"{kind}, too" if former is not None and former.serves(ddp) else "once"
-        raise RuntimeError(
-            f"this model has a communication hook already, of {other!r}; prepare takes a model "
-            f"{known}, with the one optimizer that has all of its trained parameters"
-        )
-    names = _parameters_of(ddp, optimizer)
-    momentum = 0.0
+    _check_unprepared(model, kind, former is not None and former.serves(model))
+    names = _parameters_of(model, optimizer)
     if splits:
-        momentum = _check_split(ddp, optimizer)
-        nesterov = any(SPLITS[type(optimizer)].terms(g)[2] for g in optimizer.param_groups)
-        chosen["momentum"] = momentum
-        if nesterov:
-            chosen["nesterov"] = True
-    compression = Compression(algorithm=algorithm, density=density, **chosen)
+        compression = replace(compression, **_momentum_of(model, optimizer))
     state: CompressionState
-    if algorithm in _STATES:
-        state = _STATES[algorithm](density, **chosen, **keywords)
+    if isinstance(model, DistributedDataParallel):
+        state = _state_of(compression, keywords)
     else:
-        state = CompressionState(compression, **keywords)
+        from sparsecomm.fsdp import apply  # which takes long
+
+        state = apply(model, compression, mesh, **keywords)
+        names = {p: name for p, name in names.items() if name in state._stand_ins}
     if scaler is not None:
         state.follow(scaler)
     if splits:
         never_watch(state)
-    register_comm_hook(ddp, state)
-    kept = former.retire() if former is not None else None
-    state._joint = Joint(state, ddp, optimizer, names, splits)
-    state._joint.begin(kept)
-    if dist.get_rank(ddp.process_group) == 0:
+    if isinstance(model, DistributedDataParallel):
+        register_comm_hook(model, state)
+    kept = former.retire(not splits) if former is not None else None
+    joint = Joint(state, model, optimizer, names, splits)
+    state._joint_ref = weakref.ref(joint)
+    if not isinstance(model, DistributedDataParallel):
+        model.register_forward_pre_hook(lambda *_: joint.before_forward())
+    joint.begin(kept if splits else None)
+    if dist.get_rank(None if state._stand_ins else state._process_group) == 0:
         logging.getLogger("sparsecomm").info("sparsecomm.prepare: %r", state)
     return state
+
+
+def _state_of(compression: Compression, keywords: Any) -> CompressionState:
+    chosen = {option.name: getattr(compression, option.name) for option in fields(compression)}
+    kind = _STATES.get(chosen.pop("algorithm"))
+    if kind is None:
+        return CompressionState(compression, **keywords)
+    state: CompressionState = kind(**chosen, **keywords)
+    return state
+
+
+def _check_model(model: Any, mesh: DeviceMesh | None) -> None:
+    if isinstance(model, DistributedDataParallel):
+        if mesh is not None:
+            raise TypeError(
+                "mesh is of a model that fully_shard shards: DistributedDataParallel has its "
+                "process group already"
+            )
+    elif not hasattr(model, "set_all_reduce_hook"):
+        raise TypeError(
+            f"prepare needs a DistributedDataParallel model, not {type(model).__name__}: "
+            + _remedy(model)
+        )
+    elif mesh is None:
+        raise TypeError(
+            f"{type(model).__name__} is sharded: give the ranks that have the same shard, as in "
+            'mesh=mesh["replicate"]; a model without replicas has sparsecomm.fsdp.'
+            "apply_reduce_scatter, whose optimizer keeps its momentum"
+        )
+
+
+def _check_unprepared(model: nn.Module, kind: str, is_same: bool) -> None:
+    if isinstance(model, DistributedDataParallel) and model._comm_hooks:
+        [(_, other)] = model._comm_hooks
+        again = f"with this {kind}; call it once" if is_same else "with another optimizer perhaps"
+        raise RuntimeError(
+            f"this model has a communication hook already, of {other!r}: it was prepared before, "
+            f"{again}. A model takes one state and one optimizer, of all its trained parameters"
+        )
 
 
 def _unwrapped(optimizer: Any) -> Optimizer:
@@ -185,11 +213,11 @@ def _unwrapped(optimizer: Any) -> Optimizer:
     return optimizer
 
 
-def _warmup(total_steps: int, density: float, chosen: dict[str, Any]) -> DensityWarmup | None:
+def _warmup(total_steps: int, density: float, chosen: dict[str, Any]) -> Any:
     check_steps("total_steps", total_steps)
     dense_steps = chosen.get("dense_steps", 0)
     check_steps("dense_steps", dense_steps, 0)
-    warmup: DensityWarmup | None = chosen.get("warmup")
+    warmup: Any = chosen.get("warmup")
     if warmup is not None and not isinstance(warmup, DensityWarmup):
         return warmup  # which Compression refuses
     stages = tuple(stage for stage in _STAGES if stage > density)
@@ -212,10 +240,12 @@ def _warmup(total_steps: int, density: float, chosen: dict[str, Any]) -> Density
     return warmup
 
 
-def _parameters_of(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[torch.Tensor, str]:
-    """The parameters that DDP reduces, with their names; raises unless all are the optimizer's."""
+def _parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, str]:
+    """The parameters that are exchanged, by name; raises unless all are the optimizer's."""
     kind = type(optimizer).__name__
-    named = {parameter: name for name, parameter in ddp.module.named_parameters()}
+    is_ddp = isinstance(model, DistributedDataParallel)
+    inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+    named = {parameter: name for name, parameter in inner.named_parameters()}
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
     if foreign:
@@ -225,9 +255,9 @@ def _parameters_of(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[t
             "momentum: give prepare the model's own optimizer, made of ddp.parameters(), and other "
             "parameters an optimizer of their own"
         )
-    names = {}
+    names: dict[torch.Tensor, str] = {}
     for parameter, name in named.items():
-        if _C.has_reducer(parameter):
+        if not is_ddp or _C.has_reducer(parameter):
             names[parameter] = name
             if parameter.requires_grad and parameter not in owned:
                 raise ValueError(
@@ -244,8 +274,8 @@ def _parameters_of(ddp: DistributedDataParallel, optimizer: Optimizer) -> dict[t
     return names
 
 
-def _check_split(ddp: DistributedDataParallel, optimizer: Optimizer) -> float:
-    """Returns the largest momentum; raises unless what there is can be taken out."""
+def _momentum_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """What the state is told; raises unless the momentum there is can be taken out."""
     kind = type(optimizer).__name__
     if type(optimizer) not in SPLITS:
         raise TypeError(
@@ -256,7 +286,8 @@ def _check_split(ddp: DistributedDataParallel, optimizer: Optimizer) -> float:
         )
     check_groups(optimizer)
     split = SPLITS[type(optimizer)]
-    momenta = [split.terms(group)[0] for group in optimizer.param_groups]
+    terms = [split.terms(group) for group in optimizer.param_groups]
+    momenta = [momentum for momentum, *_ in terms]
     if not any(momenta) and "betas" in optimizer.defaults:
         beta2 = optimizer.param_groups[0]["betas"][1]
         raise ValueError(
@@ -269,12 +300,15 @@ def _check_split(ddp: DistributedDataParallel, optimizer: Optimizer) -> float:
         for p in group["params"]
         if momentum > 0
     }
-    for path, module in ddp.module.named_modules():
+    for path, module in model.named_modules():
         sparse = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
         if sparse and module.weight in with_momentum:
             raise ValueError(
-                f"{path}.weight has sparse gradients, of which the state keeps nothing, so that "
-                f"its momentum would be lost: give it a parameter group of {kind} with momentum=0, "
-                "or sparse=False"
+                f"{path.removeprefix('module.')}.weight has sparse gradients, of which a state "
+                "keeps nothing, so that its momentum would be lost: give it a parameter group of "
+                f"{kind} with momentum=0, or sparse=False"
             )
-    return max(momenta)
+    chosen: dict[str, Any] = {"momentum": max(momenta)}
+    if any(nesterov for *_, nesterov in terms):
+        chosen["nesterov"] = True
+    return chosen
