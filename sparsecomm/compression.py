@@ -46,6 +46,7 @@ class CompressionOptions(SelectionOptions, total=False):
     """The fields of :class:`Compression` that every state takes by keyword."""
 
     momentum: float
+    nesterov: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +76,8 @@ class Compression:
             then, such as Adam with a first beta of 0: what is selected is accumulated velocity
             instead of accumulated gradients (Lin et al. 2018, section 3.1). Where everything is
             sent, with SGD, that is SGD with this momentum.
+        nesterov: Nesterov's momentum: gradient plus ``momentum`` times velocity is what is
+            accumulated. Where everything is sent, that is SGD with ``nesterov=True``.
         mask_momentum: an entry that has been delivered loses its velocity, so that no stale one
             carries it on (momentum factor masking, section 3.2).
         first_moment: for Adam, its first beta, in [0, 1); 0 for none. What is sent is chosen by the
@@ -109,6 +112,7 @@ class Compression:
     densities: Mapping[str, float] = field(default_factory=dict, hash=False)
     dense_below: int = 2
     momentum: float = 0.0
+    nesterov: bool = False
     mask_momentum: bool = True
     first_moment: float = 0.0
     clip_norm: float | None = None
@@ -156,9 +160,13 @@ class Compression:
         _check_integer("dense_below", self.dense_below, 0)
         _check_number("momentum", self.momentum)
         _check_number("first_moment", self.first_moment)
-        if not isinstance(self.mask_momentum, bool):
-            raise TypeError(
-                f"mask_momentum must be True or False, not {type(self.mask_momentum).__name__}"
+        for name in ("nesterov", "mask_momentum"):
+            if not isinstance(getattr(self, name), bool):
+                kind = type(getattr(self, name)).__name__
+                raise TypeError(f"{name} must be True or False, not {kind}")
+        if self.nesterov and self.momentum == 0:
+            raise ValueError(
+                "nesterov=True is of a momentum, and momentum=0: give it one, such as 0.9"
             )
         if self.clip_norm is not None:
             _check_number("clip_norm", self.clip_norm)
@@ -213,6 +221,7 @@ class Compression:
             average=average,
             bucket=self.bucket if self.select == "bucket" else 0,
             momentum=self.momentum,
+            nesterov=self.nesterov,
             mask_momentum=self.mask_momentum,
             first_moment=self.first_moment,
             dense_steps=self.dense_steps,

@@ -68,7 +68,7 @@ class DeviceGradient final : public LocalGradient<T> {
     cuda::Packed<V> const nowhere{indices_.take(queue_, 1), values_.take(queue_, 1)};
     Threshold<V> const none{std::numeric_limits<V>::max(), 0};
     library().begin(cuda::begin_selection(none, 0), state, stream_);
-    enqueue_selection(state, nowhere, moment_, selection_workspace());
+    enqueue_selection(state, nowhere, moment_, rule_.gain, selection_workspace());
   }
 
   void find_threshold(std::uint64_t k, std::uint64_t step) override {
@@ -102,7 +102,7 @@ class DeviceGradient final : public LocalGradient<T> {
     host_state_.take(queue_, 1);
     void* const workspace = selection_workspace();
     library().begin(cuda::begin_selection(threshold_, limit), state, stream_);
-    enqueue_selection(state, out, {}, workspace);
+    enqueue_selection(state, out, {}, 1, workspace);
     std::size_t const count = fetch(queue_, state, host_state_).count();
     runtime().copy(indices.data(), out.indices, count * sizeof(std::uint32_t), stream_);
     runtime().copy(values.data(), out.values, count * sizeof(V), stream_);
@@ -201,6 +201,8 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void follow(ThresholdSchedule schedule) override { schedule_ = schedule; }
+
+  void set_velocity(VelocityRule const& rule) override { rule_.set_velocity(rule); }
 
   void reset(double threshold) override {
     threshold_ = {static_cast<V>(threshold), 0};
@@ -314,7 +316,7 @@ class DeviceGradient final : public LocalGradient<T> {
 
   // With momentum correction, but for the mask, where there is a momentum.
   void enqueue_selection(cuda::SelectionState* state, cuda::Packed<V> out, std::span<V> momentum,
-                         void* workspace) {
+                         double gain, void* workspace) {
     std::size_t first = 0;
     for (Segment<T> const& segment : segments_) {
       cuda::ErrorFeedbackArguments<T> arguments;
@@ -322,10 +324,12 @@ class DeviceGradient final : public LocalGradient<T> {
       arguments.residual = segment.residual.data();
       arguments.size = segment.gradient.size();
       arguments.first_index = static_cast<std::uint32_t>(first);
+      arguments.scale = static_cast<V>(gain);
       if (!momentum.empty()) {
         arguments.momentum = momentum.data() + first;
         arguments.momentum_factor = static_cast<V>(rule_.momentum);
         arguments.mask_momentum = false;
+        arguments.nesterov = rule_.nesterov;
       }
       kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
       first += arguments.size;

@@ -86,10 +86,12 @@ void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
   for (Segment<T> const& segment : segments) {
     std::size_t const size = segment.gradient.size();
     FusedArguments<T> arguments{segment.gradient, segment.residual};
+    arguments.scale = static_cast<V>(rule_.gain);
     if (rule_.momentum > 0) {
       arguments.momentum = moment_.subspan(first, size);
       arguments.factor = static_cast<V>(rule_.momentum);
       arguments.mask_momentum = false;
+      arguments.nesterov = rule_.nesterov;
     } else if (rule_.first_moment > 0) {
       auto const moment = moment_.subspan(first, size);
       for (std::size_t i = 0; i < size; ++i) {

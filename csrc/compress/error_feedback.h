@@ -81,6 +81,9 @@ class ErrorFeedback {
 
   void follow(ThresholdSchedule schedule) { schedule_ = schedule; }
 
+  // From the next step on; there is a velocity, or none, as before.
+  void set_velocity(VelocityRule const& rule) { rule_.set_velocity(rule); }
+
   // The residual is another one; `threshold`: the last one's magnitude, 0 for none.
   void reset(double threshold) {
     threshold_ = {static_cast<V>(threshold), 0};

@@ -37,6 +37,7 @@ class HostGradient final : public LocalGradient<T> {
   void residual_changed() override { feedback_.residual_changed(); }
   void forget() override { feedback_.forget(); }
   void follow(ThresholdSchedule schedule) override { feedback_.follow(schedule); }
+  void set_velocity(VelocityRule const& rule) override { feedback_.set_velocity(rule); }
   void reset(double threshold) override { feedback_.reset(threshold); }
   double threshold() const override { return feedback_.threshold(); }
 

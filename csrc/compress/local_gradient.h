@@ -37,6 +37,7 @@ class LocalGradient {
   virtual void forget() = 0;
   virtual void residual_changed() = 0;
   virtual void follow(ThresholdSchedule schedule) = 0;
+  virtual void set_velocity(VelocityRule const& rule) = 0;
   virtual void reset(double threshold) = 0;
   virtual double threshold() const = 0;
 

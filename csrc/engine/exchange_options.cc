@@ -1,8 +1,20 @@
 // What the options of a gradient's exchange may be.
+#include <cmath>
+
 #include "base/shortest.h"
 #include "engine/gradient_exchange.h"
 
 namespace sparsecomm {
+
+void validate(VelocityRule const& rule) {
+  require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
+          " is not in [0, 1): 0.9 is usual, 0 is none");
+  require(rule.gain > 0 && std::isfinite(rule.gain), "gain = ", rule.gain,
+          " is no positive number: 1 is usual, 1 - momentum makes the velocity an average");
+  require(!rule.nesterov || rule.momentum > 0,
+          "nesterov has no place where momentum = ", rule.momentum,
+          ": give it the momentum, or leave nesterov out");
+}
 
 void validate(ExchangeOptions const& options) {
   bool const planned = options.algorithm == auto_algorithm;
@@ -26,16 +38,19 @@ void validate(ExchangeOptions const& options) {
   SelectionRule const& rule = options.rule;
   require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
           ", or 0 for none");
-  require(rule.momentum >= 0 && rule.momentum < 1, "momentum = ", rule.momentum,
-          " is not in [0, 1): 0.9 is usual, 0 is none");
+  validate(rule.velocity());
   require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
           " is not in [0, 1): give it the first beta of Adam, or 0 for none");
   require(rule.momentum == 0 || rule.first_moment == 0, "momentum = ", rule.momentum,
           " (for SGD) and first_moment = ", rule.first_moment, " (for Adam) exclude each other");
-  require(!rule.accumulates() || planned || options.feedback ||
-              find_algorithm(options.algorithm).sparse,
-          "algorithm '", options.algorithm,
-          "' sends every entry and keeps nothing: it takes no bucket, momentum or first_moment");
+  require(rule.gain == 1 || rule.first_moment == 0, "gain = ", rule.gain,
+          " and first_moment = ", rule.first_moment,
+          " exclude each other: a gain is of the velocity, or of what is added without one");
+  require(
+      !rule.accumulates() || planned || options.feedback ||
+          find_algorithm(options.algorithm).sparse,
+      "algorithm '", options.algorithm,
+      "' sends every entry and keeps nothing: it takes no bucket, momentum, gain or first_moment");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
           " is not a number of steps; use 1 or more");
   require(options.collective.partition_period >= 1,
@@ -54,18 +69,21 @@ void validate(ExchangeOptions const& options) {
           " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
 }
 
-std::string text_of(ExchangeOptions const& options) {
+std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
+                    ExchangeOptions const& options) {
   AlgorithmOptions const& collective = options.collective;
   SelectionRule const& rule = options.rule;
-  return concat(";algorithm=", options.algorithm, ";average=", options.average,
-                ";schedule=", name(options.schedule.between), '/', options.schedule.period,
-                ";partition_period=", collective.partition_period,
+  return concat("operation=gradient exchange;group=", group, ";numel=", extent,
+                ";dtype=", name(dtype), ";algorithm=", options.algorithm,
+                ";average=", options.average, ";schedule=", name(options.schedule.between), '/',
+                options.schedule.period, ";partition_period=", collective.partition_period,
                 ";balance_factor=", Shortest{collective.balance_factor},
                 ";value_codec=", int(collective.frame.value_codec),
                 ";overlap_chunk=", collective.overlap_chunk, ";delta=", Shortest{collective.delta},
                 ";dense_codec=", find_value_codec(collective.dense_codec)->name,
                 ";seed=", collective.seed, ";dense_steps=", options.warmup.dense_steps,
                 ";bucket=", rule.bucket, ";momentum=", Shortest{rule.momentum},
+                ";gain=", Shortest{rule.gain}, ";nesterov=", rule.nesterov,
                 ";mask_momentum=", rule.mask_momentum,
                 ";first_moment=", Shortest{rule.first_moment});
 }

@@ -59,8 +59,7 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
     : name_(std::move(name)),
       extent_(extent),
       options_(options),
-      text_(concat("operation=gradient exchange;group=", name_, ";numel=", extent_,
-                   ";dtype=", sparsecomm::name(dtype_of<T>()), text_of(options))),
+      text_(text_of(name_, extent_, dtype_of<T>(), options)),
       digest_(Digest().add(text_).add(layout_)),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
@@ -220,6 +219,8 @@ void GradientExchange<T>::require_possible(Communicator const& communicator) con
 template <class T>
 void GradientExchange<T>::reconnect(Communicator& communicator) {
   communicator_ = &communicator;
+  text_ = text_of(name_, extent_, dtype_of<T>(), options_);
+  set_layout(std::move(layout_));
   // Thresholds, boundaries and plans are of those ranks.
   ExchangeState state;
   state.step = state_.step;

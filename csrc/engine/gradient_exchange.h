@@ -39,8 +39,10 @@ struct ExchangeOptions {
 
 // Throws InvalidArgument, naming the option, its value and its range.
 void validate(ExchangeOptions const& options);
-// The options that ranks must agree on, as further fields of a proposal's text.
-std::string text_of(ExchangeOptions const& options);
+void validate(VelocityRule const& rule);
+// What ranks must agree on, as a proposal's text.
+std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
+                    ExchangeOptions const& options);
 
 // What must be kept, beside the residuals, for a resumed run to be bit-identical.
 struct ExchangeState {
@@ -88,6 +90,12 @@ class GradientExchange final : public Operation {
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
             std::span<V> moment = {}, bool ends_step = true, double loss_scale = 1);
   void set_density(double density);
+  // A rule that is valid, between steps; there is a velocity, or none, as before. Ranks compare it
+  // when they meet, so in their first exchange and after reconnect(), not whenever it changes.
+  void set_velocity(VelocityRule const& rule) {
+    options_.rule.set_velocity(rule);
+    local_->set_velocity(rule);
+  }
   // How entries are ordered, in words: ranks must agree on it.
   void set_layout(std::string text);
   // A checksum, which ranks must agree on, of what the caller adds to the next result by itself.

@@ -46,6 +46,7 @@ struct PackedSpan {
 //   a = residual + scale * gradient
 // and with momentum correction
 //   u = factor * u + scale * gradient,   a = v + u
+// or, with `nesterov`,   a = v + (scale * gradient + factor * u)   of the new u,
 // where `momentum` holds u and `residual` holds v. What is taken leaves a zero in v and, where
 // mask_momentum says so (factor masking), in u. Source: Lin et al. 2018 (Deep Gradient
 // Compression), sections 3.1 and 3.2.
@@ -58,6 +59,7 @@ struct FusedArguments {
   std::span<V> momentum = {};  // of the same size; empty: no momentum correction
   V factor = 0;
   bool mask_momentum = true;
+  bool nesterov = false;
 };
 
 template <class V>

@@ -32,7 +32,12 @@ HWY_INLINE hn::Vec<D> next_momentum(D d, MomentumSource<T> const& source, std::s
 }
 template <class D, class T>
 HWY_INLINE hn::Vec<D> load_values(D d, MomentumSource<T> const& source, std::size_t i) {
-  return hn::Add(hn::LoadU(d, source.residual + i), next_momentum(d, source, i));
+  auto step = next_momentum(d, source, i);
+  if (source.nesterov) {
+    step = hn::Add(hn::Mul(hn::Set(d, source.scale), load(d, source.gradient + i)),
+                   hn::Mul(hn::Set(d, source.factor), step));
+  }
+  return hn::Add(hn::LoadU(d, source.residual + i), step);
 }
 template <class D, class T>
 HWY_INLINE hn::Vec<D> load_values(D d, SumSource<T> const& source, std::size_t i) {

@@ -54,11 +54,16 @@ struct MomentumSource : FusedSource<T> {
   V* momentum;
   V factor;
   bool mask_momentum;
+  bool nesterov;
 
   V next_momentum(std::size_t i) const {
     return factor * momentum[i] + scale * widen(this->gradient[i]);
   }
-  V value(std::size_t i) const { return this->residual[i] + next_momentum(i); }
+  V step(std::size_t i) const {
+    V const u = next_momentum(i);
+    return nesterov ? scale * widen(this->gradient[i]) + factor * u : u;
+  }
+  V value(std::size_t i) const { return this->residual[i] + step(i); }
   void settle(std::size_t i, V value, bool taken) const {
     momentum[i] = taken && mask_momentum ? V{0} : next_momentum(i);
     FusedSource<T>::settle(i, value, taken);
@@ -106,7 +111,7 @@ void visit_source(FusedArguments<T> const& arguments, F&& f) {
   if (!arguments.momentum.empty()) {
     require_same_momentum(arguments.gradient.size(), arguments.momentum.size());
     f(MomentumSource<T>{plain, arguments.scale, arguments.momentum.data(), arguments.factor,
-                        arguments.mask_momentum});
+                        arguments.mask_momentum, arguments.nesterov});
   } else if (arguments.scale == 1) {
     f(plain);
   } else {

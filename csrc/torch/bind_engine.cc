@@ -123,7 +123,7 @@ ExchangeOptions make_exchange_options(
     std::uint64_t threshold_period, std::uint64_t partition_period, double balance_factor,
     std::string const& index_codec, bool average, std::string const& value_codec,
     std::string const& dense_codec, std::uint64_t seed, std::uint64_t overlap_chunk,
-    std::size_t bucket, double momentum, bool mask_momentum, double first_moment,
+    std::size_t bucket, double momentum, bool mask_momentum, double first_moment, bool nesterov,
     std::uint64_t dense_steps, std::uint64_t warmup_steps, std::vector<double> warmup_densities) {
   ExchangeOptions options;
   options.algorithm = std::move(algorithm);
@@ -138,6 +138,7 @@ ExchangeOptions make_exchange_options(
   options.collective.overlap_chunk = overlap_chunk;
   options.average = average;
   options.rule = {bucket, momentum, mask_momentum, first_moment};
+  options.rule.nesterov = nesterov;
   options.warmup = {dense_steps, warmup_steps, std::move(warmup_densities)};
   validate(options);
   return options;
@@ -199,8 +200,8 @@ void bind_engine(py::module_& module) {
            py::arg("average"), py::arg("value_codec") = "raw", py::arg("dense_codec") = "raw",
            py::arg("seed") = 0, py::arg("overlap_chunk") = AlgorithmOptions{}.overlap_chunk,
            py::arg("bucket") = 0, py::arg("momentum") = 0.0, py::arg("mask_momentum") = true,
-           py::arg("first_moment") = 0.0, py::arg("dense_steps") = 0, py::arg("warmup_steps") = 1,
-           py::arg("warmup_densities") = std::vector<double>{});
+           py::arg("first_moment") = 0.0, py::arg("nesterov") = false, py::arg("dense_steps") = 0,
+           py::arg("warmup_steps") = 1, py::arg("warmup_densities") = std::vector<double>{});
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,

@@ -281,6 +281,8 @@ void bind_hooks(py::module_& module) {
       .def("add_received", &HookState::add_received, py::arg("parameters"), py::arg("gradients"),
            py::arg("factor"), py::arg("everywhere"), py::call_guard<py::gil_scoped_release>())
       .def("set_density", &HookState::set_density)
+      .def("set_momenta", &HookState::set_momenta)
+      .def("set_moments", &HookState::set_moments)
       .def("stats", &stats_dict)
       .def_property_readonly("delivered", &HookState::delivered)
       .def_property_readonly("rank", &HookState::rank)

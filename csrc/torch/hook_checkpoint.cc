@@ -1,4 +1,6 @@
 // What a hook's state saves, and how it is restored.
+#include <c10/core/GradMode.h>
+
 #include <algorithm>
 #include <cmath>
 #include <map>
@@ -104,7 +106,7 @@ void HookState::check_loaded_names() const {
     auto const name = names_.find(parameter.unsafeGetTensorImpl());
     if (name == names_.end() || !loaded_->residuals.contains(name->second)) continue;
     check_loaded(name->second, Layout(parameter), residual_dtype(parameter),
-                 options_at(density_of(parameter)).rule.has_moment());
+                 options_of(parameter).rule.has_moment());
   }
   check_all_loaded();
 }
@@ -194,6 +196,7 @@ HookCheckpoint HookState::checkpoint() const {
   } else {
     add_unseen(checkpoint);
   }
+  add_moments_to_come(checkpoint);
   return checkpoint;
 }
 
@@ -209,7 +212,7 @@ void HookState::add_unseen(HookCheckpoint& checkpoint) const {
     at::Tensor const zeros =
         at::zeros({parameter.numel()}, parameter.options().dtype(residual_dtype(parameter)));
     checkpoint.residuals.emplace(name->second, zeros);
-    if (options_at(density_of(parameter)).rule.has_moment()) {
+    if (options_of(parameter).rule.has_moment()) {
       checkpoint.moments.emplace(name->second, zeros.clone());
     }
   }
@@ -254,6 +257,7 @@ void HookState::load(HookCheckpoint checkpoint) {
     throw;
   }
   for (auto const& group : groups_) restore(*group);
+  moments_.clear();
   // What is named has been checked, in whatever layout it comes then.
   if (!names_.empty()) loaded_->row_major = true;
   if (sealed_) settle_loaded();
@@ -261,6 +265,65 @@ void HookState::load(HookCheckpoint checkpoint) {
   // The rest is kept until its parameters come, and the caller, or a file, may change meanwhile.
   for (auto* const kept : {&loaded_->residuals, &loaded_->moments}) {
     for (auto& [key, tensor] : *kept) tensor = tensor.detach().clone();
+  }
+}
+
+void HookState::put_moment(at::Tensor const& velocity, ParameterGroup const& group,
+                           ParameterGroup::Member const& member) const {
+  at::Tensor const moment = group.moment_of(member);
+  if (side_) side_->let_current_wait();
+  moment.copy_(velocity.detach());
+  moment.mul_(group.state().loss_scale);
+  if (side_) side_->wait_for_current();
+}
+
+// Of a new group, which has made no step.
+void HookState::take_over_moments(ParameterGroup const& group) {
+  for (ParameterGroup::Member const& member : group.members()) {
+    auto const velocity = moments_.find(member.parameter);
+    if (velocity == moments_.end()) continue;
+    if (group.has_moment()) put_moment(velocity->second, group, member);
+    moments_.erase(velocity);
+  }
+}
+
+void HookState::add_moments_to_come(HookCheckpoint& checkpoint) const {
+  for (auto const& [parameter, velocity] : moments_) {
+    auto const name = names_.find(parameter);
+    if (name == names_.end() || velocity_of(parameter).momentum == 0) continue;
+    at::Tensor const moment = row_major(velocity).mul_(checkpoint.loss_scale);
+    checkpoint.moments.insert_or_assign(name->second, moment);
+    checkpoint.residuals.try_emplace(name->second, at::zeros_like(moment));
+  }
+}
+
+void HookState::set_moments(std::vector<std::pair<at::Tensor, at::Tensor>> const& velocities) {
+  Entry const entry(*this);
+  require_idle("set velocities");
+  take_back_broken_step("set velocities");
+  for (auto const& [parameter, velocity] : velocities) {
+    void const* const key = parameter.unsafeGetTensorImpl();
+    if (!places_.contains(key)) require_of_model(parameter);
+    require(velocity_of(key).momentum > 0, "a velocity for a parameter of shape ",
+            parameter.sizes(), ", which has no momentum: set its momentum first");
+    require(velocity.defined() && velocity.layout() == at::kStrided && has_memory(velocity) &&
+                velocity.sizes() == parameter.sizes() &&
+                velocity.scalar_type() == residual_dtype(parameter),
+            "a velocity of shape ", velocity.sizes(), " and dtype ",
+            at::toString(velocity.scalar_type()), " for a parameter of shape ", parameter.sizes(),
+            ": it must be a dense ", at::toString(residual_dtype(parameter)), " of that shape");
+  }
+  for (auto const& group : groups_) group->follow(group->state().loss_scale);
+  c10::NoGradGuard const no_grad;
+  for (auto const& [parameter, velocity] : velocities) {
+    auto const place = places_.find(parameter.unsafeGetTensorImpl());
+    if (place != places_.end()) {
+      ParameterGroup const& group = *place->second.group;
+      put_moment(velocity, group, group.members()[place->second.member]);
+      continue;
+    }
+    if (!moments_.contains(parameter.unsafeGetTensorImpl())) parameters_.push_back(parameter);
+    moments_.insert_or_assign(parameter.unsafeGetTensorImpl(), velocity.detach().clone());
   }
 }
 

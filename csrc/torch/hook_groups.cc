@@ -23,11 +23,12 @@ bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
 }
 
 // Parameters that no bucket has brought before form a new group, in the order of the bucket, and
-// those with a density of their own further ones. By bucket, all of a bucket that is new do; a
-// group that has none left is no more.
+// those with a density or a velocity's rule of their own further ones. By bucket, all of a bucket
+// that is new do; a group that has none left is no more.
 void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
   struct Fresh {
     std::optional<double> density;
+    VelocityRule velocity;
     std::vector<ParameterGroup::Member> members;
     std::vector<at::Tensor> parameters;
   };
@@ -41,16 +42,20 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
         !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
         " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
     auto const density = density_of(parameter);
-    auto group = std::ranges::find(fresh, density, &Fresh::density);
-    if (group == fresh.end()) group = fresh.insert(fresh.end(), Fresh{density, {}, {}});
+    auto const velocity = velocity_of(parameter.unsafeGetTensorImpl());
+    auto group = std::ranges::find_if(fresh, [&](Fresh const& known_one) {
+      return known_one.density == density && known_one.velocity == velocity;
+    });
+    if (group == fresh.end()) group = fresh.insert(fresh.end(), Fresh{density, velocity, {}, {}});
     std::size_t const offset =
         group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
     group->members.push_back({key_of(parameter), offset,
-                              static_cast<std::size_t>(parameter.numel()), Layout(parameter)});
+                              static_cast<std::size_t>(parameter.numel()), Layout(parameter),
+                              parameter.unsafeGetTensorImpl()});
     group->parameters.push_back(parameter);
   }
   for (Fresh& group : fresh) {
-    add_group(dtype, group.density, std::move(group.members), group.parameters);
+    add_group(dtype, group.density, group.velocity, std::move(group.members), group.parameters);
   }
   if (regroups) drop_empty_groups();
 }
@@ -117,15 +122,16 @@ void HookState::require_of_model(at::Tensor const& parameter) const {
 }
 
 void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
-                          std::vector<ParameterGroup::Member> members,
+                          VelocityRule const& velocity, std::vector<ParameterGroup::Member> members,
                           std::vector<at::Tensor> const& parameters) {
   std::string const name = concat(groups_formed_++, " from ", members.front().key);
-  auto group = ParameterGroup::make(name, dtype, std::move(members), options_at(density),
+  auto group = ParameterGroup::make(name, dtype, std::move(members), options_at(density, velocity),
                                     *communicator_, !by_bucket_, side_.get());
   if (loaded_) {  // which may throw: then the group is not there in the next step either
     check_loaded(*group);
     restore(*group);
   }
+  take_over_moments(*group);
   groups_.push_back(std::move(group));
   if (density) own_densities_.emplace(groups_.back().get(), *density);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
@@ -154,8 +160,19 @@ std::optional<double> HookState::density_of(at::Tensor const& parameter) const {
   return std::nullopt;
 }
 
-ExchangeOptions HookState::options_at(std::optional<double> density) const {
+VelocityRule HookState::velocity_of(void const* parameter) const {
+  auto const own = velocities_.find(parameter);
+  return own == velocities_.end() ? options_.exchange.rule.velocity() : own->second;
+}
+
+ExchangeOptions HookState::options_of(at::Tensor const& parameter) const {
+  return options_at(density_of(parameter), velocity_of(parameter.unsafeGetTensorImpl()));
+}
+
+ExchangeOptions HookState::options_at(std::optional<double> density,
+                                      VelocityRule const& velocity) const {
   ExchangeOptions options = options_.exchange;
+  options.rule.set_velocity(velocity);
   if (!density) return options;
   options.density = *density;
   if (*density < 1) return options;

@@ -14,6 +14,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -143,6 +144,15 @@ class HookState : public std::enable_shared_from_this<HookState> {
                     std::vector<at::Tensor> const& gradients, double factor, bool everywhere);
 
   void set_density(double density);
+  // Of parameters, each with momentum, gain and nesterov of its VelocityRule; the others keep what
+  // they have, at first the state's options. Before the first step, whose groups are of parameters
+  // with the same rule, or between steps: then the numbers may change, alike for all parameters of
+  // a group, but not whether there is a velocity, nor Nesterov's. Ranks must do so alike.
+  void set_momenta(std::vector<std::tuple<at::Tensor, double, double, bool>> const& entries);
+  // Replaces the velocities of parameters that have one: of a parameter's shape and its residual's
+  // dtype, in units of gradients of a loss that is not scaled. Before the first step or between
+  // steps; a checkpoint that is loaded later replaces them.
+  void set_moments(std::vector<std::pair<at::Tensor, at::Tensor>> const& velocities);
   HookStats stats() const;
   // Of each group's next step.
   std::vector<std::string> algorithms() const;
@@ -180,11 +190,18 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void drop_empty_groups();
   std::vector<bool> take_fresh(Bucket const& bucket, PendingBucket& pending);
   std::vector<at::Tensor> arrange(Bucket const& bucket, PendingBucket& pending);
-  void add_group(at::ScalarType dtype, std::optional<double> density,
+  void add_group(at::ScalarType dtype, std::optional<double> density, VelocityRule const& velocity,
                  std::vector<ParameterGroup::Member> members,
                  std::vector<at::Tensor> const& parameters);
   std::optional<double> density_of(at::Tensor const& parameter) const;
-  ExchangeOptions options_at(std::optional<double> density) const;
+  VelocityRule velocity_of(void const* parameter) const;
+  ExchangeOptions options_at(std::optional<double> density, VelocityRule const& velocity) const;
+  ExchangeOptions options_of(at::Tensor const& parameter) const;
+  void check_velocities() const;
+  void put_moment(at::Tensor const& velocity, ParameterGroup const& group,
+                  ParameterGroup::Member const& member) const;
+  void take_over_moments(ParameterGroup const& group);
+  void add_moments_to_come(HookCheckpoint& checkpoint) const;
   c10::intrusive_ptr<c10::ivalue::Future> take(Bucket const& bucket, c10::IValue value,
                                                c10::TypePtr type, double loss_scale);
   void fail_waiting(std::exception_ptr const& error);
@@ -233,6 +250,10 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::unique_ptr<SideStream> side_;                    // of a device that is not the processor
   std::unordered_map<void const*, std::string> names_;  // by TensorImpl
   std::unordered_map<void const*, double> densities_;   // likewise
+  std::unordered_map<void const*, VelocityRule> velocities_;  // likewise
+  std::unordered_map<void const*, VelocityRule>
+      changed_velocities_;                               // of a change, until it is one
+  std::unordered_map<void const*, at::Tensor> moments_;  // of set_moments(), until a group has them
   std::unordered_map<void const*, Place> places_;
   std::vector<at::Tensor> parameters_;  // keeps the TensorImpls above alive
   std::size_t unnamed_ = 0;

@@ -4,7 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
+#include <string>
 
+#include "base/shortest.h"
 #include "hook_state.h"
 
 namespace sparsecomm {
@@ -28,7 +30,70 @@ void add_at(std::span<const std::uint32_t> indices, std::size_t offset, at::Tens
   all.index_copy_(0, positions, changed);
 }
 
+std::string text_of_velocity(VelocityRule const& rule) {
+  return concat("momentum = ", Shortest{rule.momentum}, ", gain = ", Shortest{rule.gain},
+                ", nesterov = ", rule.nesterov ? "true" : "false");
+}
+
 }  // namespace
+
+void HookState::set_momenta(
+    std::vector<std::tuple<at::Tensor, double, double, bool>> const& entries) {
+  Entry const entry(*this);
+  require_idle("change the momentum");
+  take_back_broken_step("change the momentum");
+  // Schedulers change it at every step: the map's nodes are there from the last time.
+  changed_velocities_ = velocities_;
+  for (auto const& [parameter, momentum, gain, nesterov] : entries) {
+    VelocityRule const rule{momentum, gain, nesterov};
+    validate(rule);
+    require(rule == VelocityRule() || (!by_bucket_ && options_.exchange.rule.first_moment == 0),
+            "a parameter with ", text_of_velocity(rule), " in a state ",
+            by_bucket_
+                ? "that sends every entry and keeps nothing: use a state that compresses, at "
+                  "density 1 perhaps"
+                : "with a first_moment: leave that at 0");
+    void const* const key = parameter.unsafeGetTensorImpl();
+    if (!places_.contains(key) && !sparse_orders_.contains(key)) require_of_model(parameter);
+    changed_velocities_.insert_or_assign(key, rule);
+  }
+  velocities_.swap(changed_velocities_);
+  try {
+    check_velocities();
+  } catch (...) {
+    velocities_.swap(changed_velocities_);
+    throw;
+  }
+  for (auto const& [parameter, momentum, gain, nesterov] : entries) {
+    if (!changed_velocities_.contains(parameter.unsafeGetTensorImpl()))
+      parameters_.push_back(parameter);
+  }
+  for (auto const& group : groups_) {
+    group->set_velocity(velocity_of(group->members().front().parameter));
+  }
+}
+
+// Throws InvalidArgument unless each group's parameters have one rule, which differs from the one
+// it has had only in numbers.
+void HookState::check_velocities() const {
+  for (auto const& group : groups_) {
+    ParameterGroup::Member const& first = group->members().front();
+    VelocityRule const rule = velocity_of(first.parameter);
+    for (ParameterGroup::Member const& member : group->members()) {
+      VelocityRule const other = velocity_of(member.parameter);
+      require(other == rule, "parameters ", first.key, " (", text_of_velocity(rule), ") and ",
+              member.key, " (", text_of_velocity(other),
+              ") have been exchanged together since the first step: change the momentum of both "
+              "alike, or make a new state, which groups them by it");
+    }
+    VelocityRule const former = group->velocity();
+    require((rule.momentum > 0) == (former.momentum > 0) && rule.nesterov == former.nesterov,
+            "parameter ", first.key, " has ", text_of_velocity(former), ", and cannot have ",
+            text_of_velocity(rule),
+            " now: numbers above 0 may change after the first step, nothing else; make a new "
+            "state for another kind of momentum");
+  }
+}
 
 void HookState::add_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters,
                                std::vector<std::pair<at::Tensor, double>> const& densities) {

@@ -82,6 +82,9 @@ class TypedGroup final : public ParameterGroup {
   bool accumulated() const override { return exchange_->accumulated(); }
   void residual_changed() override { exchange_->residual_changed(); }
   void set_layout(std::string text) override { exchange_->set_layout(std::move(text)); }
+  void set_velocity_of_exchange(VelocityRule const& rule) override {
+    exchange_->set_velocity(rule);
+  }
   void set_former(std::uint64_t checksum) override { exchange_->set_former(checksum); }
   std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
                                   double loss_scale) override {
@@ -181,6 +184,12 @@ void ParameterGroup::lay_out(std::size_t member, at::Tensor const& parameter) {
     moved.layout.view(part).copy_(copy.reshape(moved.layout.sizes()));
   }
   set_layout(layout_text());
+}
+
+void ParameterGroup::set_velocity(VelocityRule const& rule) {
+  require_idle();
+  rule_.set_velocity(rule);
+  set_velocity_of_exchange(rule);
 }
 
 void ParameterGroup::rescale(double ratio) {
@@ -283,12 +292,13 @@ std::vector<ParameterGroup::Arrival> ParameterGroup::take_arrivals() {
   return joined;
 }
 
-// The rule makes f m + g of a moment m, and adds that to the residual where it is a velocity. Of
-// m / f, and a residual without m, it so makes m + g, and a residual to which g was added.
+// The rule makes f m + g of a moment m (g: with its gain), and adds that to the residual where it
+// is a velocity, or g + f (f m + g) with Nesterov's. Of m / f, and a residual without m, or f m, it
+// so makes m + g, and a residual to which the rest was added: g, or g + f g.
 void ParameterGroup::continue_moments() {
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
-  if (rule_.momentum > 0) residual_.sub_(moment_);
-  moment_.div_(std::max(rule_.momentum, rule_.first_moment));
+  if (double const share = share_of_moment(); share > 0) residual_.sub_(moment_, share);
+  moment_.div_(decay());
   continued_ = true;
 }
 
@@ -306,8 +316,8 @@ void ParameterGroup::give_back() {
   c10::OptionalStreamGuard const current(side_ ? std::optional(side_->stream()) : std::nullopt);
   bool const undo = std::exchange(continued_, false) && !accumulated();
   if (undo) {
-    moment_.mul_(std::max(rule_.momentum, rule_.first_moment));
-    if (rule_.momentum > 0) residual_.add_(moment_);
+    moment_.mul_(decay());
+    if (double const share = share_of_moment(); share > 0) residual_.add_(moment_, share);
   }
   for (auto const& [part, kept] : withheld_) part.add_(kept);
   if (undo || !withheld_.empty()) residual_changed();

@@ -32,7 +32,8 @@ class ParameterGroup {
     std::string key;         // names the parameter in checkpoints
     std::size_t offset = 0;  // in the group
     std::size_t numel = 0;
-    Layout layout = {};  // of the gradient, and so of what is kept
+    Layout layout = {};               // of the gradient, and so of what is kept
+    void const* parameter = nullptr;  // as whoever makes the group knows it
   };
 
   // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `keeps_residual`: false
@@ -102,6 +103,9 @@ class ParameterGroup {
   virtual ExchangeStats const& stats() const = 0;
   virtual StepRecord const& last_step() const = 0;
   virtual void set_density(double density) = 0;
+  VelocityRule velocity() const { return rule_.velocity(); }
+  // Between steps; see GradientExchange.
+  void set_velocity(VelocityRule const& rule);
   virtual std::string_view algorithm() const = 0;
   virtual bool settled() const = 0;
 
@@ -124,6 +128,7 @@ class ParameterGroup {
   virtual void withdraw_exchange(bool failed) = 0;
   virtual void residual_changed() = 0;
   virtual void set_layout(std::string text) = 0;
+  virtual void set_velocity_of_exchange(VelocityRule const& rule) = 0;
   virtual void set_former(std::uint64_t checksum) = 0;
   virtual void reconnect_exchange(Communicator& communicator) = 0;
   virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
@@ -143,6 +148,11 @@ class ParameterGroup {
   void require_idle() const;
   void withhold(Arrival const& arrival);
   void continue_moments();
+  double decay() const { return rule_.momentum > 0 ? rule_.momentum : rule_.first_moment; }
+  // How much of the moment is in what the rule adds to the residual.
+  double share_of_moment() const {
+    return rule_.nesterov ? rule_.momentum : rule_.momentum > 0 ? 1 : 0;
+  }
   void give_back();
 
   SelectionRule rule_;

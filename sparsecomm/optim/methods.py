@@ -24,7 +24,7 @@ class ExchangeOptions(SelectionOptions, CommunicatorKeywords, total=False):
     """What the optimizers by method take by keyword.
 
     The keywords of :class:`sparsecomm.optim.DistributedOptimizer`, and fields of
-    :class:`sparsecomm.Compression`, but for ``momentum``, which is torch's.
+    :class:`sparsecomm.Compression`, but for ``momentum`` and ``nesterov``, which are torch's.
     """
 
     density: float

@@ -151,6 +151,20 @@ TEST(CudaExchange, MomentumCorrection) {
   }
 }
 
+TEST(CudaExchange, NesterovAndGain) {
+  for (SelectionRule const& rule :
+       {SelectionRule{.momentum = 0.5, .gain = 0.3, .nesterov = true}, SelectionRule{.gain = 0.3},
+        SelectionRule{.bucket = 64, .momentum = 0.9, .gain = 3}}) {
+    for (std::string const algorithm : {"oktopk", "auto"}) {
+      for (double const density : {0.05, 1.0}) {
+        check<float>({algorithm, 2, 3000, density, {}, 3, 6, rule});
+        check<BFloat16>({algorithm, 3, 700, density, {}, 3, 6, rule});
+      }
+    }
+    check<double>({"topk_a", 2, 9000, 0.05, {ThresholdSource::gaussian, 3}, 2, 6, rule});
+  }
+}
+
 TEST(CudaExchange, TheLargestOfEachBucket) {
   for (SelectionRule const& rule :
        {SelectionRule{.bucket = 64}, SelectionRule{.bucket = 512, .momentum = 0.5}}) {

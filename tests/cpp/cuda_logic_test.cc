@@ -149,7 +149,7 @@ TYPED_TEST(CudaLogic, SelectEqualsTheScalarKernel) {
   }
 }
 
-enum class Momentum { none, masked, kept };
+enum class Momentum { none, masked, kept, nesterov };
 
 // Several segments in one selection, with the scalar kernel on their sums as one.
 template <class T>
@@ -163,11 +163,13 @@ void check_feedback(std::vector<std::size_t> const& segments, Fill<accumulate_t<
   std::vector<V> sums(size), momenta = problem.momentum;
   for (std::size_t i = 0; i < size; ++i) {
     std::size_t const at = problem.offset + i;
-    V step = scale * widen(problem.gradient[at]);
+    V const g = scale * widen(problem.gradient[at]);
+    V step = g;
     if (momentum != Momentum::none) {
-      step = V{0.875} * problem.momentum[at] + step;
+      step = V{0.875} * problem.momentum[at] + g;
       momenta[at] = step;
     }
+    if (momentum == Momentum::nesterov) step = g + V{0.875} * step;
     sums[i] = problem.residual[at] + step;
   }
   auto const& choices = thresholds<T>(sums);
@@ -199,6 +201,7 @@ void check_feedback(std::vector<std::size_t> const& segments, Fill<accumulate_t<
           arguments.scale = scale;
           arguments.momentum_factor = 0.875;
           arguments.mask_momentum = momentum == Momentum::masked;
+          arguments.nesterov = momentum == Momentum::nesterov;
           library().kernels<T>().fused_error_feedback(arguments, state, out, space.data(), nullptr);
           first += segment;
         }
@@ -216,7 +219,8 @@ TYPED_TEST(CudaLogic, FusedErrorFeedbackEqualsTheScalarKernel) {
   std::mt19937_64 random(12);
   auto const all = fills<V>();
   for (auto const& fill : all) {
-    for (auto const momentum : {Momentum::none, Momentum::masked, Momentum::kept}) {
+    for (auto const momentum :
+         {Momentum::none, Momentum::masked, Momentum::kept, Momentum::nesterov}) {
       std::vector<std::size_t> segments(1 + random() % 3);
       for (std::size_t& size : segments) size = sizes[random() % std::size(sizes)];
       V const scale = random() % 2 == 0 ? V{1} : V{0.1};

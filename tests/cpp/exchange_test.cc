@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstring>
 #include <future>
+#include <limits>
 #include <mutex>
 
 #include "allocations.h"
@@ -82,7 +83,8 @@ struct Case {
     return concat(algorithm, forced ? " forced" : "", ", P=", ranks, ", N=", numel, ", density ",
                   density, ", ", name(schedule.between), '/', schedule.period, ", ", pattern.name,
                   ", segments ", segments, ", bucket ", rule.bucket, ", momentum ", rule.momentum,
-                  rule.mask_momentum ? " masked" : "", ", first moment ", rule.first_moment);
+                  rule.mask_momentum ? " masked" : "", rule.nesterov ? " of Nesterov" : "",
+                  ", gain ", rule.gain, ", first moment ", rule.first_moment);
   }
 };
 
@@ -146,12 +148,14 @@ void check_one(Case const& c) {
       ASSERT_EQ(outcomes[step][rank].algorithm, algorithm.name) << "rank " << rank;
       auto const gradient = c.pattern.make(rank, c.ranks, c.numel, step);
       for (std::size_t i = 0; i < c.numel; ++i) {
-        double added = gradient[i];
+        double const scaled = c.rule.gain * gradient[i];
+        double added = scaled;
         if (c.rule.has_moment()) {
           double const decay = c.rule.momentum + c.rule.first_moment;
           double const before = step > 0 ? outcomes[step - 1][rank].moment[i] : 0;
-          double const moment = decay * before + gradient[i];
+          double const moment = decay * before + scaled;
           if (c.rule.momentum > 0) added = moment;
+          if (c.rule.nesterov) added = scaled + c.rule.momentum * moment;
           double const after = outcomes[step][rank].moment[i];
           bool const masked =
               after == 0 && c.rule.momentum > 0 && c.rule.mask_momentum && c.density < 1;
@@ -280,6 +284,10 @@ TEST_P(ExchangeTest, RulesOfSelectionKeepTheContracts) {
       {.bucket = 512},
       {.momentum = 0.5},
       {.momentum = 0.5, .mask_momentum = false},
+      {.momentum = 0.5, .nesterov = true},
+      {.momentum = 0.5, .mask_momentum = false, .gain = 2, .nesterov = true},
+      {.gain = 0.5},
+      {.bucket = 64, .momentum = 0.5, .gain = 0.5},
       {.first_moment = 0.5},
       {.bucket = 64, .momentum = 0.5},
       {.bucket = 64, .first_moment = 0.5},
@@ -354,6 +362,52 @@ TEST(RuleTest, AWithdrawnStepGivesBackWhatWasSelectedAndItsMomentum) {
     EXPECT_EQ(residual, original);
     EXPECT_EQ(moment, original);
   }));
+}
+
+// By rules that change between the steps.
+TEST(RuleTest, AWithdrawnStepGivesBackWhatNesterovsRuleMade) {
+  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "topk_a";
+    options.rule = {.momentum = 0.5, .nesterov = true};
+    auto const exchange =
+        std::make_shared<GradientExchange<float>>("test", 200, options, communicator);
+    std::vector<float> residual(200), moment(200), expected(200), velocity(200);
+    for (int step = 0; step < 3; ++step) {
+      VelocityRule const rule{1.0 / (1 << (step + 1)), 1.0 + step, true};
+      exchange->set_velocity(rule);
+      auto gradient = typed<float>(patterns[0].make(communicator.rank(), 2, 200, step));
+      for (std::size_t i = 0; i < 200; ++i) {
+        float const g = static_cast<float>(rule.gain) * gradient[i];
+        velocity[i] = static_cast<float>(rule.momentum) * velocity[i] + g;
+        expected[i] += g + static_cast<float>(rule.momentum) * velocity[i];
+      }
+      exchange->bind({{gradient, residual}}, {}, moment);
+      communicator.submit(exchange).wait();
+      EXPECT_NE(residual, expected);
+      exchange->withdraw();
+      EXPECT_EQ(residual, expected);
+      EXPECT_EQ(moment, velocity);
+    }
+  }));
+}
+
+TEST(RuleTest, VelocityRulesOutOfRangeAreRefused) {
+  double const infinity = std::numeric_limits<double>::infinity();
+  for (SelectionRule const& rule :
+       {SelectionRule{.gain = 0}, SelectionRule{.gain = -1}, SelectionRule{.gain = infinity},
+        SelectionRule{.nesterov = true}, SelectionRule{.first_moment = 0.5, .gain = 2}}) {
+    ExchangeOptions options;
+    options.rule = rule;
+    EXPECT_THROW(validate(options), InvalidArgument);
+  }
+  ExchangeOptions options;
+  options.algorithm = "dense";
+  options.density = 1;
+  options.rule.gain = 2;
+  EXPECT_THROW(validate(options), InvalidArgument);
+  options.feedback = true;
+  EXPECT_NO_THROW(validate(options));
 }
 
 // Three steps of everything, then two of a half, one of a tenth, and on with a hundredth.
@@ -636,6 +690,7 @@ class Failing final : public LocalGradient<float> {
   void forget() override {}
   void residual_changed() override {}
   void follow(ThresholdSchedule) override {}
+  void set_velocity(VelocityRule const&) override {}
   void reset(double) override {}
   double threshold() const override { return 0; }
   void store(StreamView<float> const&, float) override {}

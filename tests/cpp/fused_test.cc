@@ -18,6 +18,7 @@ struct Variant {
   bool has_momentum = false;
   V factor = 0;
   bool mask = true;
+  bool nesterov = false;
 };
 
 template <class V>
@@ -28,6 +29,8 @@ std::vector<Variant<V>> variants() {
           {V(1), true, V(0.9), true},
           {V(1), true, V(0.9), false},
           {V(0.125), true, V(-1.1), true},
+          {V(0.1), true, V(0.9), true, true},
+          {V(-3), true, V(0.7), false, true},
           {V(0), true, V(0), true}};
 }
 
@@ -48,6 +51,7 @@ struct MomentumProblem : Problem<T> {
     if (variant.has_momentum) all.momentum = std::span(momentum_storage).subspan(this->offset);
     all.factor = variant.factor;
     all.mask_momentum = variant.mask;
+    all.nesterov = variant.nesterov;
     return all;
   }
 
@@ -84,7 +88,7 @@ TYPED_TEST(Fused, VariantsEqualTheOracle) {
         auto const expected = run_table(kernel_tables<TypeParam>().front(), expected_problem);
         for (auto const& table : kernel_tables<TypeParam>()) {
           SCOPED_TRACE(concat(table.target, ", limit ", limit, ", scale ", variant.scale,
-                              ", factor ", variant.factor));
+                              ", factor ", variant.factor, variant.nesterov ? ", Nesterov" : ""));
           auto actual_problem = problem;
           expect_same(run_table(table, actual_problem), expected);
           expect_same_state(actual_problem, expected_problem);
@@ -159,6 +163,33 @@ TYPED_TEST(Fused, CorrectsMomentum) {
       EXPECT_EQ(momentum, (mask ? std::vector<V>{V(3), V(0), V(0), V(0)}
                                 : std::vector<V>{V(3), V(6), V(-17), V(11)}));
       EXPECT_EQ(stats.max_magnitude, V(17));
+    }
+  }
+}
+
+TYPED_TEST(Fused, CorrectsNesterovsMomentum) {
+  using V = accumulate_t<TypeParam>;
+  for (auto const& table : kernel_tables<TypeParam>()) {
+    for (bool const mask : {true, false}) {
+      SCOPED_TRACE(table.target);
+      std::vector<TypeParam> gradient;
+      for (V const value : {V(1), V(2), V(-8), V(4)}) gradient.push_back(TypeParam(value));
+      std::vector<V> velocity{V(0), V(1), V(0), V(-3)};
+      std::vector<V> momentum{V(2), V(4), V(-2), V(6)};
+      Packed<V> packed(4);
+      Threshold<V> threshold{V(4), 1};
+      FusedArguments<TypeParam> const arguments{gradient, velocity, V(2), momentum,
+                                                V(0.5),   mask,     true};
+      auto const stats = table.fused_error_feedback(arguments, threshold, 10, 4, packed.span());
+      // u: 3, 6, -17, 11; 2 g + u / 2: 3.5, 7, -24.5, 13.5; v: 3.5, 8, -24.5, 10.5
+      ASSERT_EQ(stats.count, 3u);
+      EXPECT_EQ(packed.indices[0], 11u);
+      EXPECT_EQ(packed.values[0], V(8));
+      EXPECT_EQ(packed.values[1], V(-24.5));
+      EXPECT_EQ(packed.values[2], V(10.5));
+      EXPECT_EQ(velocity, (std::vector<V>{V(3.5), V(0), V(0), V(0)}));
+      EXPECT_EQ(momentum, (mask ? std::vector<V>{V(3), V(0), V(0), V(0)}
+                                : std::vector<V>{V(3), V(6), V(-17), V(11)}));
     }
   }
 }

@@ -201,16 +201,23 @@ def backward_with_and_without(ddp: DistributedDataParallel, step: int) -> torch.
 
 
 def check_momentum() -> None:
-    """With a rank alone: v = v + u, u = m u + g, and what is sent is cleared of both."""
-    for mask, select in itertools.product((True, False), ("exact", "bucket")):
-        state = TopkState(density=0.05, momentum=0.5, mask_momentum=mask, select=select)
+    """With a rank alone: v = v + u, u = m u + g, and what is sent is cleared of both.
+
+    With Nesterov's, v = v + (g + m u).
+    """
+    for mask, select, nesterov in itertools.product(
+        (True, False), ("exact", "bucket"), (False, True)
+    ):
+        state = TopkState(
+            density=0.05, momentum=0.5, nesterov=nesterov, mask_momentum=mask, select=select
+        )
         ddp, _ = with_state(state, nn.Linear(40, 60, bias=False))
         velocity = torch.zeros(2400)
         residual = torch.zeros(2400)
         for step in range(4):
             gradient = backward_with_and_without(ddp, step)
             velocity = 0.5 * velocity + gradient
-            residual = residual + velocity
+            residual = residual + (gradient + 0.5 * velocity if nesterov else velocity)
             if select == "exact":
                 chosen = residual.abs().topk(120).indices
             else:
@@ -225,7 +232,7 @@ def check_momentum() -> None:
             if mask:
                 velocity[chosen] = 0
             [result] = gradients(ddp.module).values()
-            assert torch.equal(result.reshape(-1), expected), (mask, select, step)
+            assert torch.equal(result.reshape(-1), expected), (mask, select, nesterov, step)
             saved = checkpoint_of(state)
             assert torch.equal(saved["residuals"]["weight"], residual)
             assert torch.equal(saved["moments"]["weight"], velocity)
@@ -399,7 +406,13 @@ def scaled_steps(
 
 def check_scale_changes() -> None:
     """Scaled by powers of 2, a run has the bits of one that is not scaled."""
-    for options in ({}, {"momentum": 0.9}, {"clip_norm": 0.05}, {"select": "bucket"}):
+    for options in (
+        {},
+        {"momentum": 0.9},
+        {"momentum": 0.9, "nesterov": True},
+        {"clip_norm": 0.05},
+        {"select": "bucket"},
+    ):
         for between, several in itertools.product(("reused", "sampled"), (False, True)):
             arguments: dict[str, Any] = {"density": 0.05, **options}
             if "select" not in options:
@@ -522,6 +535,8 @@ def test_density_outside_its_range(density: float) -> None:
         ({"momentum": math.nan}, ValueError, r"momentum = nan is not in \[0, 1\)"),
         ({"momentum": None}, TypeError, "momentum must be a number, not NoneType"),
         ({"mask_momentum": 1}, TypeError, "mask_momentum must be True or False, not int"),
+        ({"nesterov": 1}, TypeError, "nesterov must be True or False, not int"),
+        ({"nesterov": True}, ValueError, "nesterov=True is of a momentum"),
         ({"first_moment": 1}, ValueError, r"first_moment = 1 is not in \[0, 1\)"),
         ({"momentum": 0.9, "first_moment": 0.9}, ValueError, "exclude each other"),
         ({"clip_norm": 0}, ValueError, "clip_norm=0 is not a positive norm"),

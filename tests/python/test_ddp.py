@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from itertools import product
 from typing import Any, cast
 
 import pytest
@@ -422,15 +423,18 @@ def check_momentum_over_several_passes() -> None:
         exchanged: tuple[bool, ...],
         zeros: bool,
         views: bool,
+        nesterov: bool,
     ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
         ddp = DistributedDataParallel(
             whole(Heads()).double(), bucket_cap_mb=0.004, gradient_as_bucket_view=views
         )
         state, own = None, 0.9
         if kind is not None:
-            options = {"momentum": own, "mask_momentum": False}
+            options = {"momentum": own, "mask_momentum": False, "nesterov": nesterov}
             state, own = register(ddp, kind, native, density, **options), 0.0
-        optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=own)
+        optimizer = torch.optim.SGD(
+            ddp.parameters(), lr=1.0, momentum=own, nesterov=nesterov and kind is None
+        )
         biases = []
         for step in range(4):
             for part, exchange in enumerate(exchanged):
@@ -443,15 +447,21 @@ def check_momentum_over_several_passes() -> None:
         return with_residuals(ddp, state), biases
 
     native = False
-    for number, exchanged in enumerate(patterns):
-        expected, biases = run(None, False, 1, exchanged, False, False)
+    for (number, exchanged), nesterov in product(enumerate(patterns), (False, True)):
+        expected, biases = run(None, False, 1, exchanged, False, False, nesterov)
         for kind in STATES:
-            if kind == "dense_overlap":
+            if kind == "dense_overlap" or (nesterov and kind not in ("oktopk", "topk, bucket", "auto")):
                 continue
             for density in (1, 0.2):
                 native = not native
                 result, sent_whole = run(
-                    kind, native, density, exchanged, zeros=number == 1, views=density == 1
+                    kind,
+                    native,
+                    density,
+                    exchanged,
+                    zeros=number == 1,
+                    views=density == 1,
+                    nesterov=nesterov,
                 )
                 torch.testing.assert_close(sent_whole, biases, rtol=1e-12, atol=1e-9)
                 if kind != "quantized_topk":

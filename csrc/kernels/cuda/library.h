@@ -67,10 +67,11 @@ SelectionState begin_selection(Threshold<V> const& threshold, std::uint64_t limi
 }
 
 // One segment's part of a fused error feedback: u = momentum_factor * momentum + scale * gradient
-// (without momentum: u = scale * gradient), a = residual + u; what passes is packed and its
-// residual becomes +0, every other residual becomes a; the momentum becomes u, and +0 where an
-// entry was packed if `mask_momentum`; the gradient becomes +0. Source: Ok-Topk Algorithm 2; Lin et
-// al., "Deep Gradient Compression", ICLR 2018, for momentum correction and factor masking.
+// (without momentum: u = scale * gradient), a = residual + u, with `nesterov` residual + (scale *
+// gradient + momentum_factor * u); what passes is packed and its residual becomes +0, every other
+// residual becomes a; the momentum becomes u, and +0 where an entry was packed if `mask_momentum`;
+// the gradient becomes +0. Source: Ok-Topk Algorithm 2; Lin et al., "Deep Gradient Compression",
+// ICLR 2018, for momentum correction and factor masking.
 template <class T>
 struct ErrorFeedbackArguments {
   using V = accumulate_t<T>;
@@ -82,6 +83,7 @@ struct ErrorFeedbackArguments {
   V scale = 1;
   V momentum_factor = 0;
   bool mask_momentum = true;
+  bool nesterov = false;  // where there is a momentum
   bool send_all = false;  // every entry passes, zeros too
 };
 

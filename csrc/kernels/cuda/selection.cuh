@@ -60,8 +60,10 @@ struct MomentumSource {
   ErrorFeedbackArguments<T> to;
 
   __device__ Entry load(std::size_t i) const {
-    V const u = to.momentum_factor * to.momentum[i] + to.scale * widened(to.gradient[i]);
-    return {to.residual[i] + u, u};
+    V const g = to.scale * widened(to.gradient[i]);
+    V const u = to.momentum_factor * to.momentum[i] + g;
+    V const step = to.nesterov ? g + to.momentum_factor * u : u;
+    return {to.residual[i] + step, u};
   }
   __device__ void store(std::size_t i, Entry const& entry) const {
     to.residual[i] = entry.value;
