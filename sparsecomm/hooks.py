@@ -751,6 +751,8 @@ def register_comm_hook(
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
+    if (joint := state._joint()) is not None:
+        joint.move_to(ddp)
     ddp.register_forward_pre_hook(_watch(ddp, state))
     watch_momentum(state, ddp.module.parameters())
     return state

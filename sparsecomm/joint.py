@@ -183,6 +183,10 @@ class Joint:
         """Whether it is of this very model."""
         return self._ddp() is ddp
 
+    def move_to(self, ddp: torch.nn.Module) -> None:
+        """Goes on with the model of a state that was connected again."""
+        self._ddp = weakref.ref(ddp)
+
     def begin(self, former: Mapping[str, Any] | None) -> None:
         """Sets the momenta, and what is kept: the entry of a former state, or the buffers."""
         optimizer, state = self._optimizer(), self._state

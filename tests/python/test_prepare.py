@@ -39,8 +39,8 @@ MAKERS: dict[str, Make] = {
 }
 
 
-def double() -> DistributedDataParallel:
-    return make_ddp(make_model(dtype=F64))
+def double(width: int = 40) -> DistributedDataParallel:
+    return make_ddp(make_model(width=width, dtype=F64))
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor, tolerance: float = 1e-12) -> None:
@@ -51,8 +51,10 @@ def backward(ddp: nn.Module, step: int) -> None:
     ddp(batch(step, 40, next(ddp.parameters()).dtype)).square().mean().backward()
 
 
-def trained(make: Make, steps: int, prepared: bool, **options: Any) -> torch.Tensor:
-    ddp = double()
+def trained(
+    make: Make, steps: int, prepared: bool, width: int = 40, **options: Any
+) -> torch.Tensor:
+    ddp = double(width)
     optimizer = make(ddp.parameters())
     if prepared:
         sparsecomm.prepare(ddp, optimizer, **options)
@@ -62,7 +64,7 @@ def trained(make: Make, steps: int, prepared: bool, **options: Any) -> torch.Ten
 
 def check_density_1() -> None:
     for make in (*MAKERS.values(), RMSprop):
-        close(trained(make, 50, True, density=1), trained(make, 50, False))
+        close(trained(make, 50, True, 12, density=1), trained(make, 50, False, 12))
 
 
 def check_sgd_as_torch() -> None:
@@ -371,6 +373,18 @@ def check_a_new_model_for_unfrozen_layers() -> None:
     train(ddp, optimizer, range(4))
     ddp = make_ddp(ddp.module)
     sparsecomm.prepare(ddp, optimizer, 1)
+    train(ddp, optimizer, range(4, 8))
+    close(flat(ddp.parameters()), trained(partial(SGD, lr=0.01, momentum=0.9), 8, False))
+
+
+def check_a_state_that_is_connected_again() -> None:
+    ddp = double()
+    optimizer = SGD(ddp.parameters(), 0.01, 0.9)
+    state = sparsecomm.prepare(ddp, optimizer, **WHOLE)
+    train(ddp, optimizer, range(4))
+    state.reconnect()
+    ddp = make_ddp(ddp.module)
+    sparsecomm.register_comm_hook(ddp, state)
     train(ddp, optimizer, range(4, 8))
     close(flat(ddp.parameters()), trained(partial(SGD, lr=0.01, momentum=0.9), 8, False))
 
@@ -761,6 +775,7 @@ def test_programs_of_users() -> None:
         check_accumulation_and_scaler,
         check_freezing,
         check_a_new_model_for_unfrozen_layers,
+        check_a_state_that_is_connected_again,
         check_groups_show_what_they_were_given,
         check_what_is_said,
         check_lifetime,
