@@ -690,7 +690,8 @@ def register_comm_hook(
 
     The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, the model's
     process group is used, and ``state_dict()`` gets the model's parameter names. Collective: it
-    connects the ranks.
+    connects the ranks. The optimizer stays as it is: :func:`sparsecomm.prepare` also moves its
+    momentum into the state.
 
     Args:
         ddp: the model, before its first backward pass.

@@ -199,12 +199,11 @@ class Joint:
             return
         zeros = {n: _zeros_like(self._known_as[p]).view(-1) for p, n in self._names.items()}
         entry = {**former, "density": state.density, "algorithm": state.algorithm}
-        for key in ("residuals", "moments"):
-            needed = [name for name in zeros if key == "residuals" or self._has_velocity(name)]
-            entry[key] = {name: former[key].get(name, zeros[name]) for name in needed}
+        [(key, empty)] = state.state_dict().items()
+        for what in ("residuals", "moments"):
+            entry[what] = {name: former[what].get(name, zeros[name]) for name in empty[what]}
         if former["algorithm"] != state.algorithm:
             entry["groups"] = ()
-        [key] = state.state_dict()
         state._load({key: entry})
 
     def retire(self, gives_back: bool) -> Mapping[str, Any] | None:
@@ -273,9 +272,6 @@ class Joint:
                 moments.append((self._known_as[parameter], velocity))
         if moments:
             self._state._native.set_moments(moments)
-
-    def _has_velocity(self, name: str) -> bool:
-        return name in self._state._native.checkpoint()["moments"]
 
     def _agree(self, optimizer: Optimizer) -> None:
         self._restore()

@@ -228,7 +228,7 @@ def check_going_on_without() -> None:
                 close(flat(ddp.parameters()), flat(plain.parameters()))
 
     # Buffers that hold an averaged moment, in its units, and decay where it goes into them.
-    for kind, decay in ((AdamW, 0.0), (Adam, 0.0), (NAdam, 0.0), (SGD, 0.02)):
+    for kind, decay in ((AdamW, 0.02), (Adam, 0.02), (NAdam, 0.02), (SGD, 0.02)):
         options: dict[str, Any] = {"lr": 1e-9, "weight_decay": decay}
         if kind is SGD:
             options["momentum"] = 0.9
@@ -238,14 +238,14 @@ def check_going_on_without() -> None:
             optimizer = kind(ddp.parameters(), **options)
             if prepared:
                 sparsecomm.prepare(ddp, optimizer, **WHOLE)
-            # So many that decay has settled.
-            steps(ddp, optimizer, range(400) if decay else range(5))
+            # So many that SGD's decay has settled.
+            steps(ddp, optimizer, range(150 if kind is SGD else 5))
             found.append(optimizer.state_dict())
         for one, other in zip(found[0]["state"].values(), found[1]["state"].values(), strict=True):
             for key in ("exp_avg", "momentum_buffer", "mu_product", "step"):
                 if key in other:
                     tolerance = 1e-4 if key != "step" else 0.0
-                    torch.testing.assert_close(one[key], other[key], rtol=tolerance, atol=1e-9)
+                    torch.testing.assert_close(one[key], other[key], rtol=tolerance, atol=1e-8)
         assert found[0]["param_groups"] == found[1]["param_groups"]
 
 
@@ -417,26 +417,27 @@ def check_groups_show_what_they_were_given() -> None:
 
 
 def check_loss() -> None:
-    def run(prepared: bool) -> float:
+    """AdamW at 2 % is closer to dense training than with the momentum in the optimizer."""
+
+    def run(register: Callable[[DistributedDataParallel, Optimizer], object]) -> float:
         ddp = make_ddp(make_model())
         teacher = make_model(7)
-        optimizer = AdamW(ddp.parameters(), 0.004)
-        if prepared:
-            sparsecomm.prepare(ddp, optimizer, 0.02, total_steps=400)
+        optimizer = AdamW(ddp.parameters(), 0.003)
+        register(ddp, optimizer)
         losses = []
-        for step in range(400):
+        for step in range(300):
             optimizer.zero_grad()
             inputs = batch(step)
-            loss = (ddp(inputs) - teacher(inputs).detach()).square().mean()
+            noise = 0.3 * batch(step + 5000)[:, :3]
+            loss = (ddp(inputs) - 3 * teacher(inputs).detach() - noise).square().mean()
             loss.backward()
             optimizer.step()
             losses.append(float(loss.detach()))
-        return sum(losses[-50:]) / 50
+        return sum(losses[-100:]) / 100
 
-    dense, sparse = run(False), run(True)
-    if dist.get_rank() == 0:
-        print("losses", dense, sparse)
-    assert sparse < 1.3 * dense
+    dense = run(lambda *_: None)
+    ours = run(lambda ddp, optimizer: sparsecomm.prepare(ddp, optimizer, 0.02, total_steps=300))
+    assert ours < 1.15 * dense, (dense, ours)
 
 
 def check_what_is_said() -> None:
@@ -647,12 +648,14 @@ def check_compiled() -> None:
             backward(model, number)
             step()
             # As a scheduler does.
+            momentum = 0.9 - 0.1 * (number + 1)
             for group in optimizer.param_groups:
                 if "betas" in group:
-                    assert group["betas"] == (0.9 - 0.1 * number, 0.999)
-                    group["betas"] = (group["betas"][0] - 0.1, 0.999)
+                    assert group["betas"][0] > 0
+                    group["betas"] = (momentum, 0.999)
                 else:
-                    group["momentum"] -= 0.1
+                    assert group["momentum"] > 0
+                    group["momentum"] = momentum
         assert "0.6" in repr(state)
         return flat(ddp.parameters())
 
