@@ -450,7 +450,9 @@ def check_momentum_over_several_passes() -> None:
     for (number, exchanged), nesterov in product(enumerate(patterns), (False, True)):
         expected, biases = run(None, False, 1, exchanged, False, False, nesterov)
         for kind in STATES:
-            if kind == "dense_overlap" or (nesterov and kind not in ("oktopk", "topk, bucket", "auto")):
+            if kind == "dense_overlap" or (
+                nesterov and kind not in ("oktopk", "topk, bucket", "auto")
+            ):
                 continue
             for density in (1, 0.2):
                 native = not native
