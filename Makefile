@@ -139,8 +139,9 @@ test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compile
 	cmake --build build/neon --parallel $(JOBS) --target $(NEON_TESTS)
 	$(CTEST) --test-dir build/neon --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
+# One more at once than there are cores: many wait more than they compute.
 test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
-	OMP_NUM_THREADS=1 python -m pytest --numprocesses $(JOBS) --dist worksteal --durations 20 $(ARGS)
+	OMP_NUM_THREADS=1 python -m pytest --numprocesses $$(($(JOBS) + 1)) --dist worksteal --durations 20 $(ARGS)
 
 lint: build ## check the format, and for the usual mistakes what has changed since BASE, by default since origin/main
 	$(CONFIGURE) > build/configure.log

@@ -13,10 +13,12 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from common.exchange import SEND_ALL
+from common.prediction import HOSTS, LINKS, Measured, step_seconds
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -32,6 +34,7 @@ LABELS = {
     "gaussian_k": "Gaussiank",
     "oktopk": "Ok-Topk",
     "quantized_topk": "quantized Top-k",
+    "prepare": "prepare()",
 }
 # Told apart by colour-blind readers, and by shape in a print without colour.
 STYLES = (
@@ -45,7 +48,11 @@ STYLES = (
 )
 NUMBERS = (
     "density",
+    "parameters",
+    "steps",
     "iteration_seconds",
+    "compute_seconds",
+    "select_seconds",
     "exchange_seconds",
     "sent_bytes_per_iteration",
     "realised_density",
@@ -69,13 +76,41 @@ class Run:
     epochs: int
     density: float
     quality: str  # the metric's name
+    parameters: float
+    steps: float
     iteration_seconds: float
+    compute_seconds: float
+    select_seconds: float
     exchange_seconds: float
     sent_bytes_per_iteration: float
     realised_density: float
     loss: list[float]
     metric: list[float]
     sent_bytes: list[float]
+
+    def predicted_step(self, link: str, density: float | None = None) -> float | None:
+        """Seconds between several hosts, at the run's final density if none is given."""
+        measured = Measured(
+            self.hook,
+            round(self.parameters),
+            self.density if density is None else density,
+            self.compute_seconds,
+            self.select_seconds,
+        )
+        return step_seconds(measured, link)
+
+    def predicted_seconds(self, link: str) -> list[float] | None:
+        """From the start to the end of each epoch; one that sent more had a higher density."""
+        sent = [after - before for before, after in pairwise([0, *self.sent_bytes])]
+        total, ends = 0.0, []
+        for of_epoch in sent:
+            more = of_epoch / sent[-1] if sent[-1] > 0 else 1.0
+            step = self.predicted_step(link, min(1.0, more * self.density))
+            if step is None:
+                return None
+            total += step * self.steps / self.epochs
+            ends.append(total)
+        return ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,6 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if len(found) > 1:
                 raise ReportError(f"not of one {name}: {', '.join(found)}; report on each alone")
         print(table(runs))
+        print(meaning(runs))
         draw(runs, options.picture)
     except (ReportError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
@@ -192,6 +228,7 @@ def table(runs: Sequence[Run]) -> str:
             "MB sent/rank/iter",
             "realised density",
             "bytes vs dense",
+            *(f"predicted s, {HOSTS} hosts, {link}" for link in LINKS),
         )
     ]
     for run in runs:
@@ -205,6 +242,7 @@ def table(runs: Sequence[Run]) -> str:
                 f"{run.sent_bytes_per_iteration / 1e6:.3f}",
                 f"{100 * run.realised_density:.2f} %",
                 "-" if ratio is None else "1" if run.hook in SEND_ALL else f"1/{ratio:.1f}",
+                *("-" if s is None else f"{s:.3f}" for s in map(run.predicted_step, LINKS)),
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -219,11 +257,36 @@ def table(runs: Sequence[Run]) -> str:
     return "\n".join(lines)
 
 
+def meaning(runs: Sequence[Run]) -> str:
+    """Says which of the runs would step the quickest between hosts, and by how much."""
+    dense = next((run for run in runs if run.hook in SEND_ALL), None)
+    sentences: list[str] = []
+    if dense is None:
+        return ""
+    for link in LINKS:
+        found = [(seconds, run) for run in runs if (seconds := run.predicted_step(link))]
+        before = dense.predicted_step(link)
+        if before is None:
+            continue
+        seconds, best = min(found, key=lambda pair: pair[0])
+        if before < 1.05 * seconds:
+            sentences.append(f"on {link} {dense.label} is as quick as the best")
+        else:
+            sentences.append(
+                f"on {link} a step of {best.label} takes {seconds:.3f} s instead of "
+                f"{before:.3f} s, {before / seconds:.1f} times as quick"
+            )
+    return f"Predicted between {HOSTS} hosts: {'; '.join(sentences)}."
+
+
 def draw(runs: Sequence[Run], path: Path) -> None:
-    """Draws loss, quality and bytes over the epochs into a PNG file."""
-    figure = Figure(figsize=(13.5, 4.6), dpi=150, layout="constrained")
+    """Draws loss, quality and bytes over the epochs, and loss over time, into a PNG file.
+
+    That time is the predicted one on the slowest link.
+    """
+    figure = Figure(figsize=(11.5, 9), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    loss, quality, bytes_ = figure.subplots(1, 3)
+    (loss, quality), (over_time, bytes_) = figure.subplots(2, 2)
     first = runs[0]
     figure.suptitle(
         f"{first.task} on {first.data}: {first.world_size} ranks x {first.batch}", fontsize=13
@@ -234,10 +297,12 @@ def draw(runs: Sequence[Run], path: Path) -> None:
         sent_gigabytes = [0.0, *(sent / 1e9 for sent in run.sent_bytes)]
         ratio = byte_ratio(run, runs)
         share = "" if run.hook in SEND_ALL or ratio is None else f", 1/{ratio:.1f} of dense"
+        seconds = run.predicted_seconds(LINKS[0]) or []
         for panel, x, y, label in (
             (loss, epochs, run.loss, run.label),
             (quality, epochs, run.metric, run.label),
             (bytes_, [0, *epochs], sent_gigabytes, f"{sent_gigabytes[-1]:.2f} GB{share}"),
+            (over_time, seconds, run.loss[: len(seconds)], run.label),
         ):
             panel.plot(
                 x,
@@ -249,12 +314,15 @@ def draw(runs: Sequence[Run], path: Path) -> None:
                 markersize=6,
                 label=label,
             )
+    decorate(over_time, f"Training loss over time, {HOSTS} hosts, {LINKS[0]}", "mean of the epoch")
+    over_time.set_xlabel("predicted seconds since the start", fontsize=11)
     decorate(loss, "Training loss", "mean of the epoch")
     decorate(quality, words(first.quality).capitalize(), "")
     decorate(bytes_, "Bytes sent per rank since the start", "GB")
     losses = [value for run in runs for value in run.loss]
     if min(losses) > 0:
         log_scale(loss, losses)
+        log_scale(over_time, losses)
     bytes_.set_ylim(bottom=0)
     bytes_.set_xlim(left=0)
     quality.legend(fontsize=10)

@@ -19,12 +19,12 @@ struct Hub {
   using Message = std::vector<std::byte>;
   struct Mailbox {
     std::map<std::pair<int, Tag>, std::deque<Message>> messages;  // by (sender, tag)
+    std::condition_variable changed;  // its owner's: a message wakes nobody else
   };
 
   explicit Hub(int size) : mailboxes(size), aborted(size, false), gone(size, false) {}
 
   std::mutex mutex;
-  std::condition_variable changed;
   std::vector<Mailbox> mailboxes;
   std::vector<bool> aborted;
   std::vector<bool> gone;  // as its peers see it
@@ -44,7 +44,8 @@ class InprocTransport final : public Transport {
     free_.push_back(std::exchange(request, Request{}).slot);
     if (!slot.receive) return 0;
     std::unique_lock lock(hub_->mutex);
-    auto& queue = hub_->mailboxes[rank()].messages[{slot.peer, slot.tag}];
+    Hub::Mailbox& mailbox = hub_->mailboxes[rank()];
+    auto& queue = mailbox.messages[{slot.peer, slot.tag}];
     auto const settled = [&] {
       return !queue.empty() || hub_->gone[slot.peer] || hub_->aborted[rank()];
     };
@@ -53,7 +54,7 @@ class InprocTransport final : public Transport {
       Duration const slice = deadline.interruptible()
                                  ? std::min(deadline.remaining(), Interrupt::period)
                                  : deadline.remaining();
-      in_time = hub_->changed.wait_for(lock, slice, settled);
+      in_time = mailbox.changed.wait_for(lock, slice, settled);
       if (in_time || !deadline.interruptible() || deadline.passed()) break;
       lock.unlock();
       deadline.poll_interrupt(steady_clock().now());
@@ -70,6 +71,7 @@ class InprocTransport final : public Transport {
     }
     Hub::Message const message = std::move(queue.front());
     queue.pop_front();
+    lock.unlock();
     std::size_t const size = std::min(message.size(), slot.capacity);
     std::copy_n(message.begin(), size, slot.receive);
     return size;
@@ -78,7 +80,7 @@ class InprocTransport final : public Transport {
   void interrupt() noexcept override {
     std::lock_guard const lock(hub_->mutex);
     hub_->aborted[rank()] = true;
-    hub_->changed.notify_all();
+    hub_->mailboxes[rank()].changed.notify_all();
   }
   void abort() noexcept override { leave(); }
 
@@ -86,11 +88,14 @@ class InprocTransport final : public Transport {
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    std::lock_guard const lock(hub_->mutex);
-    if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {peer});
-    if (hub_->gone[peer]) throw PeerLost(concat("rank ", peer, " is gone"), {peer});
-    hub_->mailboxes[peer].messages[{rank(), tag}].emplace_back(bytes.begin(), bytes.end());
-    hub_->changed.notify_all();
+    Hub::Mailbox& mailbox = hub_->mailboxes[peer];
+    {
+      std::lock_guard const lock(hub_->mutex);
+      if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {peer});
+      if (hub_->gone[peer]) throw PeerLost(concat("rank ", peer, " is gone"), {peer});
+      mailbox.messages[{rank(), tag}].emplace_back(bytes.begin(), bytes.end());
+    }
+    mailbox.changed.notify_all();
     return take_slot({});
   }
 
@@ -109,7 +114,7 @@ class InprocTransport final : public Transport {
   void leave() noexcept {
     std::lock_guard const lock(hub_->mutex);
     hub_->aborted[rank()] = hub_->gone[rank()] = true;
-    hub_->changed.notify_all();
+    for (Hub::Mailbox& mailbox : hub_->mailboxes) mailbox.changed.notify_all();
   }
 
   Request take_slot(Slot const& slot) {

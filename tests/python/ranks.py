@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import functools
+import gc
 import multiprocessing
 import os
 import pickle
@@ -17,18 +18,18 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from patience import LONG, LONG_TIME, PATIENCE
 
 # Forked from a process that has imported what takes long, and has started no thread.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(
     [
         "torch",
         "torch._dynamo",  # which DistributedDataParallel imports when it is made
@@ -41,6 +42,8 @@ _CONTEXT.set_forkserver_preload(
 
 
 BUILD = Path(__file__).resolve().parents[2] / "build"
+
+_T = TypeVar("_T")
 
 
 class RankError(AssertionError):
@@ -92,6 +95,8 @@ def _main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # What was imported before stays: a collection that looks at it would copy its pages.
+    gc.freeze()
     file = _trace_crashes(*crashes)
     # Shows where it hangs, before it is killed.
     faulthandler.dump_traceback_later(0.9 * timeout, file=file)
@@ -129,6 +134,15 @@ def end_soon(number: signal.Signals, generator: random.Random) -> None:
     threading.Timer(delay, os.kill, (os.getpid(), number)).start()
 
 
+def thinned(cases: Iterable[_T], step: int = 3, first: int = 0) -> list[_T]:
+    """Every ``step``-th case; among two ranks, whose tests ``make test-all`` runs, every one.
+
+    In a product, ``step`` should share no factor with the number of cases that vary fastest: then
+    every value of each of its parts comes in turn.
+    """
+    return list(cases) if dist.get_world_size() == 2 else [*cases][first % step :: step]
+
+
 def run_ranks(
     size: int,
     function: Callable[..., Any],
@@ -156,11 +170,11 @@ def run_ranks(
     traces = [os.memfd_create(f"rank {rank}") for rank in range(size)]
     processes, pipes = [], []
     for rank in range(size):
-        here, there = _CONTEXT.Pipe()
+        here, there = CONTEXT.Pipe()
         crashes = (f"/proc/{os.getpid()}/fd/{traces[rank]}", tracer)
         environment = dict(os.environ)
         arguments = (rank, size, store.port, backend, timeout, there, crashes, environment)
-        process = _CONTEXT.Process(target=_main, args=(*arguments, function, args), daemon=True)
+        process = CONTEXT.Process(target=_main, args=(*arguments, function, args), daemon=True)
         process.start()
         there.close()
         processes.append(process)

@@ -25,7 +25,7 @@ from sparsecomm.cli import main
 from sparsecomm.cli.codecs import DENSITIES, FRAME, SETS, make_set
 
 DENSITY = 0.02
-STEPS = 24
+STEPS = 12
 
 
 class Recording(training.Training):

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import batch, checkpoint_of, flat, gathered, make_ddp, make_model, train
-from ranks import run_ranks
+from ranks import run_ranks, thinned
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,7 +90,7 @@ def check_density_one() -> None:
     plain = make_ddp(make_model())
     train(plain, sgd(plain, momentum=0.9), range(5))
     expected = flat(plain.parameters())
-    for kind, options in itertools.product(METHODS, OPTIONS):
+    for kind, options in thinned(itertools.product(METHODS, OPTIONS)):
         if kind is GaussianKState and "select" in options:
             continue
         ddp = hooked(kind, density=1.0, **options)
@@ -103,12 +103,13 @@ def check_momentum_at_density_one() -> None:
     plain = make_ddp(make_model())
     train(plain, sgd(plain, momentum=0.9), range(6))
     expected = flat(plain.parameters())
-    for kind, mask, several in itertools.product(METHODS, (True, False), (True, False)):
-        for options in ({}, {"dense_steps": 3}, {"dense_below": 0}):
-            state = kind(density=1.0, momentum=0.9, mask_momentum=mask, **options)
-            ddp, _ = with_state(state, several_groups=several)
-            train(ddp, sgd(ddp), range(6))
-            torch.testing.assert_close(flat(ddp.parameters()), expected)
+    also: tuple[dict[str, Any], ...] = ({}, {"dense_steps": 3}, {"dense_below": 0})
+    both = (True, False)
+    for kind, options, mask, several in thinned(itertools.product(METHODS, also, both, both), 5):
+        state = kind(density=1.0, momentum=0.9, mask_momentum=mask, **options)
+        ddp, _ = with_state(state, several_groups=several)
+        train(ddp, sgd(ddp), range(6))
+        torch.testing.assert_close(flat(ddp.parameters()), expected)
 
 
 def _check_density_one() -> None:
@@ -406,14 +407,15 @@ def scaled_steps(
 
 def check_scale_changes() -> None:
     """Scaled by powers of 2, a run has the bits of one that is not scaled."""
-    for options in (
+    several_options: tuple[dict[str, Any], ...] = (
         {},
         {"momentum": 0.9},
         {"momentum": 0.9, "nesterov": True},
         {"clip_norm": 0.05},
         {"select": "bucket"},
-    ):
-        for between, several in itertools.product(("reused", "sampled"), (False, True)):
+    )
+    for options in several_options:
+        for between, several in thinned(itertools.product(("reused", "sampled"), (False, True))):
             arguments: dict[str, Any] = {"density": 0.05, **options}
             if "select" not in options:
                 arguments["schedule"] = ThresholdSchedule(between, 5)
@@ -470,7 +472,7 @@ def check_overflow() -> None:
 
 def check_autocast() -> None:
     """At density 1, in both types of reduced precision, plain DDP."""
-    for dtype, kind in itertools.product((torch.bfloat16, torch.float16), METHODS):
+    for kind, dtype in thinned(itertools.product(METHODS, (torch.bfloat16, torch.float16))):
         results = []
         for state in (None, kind(density=1.0)):
             ddp = make_ddp(make_model())

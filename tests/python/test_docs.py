@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -30,9 +31,13 @@ def snippets(language: str) -> list[str]:
     return [text for page in PAGES for text in pattern.findall(page.read_text())]
 
 
-def commands() -> list[str]:
+def commands() -> list[Any]:
     lines = [line for text in snippets("sh") for line in text.splitlines()]
-    return [line.partition("  #")[0].strip() for line in lines if line.strip()]
+    found = [line.partition("  #")[0].strip() for line in lines if line.strip()]
+    # Each of these starts six programs that import torch.
+    return [
+        pytest.param(line, marks=pytest.mark.slow if "torchrun" in line else ()) for line in found
+    ]
 
 
 def run(command: list[str], cwd: Path, **environment: str) -> str:

@@ -176,6 +176,7 @@ def test_tokens_are_those_of_the_documents(cache: Path, tmp_path: Path) -> None:
         Corpus(folder / "test")
 
 
+@pytest.mark.slow
 def test_the_library_has_enough_prose() -> None:
     found = documents.prose()
     assert sum(len(text.split()) for _, text in found) > 100_000

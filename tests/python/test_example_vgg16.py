@@ -394,7 +394,11 @@ def write_summary(
         "density": 1.0 if hook == "dense" else 0.02,
         "task": "VGG16",
         "quality": "test_accuracy",
+        "parameters": 14_728_266,
+        "steps": 135,
         "iteration_seconds": 0.25,
+        "compute_seconds": 0.2,
+        "select_seconds": 0.0 if hook == "dense" else 0.01,
         "exchange_seconds": 0.0625,
         "sent_bytes_per_iteration": sent,
         "realised_density": 0.0195,
@@ -415,14 +419,24 @@ def test_the_report_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     dense = write_summary(tmp_path / "dense", "dense", 50e6)
     picture = tmp_path / "pictures" / "vgg16.png"
     assert report.main([str(sparse), str(dense.parent), "--picture", str(picture)]) == 0
-    heading, _, first, second, *_ = capsys.readouterr().out.splitlines()
+    heading, _, first, second, meaning, *_ = capsys.readouterr().out.splitlines()
     assert [part for part in heading.split("  ") if part] == [
         "method",
         *(" test accuracy", "s/iteration", "exchange ms", "MB sent/rank/iter"),
         *("realised density", "bytes vs dense"),
+        *("predicted s, 4 hosts, 1gbit", "predicted s, 4 hosts, 10gbit"),
     ]
-    assert " ".join(first.split()) == "dense allreduce 0.9875 0.250 62.5 50.000 1.95 % 1"
-    assert " ".join(second.split()) == "Ok-Topk 2 % 0.9875 0.250 62.5 2.000 1.95 % 1/25.0"
+    *whole, dense_slow, dense_quick = first.split()
+    assert " ".join(whole) == "dense allreduce 0.9875 0.250 62.5 50.000 1.95 % 1"
+    *whole, sparse_slow, sparse_quick = second.split()
+    assert " ".join(whole) == "Ok-Topk 2 % 0.9875 0.250 62.5 2.000 1.95 % 1/25.0"
+    # 3/2 of 59 MB at 1 Gbit/s take 0.71 s, of which nothing is hidden.
+    assert 0.9 < float(dense_slow) < 1.2
+    assert 0.27 < float(dense_quick) < 0.45
+    assert 0.23 < float(sparse_slow) < 0.35
+    assert 0.21 < float(sparse_quick) < float(sparse_slow)
+    ratio = f"{float(dense_slow) / float(sparse_slow):.1f} times"
+    assert f"takes {sparse_slow} s instead of {dense_slow} s, {ratio}" in meaning
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 

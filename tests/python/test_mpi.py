@@ -32,6 +32,7 @@ except ImportError:
 else:
     HAS_MPI = MPIEXEC is not None and MPI_LIBRARY.exists()
 
+SLOW = pytest.mark.slow
 needs_mpi = pytest.mark.skipif(not HAS_MPI, reason="no mpi4py, no mpiexec, or built without MPI")
 
 
@@ -54,7 +55,7 @@ def run(ranks: int, *arguments: str) -> Any:
 
 
 @needs_mpi
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=SLOW), 3, pytest.param(4, marks=SLOW)])
 def test_contracts(ranks: int) -> None:
     sent, received = run(ranks, "contracts")
     assert sent == received
@@ -84,7 +85,7 @@ def test_thread_levels(level: str) -> None:
 
 
 @needs_mpi
-@pytest.mark.parametrize("seed", ["a", "b"])
+@pytest.mark.parametrize("seed", ["a", pytest.param("b", marks=SLOW)])
 @pytest.mark.parametrize("how", ["kill", "stop"])
 def test_survivors_name_the_rank_that_is_lost(how: str, seed: str) -> None:
     # A shell outlives the rank, or mpiexec would end the others.

@@ -19,7 +19,7 @@ from sparsecomm import functional
 
 STRIDE = 127  # the hooks'
 STEPS = 5
-PHASES = 40
+PHASES = 20
 DENSITIES = (0.001, 0.01, 0.02)
 
 

@@ -4,40 +4,41 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
 import torch.distributed as dist
 from patience import LONG, LONG_TIME
-from ranks import run_ranks
+from ranks import CONTEXT, run_ranks
 from test_exchange import TRANSPORTS
 from torch.distributed.distributed_c10d import _get_default_store
 
 import sparsecomm
 
-SERVER = """
-import signal
-import torch.distributed as dist
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-signal.pause()
-"""
 GIVEN_UP = 30.0  # seconds after which a call to a store that does not answer ends
 
 
 @pytest.fixture
 def server() -> Iterator[tuple[int, int]]:
     """Its port and its process."""
-    with subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        yield int(process.stdout.readline()), process.pid
-        process.kill()
+    here, there = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=serve, args=(there,), daemon=True)
+    process.start()
+    assert process.pid is not None
+    yield here.recv(), process.pid
+    process.kill()
+    process.join()
+
+
+def serve(pipe: Connection) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipe.send(store.port)
+    signal.pause()
 
 
 def hurt(pid: int, how: str, healed: threading.Event) -> None:
