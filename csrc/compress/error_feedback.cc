@@ -1,12 +1,12 @@
 #include "compress/error_feedback.h"
 
 #include <algorithm>
-#include <bit>
 #include <iterator>
 #include <limits>
 #include <type_traits>
 #include <utility>
 
+#include "base/finite.h"
 #include "compress/bucket_selection.h"
 #include "kernels/top_k.h"
 
@@ -38,13 +38,10 @@ void for_each_residual(std::span<const Segment<T>> segments, std::span<const std
 
 template <class T>
 T nearest_finite(accumulate_t<T> x) {
-  if constexpr (std::is_same_v<T, Half>) {
-    return T(std::clamp(x, -65504.0f, 65504.0f));
-  } else if constexpr (std::is_same_v<T, BFloat16>) {
-    constexpr float most = std::bit_cast<float>(0x7f7f0000u);
-    return T(std::clamp(x, -most, most));
-  } else {
+  if constexpr (std::is_same_v<T, accumulate_t<T>>) {
     return x;
+  } else {
+    return T(std::clamp(x, -largest_finite<T>(), largest_finite<T>()));
   }
 }
 

@@ -21,7 +21,8 @@ struct Fingerprint {
   std::uint64_t former_entries;
   double former_seconds;
   double loss_scale;
-  std::uint32_t finite;
+  std::uint16_t finite;
+  std::uint16_t requests;
   Intent intent;
 };
 
@@ -372,6 +373,7 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
                         .former_seconds = proposal.former_seconds,
                         .loss_scale = proposal.loss_scale,
                         .finite = proposal.finite,
+                        .requests = requests_.exchange(false),
                         .intent = intent};
 
   auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
@@ -383,6 +385,7 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
   auto const frames = allgather(Phase::agree, std::as_bytes(std::span(&own, 1)), sizeof own);
   Agreement agreement;
   bool agreed = true;
+  bool requested = false;
   for (int rank = 0; rank < channel.size(); ++rank) {
     Fingerprint other{};
     channel.decode_from(rank, [&] {
@@ -404,12 +407,14 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
     agreed = agreed && other.hash == own.hash && other.intent == Intent::go &&
              (other.loss_scale == 0 || other.loss_scale == agreement.loss_scale);
     agreement.all_finite = agreement.all_finite && other.finite != 0;
+    requested = requested || other.requests != 0;
     agreement.most_entries = std::max(agreement.most_entries, other.entries);
     agreement.total_entries += other.entries;
     agreement.former_seconds = std::max(agreement.former_seconds, other.former_seconds);
     agreement.former_entries = std::max(agreement.former_entries, other.former_entries);
     intents_[rank] = static_cast<std::uint32_t>(other.intent);
   }
+  if (requested) requested_ = true;
   if (agreed) return agreement;
 
   if (intent == Intent::go) {

@@ -145,6 +145,12 @@ class Communicator final : private Commit {
   int size() const { return transport_->size(); }
   std::string_view transport_name() const { return transport_->name(); }
   Transport const& transport() const { return *transport_; }
+  // Lets every rank know, with the agreement of the next operation, that this one has a request,
+  // whatever ranks use that for.
+  void request() { requests_ = true; }
+  // Whether any rank has had one since the last call: the same on all, if called after the same
+  // operation.
+  bool take_requested() { return requested_.exchange(false); }
   Clock const& clock() const { return clock_; }
   Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation.
@@ -195,6 +201,7 @@ class Communicator final : private Commit {
   FigureExchange<std::byte> round_;
   std::vector<std::uint32_t> intents_;  // [rank], as they came in the fingerprints
   std::atomic<std::uint64_t> next_operation_ = 0;
+  std::atomic<bool> requests_ = false, requested_ = false;
   std::string broken_;          // why, once the transport has failed
   std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next
 

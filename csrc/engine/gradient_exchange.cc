@@ -431,6 +431,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   }
   Stopwatch const watch(observer_, Stage::apply, communicator_->clock(), stats_.apply);
   // What can fail, and be undone, comes before the commit.
+  excess_.reject(result.reduced, result.rejected, divisor(), communicator_->size());
   local_->keep(result.rejected);
   local_->mask(result.reduced);
   AlgorithmState next = sparse_->state();

@@ -12,6 +12,7 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/dense.h"
+#include "compress/excess.h"
 #include "compress/local_gradient.h"
 #include "engine/communicator.h"
 #include "engine/planner.h"
@@ -198,6 +199,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<LocalGradient<T>> local_;
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
+  Excess<T> excess_;
   std::function<void()> ready_;
   bool ends_step_ = true;
   double loss_scale_ = 1;      // of the gradient; 0: of the others'

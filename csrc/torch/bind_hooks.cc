@@ -286,6 +286,8 @@ void bind_hooks(py::module_& module) {
       .def("stats", &stats_dict)
       .def_property_readonly("delivered", &HookState::delivered)
       .def_property_readonly("rank", &HookState::rank)
+      .def("request", &HookState::request)
+      .def("take_requested", &HookState::take_requested)
       .def("algorithms", &HookState::algorithms)
       .def("checkpoint", [](HookState const& self) { return to_dict(self.checkpoint()); })
       .def("load", [](HookState& self, py::dict const& saved) { self.load(from_dict(saved)); });

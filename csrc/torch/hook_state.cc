@@ -121,6 +121,16 @@ bool HookState::delivered() const {
   return step_ && step_->stands;
 }
 
+void HookState::request() {
+  Entry const entry(*this);
+  if (communicator_) communicator_->request();
+}
+
+bool HookState::take_requested() {
+  Entry const entry(*this);
+  return communicator_ && communicator_->take_requested();
+}
+
 void HookState::require_open() const {
   require(!closed_, "this state is closed, as the program ends or nobody held it any longer");
 }
@@ -216,6 +226,9 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
     sealed_ = true;
   }
 
+  if (bucket.of_grads && !by_bucket_) {
+    step_->parameters.insert(step_->parameters.end(), parameters.begin(), parameters.end());
+  }
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
@@ -287,7 +300,7 @@ void HookState::begin_step(double loss_scale) {
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
-  step_->follow_backward();
+  Step::follow_backward(step_);
   step_->loss_scale = loss_scale;
 }
 

@@ -123,6 +123,9 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::optional<int> rank() const;
   // True when all of the last step was delivered, so that its results may be used.
   bool delivered() const;
+  // Of the communicator, once connected.
+  void request();
+  bool take_requested();
   // Ends the progress thread, which may hold Python objects, and with it all exchanges. Python's
   // garbage collector may call it on that thread: then another one does it, and later.
   void close();

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <atomic>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -90,17 +91,24 @@ struct HookState::Step {
   bool failed = false;
   double loss_scale = 1;  // of the gradients; 0: of the other ranks', see Bucket::joined
   std::vector<ParameterGroup*> delivered;
+  std::vector<at::Tensor> parameters;  // of which something is kept, and whose grads are results
   TimePoint last_bucket_came{};
   Duration exposed{};
   std::weak_ptr<void const> backward;  // the pass that brings the gradients, as long as it goes on
 
   // Called on the pass's own thread, if there is one.
-  void follow_backward() {
+  static void follow_backward(std::shared_ptr<Step> const& step) {
     if (torch::autograd::get_current_graph_task_id() == -1) return;
     // The pass drops its callbacks as it ends, in whatever way.
     auto const going_on = std::make_shared<int const>();
-    backward = going_on;
-    torch::autograd::Engine::get_default_engine().queue_callback([going_on] {});
+    step->backward = going_on;
+    auto& engine = torch::autograd::Engine::get_default_engine();
+    engine.queue_callback([going_on, &engine, followed = std::weak_ptr(step)] {
+      // After DDP's, which is queued by now, and makes the results the grads.
+      engine.queue_callback([followed] {
+        if (auto const over = followed.lock()) over->spoil();
+      });
+    });
   }
   void begin(std::size_t groups, bool last_bucket) {
     std::lock_guard const lock(mutex);
@@ -150,6 +158,18 @@ struct HookState::Step {
   }
 
  private:
+  // What was delivered has been taken back, so nobody must find it in a grad.
+  void spoil() {
+    {
+      std::lock_guard const lock(mutex);
+      if (!last_bucket_seen || !unusable) return;
+    }
+    c10::NoGradGuard const no_grad;
+    for (at::Tensor const& parameter : parameters) {
+      at::Tensor& grad = parameter.mutable_grad();
+      if (grad.defined()) grad.mul_(std::numeric_limits<double>::quiet_NaN());
+    }
+  }
   void finish() {
     stands = last_bucket_seen && !unusable;
     if (last_bucket_seen && unusable) take_back();

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
 
 def groups_of(model: nn.Module) -> Iterator[tuple[FSDPModule, FSDPParamGroup]]:
@@ -54,6 +55,14 @@ def reduced_dtype(parameter: FSDPParam) -> torch.dtype:
     """Returns the dtype of the parameter's gradient once FSDP has reduced it."""
     policy = parameter.mp_policy  # torch 2.15 has none in the group
     return policy.reduce_dtype or policy.param_dtype or parameter.sharded_param.dtype
+
+
+def spoil(parameters: Iterable[FSDPParam]) -> None:
+    """Makes their gradients NaN: what was delivered in a step that overflowed is taken back."""
+    for parameter in parameters:
+        gradient = parameter.sharded_param.grad
+        if isinstance(gradient, DTensor):
+            gradient.to_local().fill_(torch.nan)
 
 
 def check_entries(reduced: int, expected: int, names: Iterable[str]) -> None:

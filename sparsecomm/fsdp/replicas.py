@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
-from sparsecomm.fsdp.modules import check_entries, groups_of, reduced_dtype, shard_of
+from sparsecomm.fsdp.modules import check_entries, groups_of, reduced_dtype, shard_of, spoil
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import CommunicatorKeywords, communicator_options
@@ -132,10 +132,12 @@ class _Steps:
     def _end(self) -> None:
         if not self._seen:
             return  # of a pass that was broken off
-        index = len(self._seen)
-        nothing = torch.empty(0, device=self._seen[-1].device)
-        self._seen.clear()
-        self._state._native.exchange(index, True, nothing, [], []).wait()
+        seen, self._seen = self._seen, []
+        nothing = torch.empty(0, device=seen[-1].device)
+        self._state._native.exchange(len(seen), True, nothing, [], []).wait()
+        if not self._state._native.delivered:
+            for hook in seen:
+                spoil(hook.exchanged.values())
 
 
 class _Hook:
@@ -145,7 +147,7 @@ class _Hook:
         self._steps = steps
         self.device = group.device
         self._members = {names[id(p.sharded_param)]: p for p in group.fsdp_params}
-        self._exchanged: dict[str, FSDPParam] = {}  # in the last exchange
+        self.exchanged: dict[str, FSDPParam] = {}  # in the last exchange
         self._versions: list[int] = []  # of their shards then
         # They stand for the parameters, which FSDP may exchange: of their sizes, without memory.
         self.parameters = {
@@ -157,7 +159,7 @@ class _Hook:
 
     def continues(self) -> bool:
         """Whether the last exchange's result is in the grads, and no optimizer has used it."""
-        shards = [p.sharded_param for p in self._exchanged.values()]
+        shards = [p.sharded_param for p in self.exchanged.values()]
         former, self._versions = self._versions, [shard._version for shard in shards]
         return former == self._versions and any(
             isinstance(shard.grad, DTensor) and bool(shard.grad.to_local().any())
@@ -168,7 +170,7 @@ class _Hook:
         # Parameters may be unfrozen at any time. The state then exchanges them in a group of their
         # own, and each of its groups as a whole.
         trained = {n: p for n, p in self._members.items() if p.unsharded_param.requires_grad}
-        frozen = [name for name in self._exchanged if name not in trained]
+        frozen = [name for name in self.exchanged if name not in trained]
         if frozen:
             raise ValueError(
                 f"frozen since the last exchange: {', '.join(frozen)}, and not frozen in the same "
@@ -177,6 +179,6 @@ class _Hook:
             )
         sizes = [p.padded_sharded_param_size.numel() for p in trained.values()]
         check_entries(reduced.numel(), sum(sizes), trained)
-        self._exchanged = trained
+        self.exchanged = trained
         parameters = [self.parameters[name] for name in trained]
         self._steps.exchange(self, reduced, parameters, list(torch.split(reduced, sizes)))

@@ -19,7 +19,7 @@ from sparsecomm import _C
 from sparsecomm import functional as sf
 from sparsecomm.collectives import reduce_scatter_sparse
 from sparsecomm.communicator import Communicator
-from sparsecomm.fsdp.modules import check_entries, groups_of, shard_of
+from sparsecomm.fsdp.modules import check_entries, groups_of, shard_of, spoil
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import (
     entry_of,
@@ -128,6 +128,8 @@ class _Step:
             for comm, selected in self._sent.items():
                 if selected is not None:
                     comm.take_back(selected)
+                if not broken_off:
+                    comm.spoil()
         self._sent.clear()
 
 
@@ -245,6 +247,9 @@ class _SparseReduceScatter:
     def take_back(self, selected: sf.SparseVector) -> None:
         self._residual.index_add_(0, selected.indices.long(), selected.values)
 
+    def spoil(self) -> None:
+        spoil(self._members[name] for name in self._names)
+
     def sizes(self) -> dict[str, int]:
         return dict(zip(self._names, self._sizes, strict=True))
 
@@ -289,8 +294,8 @@ def apply_reduce_scatter(
     Parameters of a module that are frozen or unfrozen later need another call, which returns a new
     state; a module that is frozen now and trained later is reduced densely until then.
 
-    An overflow on one rank makes the gradients of that module NaN on all, and takes back what other
-    modules delivered in that backward pass.
+    An overflow on one rank makes the gradients of all modules NaN on all ranks, and takes back what
+    was delivered in that backward pass.
 
     Args:
         model: with ``fully_shard`` applied, on a mesh of one dimension, along dimension 0.

@@ -13,7 +13,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 
 from sparsecomm import _C
-from sparsecomm.optim.exchange import OptimizerExchange, described_values, require_alone
+from sparsecomm.optim.exchange import (
+    OptimizerExchange,
+    described_values,
+    require_alone,
+    require_own_type,
+)
 from sparsecomm.optim.owners import Owners
 from sparsecomm.optim.travelling import TravellingGradient
 
@@ -44,7 +49,7 @@ class _Slot:
         self._view_strides = _C.gradient_strides(self.parameter)
         self.renew_view()
         # The parameter's grad during the exchange.
-        self.travelling = TravellingGradient(self.name, self.parameter)
+        self.travelling = TravellingGradient(self.name, self.parameter, self.bucket.optimizer)
 
     def renew_view(self) -> None:
         """Makes the view of the buffer: who converts a model points the grad it finds elsewhere."""
@@ -57,11 +62,12 @@ class _Slot:
         return self.parameter.stride() == self.strides and self.has_view()
 
     def set_grad(self, grad: Tensor) -> None:
-        """Makes it the parameter's grad; raises as :meth:`require_unconverted`."""
+        """Makes it the parameter's grad; raises TypeError, by name, where torch refuses it."""
         try:
             self.parameter.grad = grad
         except RuntimeError:  # torch compares type, device and shape as it is
             self.require_unconverted()
+            require_own_type(self.name, self.parameter)
             raise
 
     def require_unconverted(self) -> None:
@@ -84,6 +90,7 @@ class _Slot:
 @dataclass(eq=False)
 class _Bucket:
     buffer: Tensor
+    optimizer: str  # its class
     slots: list[_Slot] = field(default_factory=list)
     parameters: list[Tensor] = field(default_factory=list)  # of the slots
     missing: int = 0
@@ -106,6 +113,7 @@ class GradientBuckets:
     it is read or changed; afterwards it is a view of the buffer.
 
     Args:
+        optimizer: the name of its class.
         state: what exchanges.
         capacity: bytes of a bucket, at most, but for parameters that are larger.
         compare_every: steps after which the ranks compare their parameters; 0: never.
@@ -114,11 +122,13 @@ class GradientBuckets:
 
     def __init__(
         self,
+        optimizer: str,
         state: OptimizerExchange,
         capacity: float,
         compare_every: int,
         rates: Callable[[], Rates] | None = None,
     ) -> None:
+        self._optimizer = optimizer
         self._state = state
         self._capacity = capacity
         self._compare_every = compare_every
@@ -147,7 +157,8 @@ class GradientBuckets:
         for members in self._split(trained):
             first = members[0][1]
             numel = sum(parameter.numel() for _, parameter in members)
-            bucket = _Bucket(torch.zeros(numel, dtype=first.dtype, device=first.device))
+            buffer = torch.zeros(numel, dtype=first.dtype, device=first.device)
+            bucket = _Bucket(buffer, self._optimizer)
             bucket.missing = len(members)
             self._buckets.append(bucket)
             offset = 0
@@ -207,6 +218,15 @@ class GradientBuckets:
         if slot.frozen:
             gradient = None
         if gradient is not None:
+            if isinstance(gradient, TravellingGradient):
+                raise RuntimeError(
+                    f"two optimizers, {gradient.optimizer} and {self._optimizer}, exchange the "
+                    f"gradient of {slot.name}: give each parameter to one of them, and drop an "
+                    "optimizer that is no longer used"
+                )
+            if gradient.dtype != parameter.dtype:
+                slot.require_unconverted()
+                require_own_type(slot.name, parameter, gradient)
             if gradient.layout != torch.strided:
                 raise TypeError(
                     f"{slot.name} has a sparse gradient; only dense ones are compressed: use "
@@ -269,7 +289,12 @@ class GradientBuckets:
             self._complete()
             self._delivered = True
             self._state.steps += 1
-            if self._compare_every and self._state.steps % self._compare_every == 0:
+            if not self._state.unfinished and self._state.compression.selects:
+                # Some rank has seen a NaN or Inf, and the residuals have taken back the rest.
+                for bucket in self._buckets:
+                    bucket.buffer.fill_(torch.nan)
+            asked = self._state._native.take_requested()
+            if self._compare_every and (asked or self._state.steps % self._compare_every == 0):
                 self.compare_parameters()
         for slot in self._slots.values():
             if not slot.has_view():
@@ -316,6 +341,7 @@ class GradientBuckets:
     def compare_parameters(self) -> None:
         """Raises the same error on every rank unless all have the same values."""
         named = [(slot.name, slot.parameter) for slot in self._slots.values()]
+        self._state.compares = False
         self._state.compare(described_values(named))
 
     def only_zeros_were_given(self) -> bool:

@@ -56,8 +56,10 @@ class DistributedOptimizer(_Adopted):
     exchange of a gradient starts while the backward pass goes on, as soon as a bucket of them is
     complete; ``step()`` waits for it. Until then ``grad`` raises when it is read or changed: to
     clip gradients, or with a ``GradScaler``, call :meth:`synchronize` before. Gradients are
-    accumulated over several backward passes within :meth:`no_sync`, but for the last one. The model
-    must not be in ``DistributedDataParallel`` too, which would exchange the same gradients.
+    accumulated over several backward passes within :meth:`no_sync`, but for the last one. Hooks of
+    ``register_post_accumulate_grad_hook`` are registered before the optimizer is made, since later
+    ones find the gradient on its way. The model must not be in ``DistributedDataParallel`` too,
+    which would exchange the same gradients.
 
     A parameter without a gradient takes part with zeros: its ``grad`` is what the others have.
     Every rank makes the same steps. ``state_dict()`` holds the residuals of this rank too, so every
@@ -78,8 +80,8 @@ class DistributedOptimizer(_Adopted):
             ``math.inf``: of all of the gradient, as in the papers, exchanged once it is complete.
             Parameters that are sent whole have one of their own.
         compare_every: steps after which the ranks compare the values of their parameters by
-            checksum, since ranks that drifted apart train no model; 0: never, see
-            :meth:`compare_parameters`.
+            checksum, since ranks that drifted apart train no model, as they do in the step after a
+            ``state_dict()`` on any rank; 0: never, see :meth:`compare_parameters`.
         keywords: as in :class:`sparsecomm.CompressionState`.
 
     Raises:
@@ -179,7 +181,9 @@ class DistributedOptimizer(_Adopted):
         self._names = {parameter: name for name, parameter in named}
         self._members = self._identities()
         capacity = bucket_cap_mb * _MEBIBYTE
-        self._buckets = GradientBuckets(exchange, capacity, compare_every, rates)
+        self._buckets = GradientBuckets(
+            type(self).__name__, exchange, capacity, compare_every, rates
+        )
         self._buckets.add(named)
         # Without the tensors: what an unpickled optimizer is attached with.
         self._exchange_arguments = {
@@ -221,7 +225,7 @@ class DistributedOptimizer(_Adopted):
         """Checks that every rank has the same values in the parameters that are trained.
 
         Collective: every rank calls it, between two steps; before a checkpoint, say. It happens by
-        itself every ``compare_every`` steps.
+        itself every ``compare_every`` steps, and in the step after a checkpoint.
 
         Raises:
             RuntimeError: they differ; the same text on every rank, which names what and where.
@@ -345,7 +349,7 @@ class DistributedOptimizer(_Adopted):
             super().load_state_dict(before)
             if isinstance(error, KeyError):
                 raise ValueError(
-                    f"the state_dict is not of {self._base.__name__}: it lacks {error}"
+                    f"the state_dict is not of {self._base.__name__}: it lacks {error.args[0]}"
                 ) from error
             raise
         self._exchange.loaded = False

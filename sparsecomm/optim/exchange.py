@@ -38,6 +38,7 @@ class OptimizerExchange(CompressionState):
         # What was exchanged is neither in the residuals nor in the parameters.
         self.unfinished = False
         self.loaded = False  # and the optimizer not yet
+        self.compares = False  # this rank has saved, so the next step is to compare parameters
         super().__init__(compression, process_group, communicator_options=options)
 
     def follow(self, scaler: LossScaler) -> None:
@@ -46,7 +47,9 @@ class OptimizerExchange(CompressionState):
 
     def state_dict(self) -> dict[str, Any]:
         self._require_finished("save")
-        return super().state_dict() if self._pending is None else self._pending
+        saved = super().state_dict() if self._pending is None else self._pending
+        self.compares = True
+        return saved
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._require_finished("load")
@@ -82,6 +85,9 @@ class OptimizerExchange(CompressionState):
         unused: list[bool],
     ) -> Work:
         self._connect()
+        if self.compares:
+            self.compares = False
+            self._native.request()
         self.unfinished = True
         return self._native.exchange(index, last, buffer, parameters, views, unused=unused)
 
@@ -146,6 +152,7 @@ def check_parameters(named: list[tuple[str, Tensor]]) -> None:
     for name, parameter in trained:
         require_alone(name, parameter)
         check_dtype(name, parameter)
+        require_own_type(name, parameter)
         if parameter.layout != torch.strided:
             raise TypeError(
                 f"{name} is a parameter of layout {parameter.layout}, whose gradient cannot be "
@@ -165,6 +172,17 @@ def require_alone(name: str, parameter: Tensor) -> None:
             f"DistributedDataParallel reduces the gradient of {name}, and this optimizer would "
             "exchange it again: leave the model out of DDP (with accelerate, out of prepare()), or "
             "keep DDP, with a torch.optim optimizer and sparsecomm.register_comm_hook(ddp, state)"
+        )
+
+
+def require_own_type(name: str, parameter: Tensor, gradient: Tensor | None = None) -> None:
+    """Raises TypeError if the gradient is, or is to be, of another type than the parameter."""
+    # Which torch has since 2.11; None: of any type.
+    dtype = getattr(parameter, "grad_dtype", None) if gradient is None else gradient.dtype
+    if dtype not in (None, parameter.dtype):
+        raise TypeError(
+            f"{name} is {parameter.dtype} and its gradient {dtype}, but gradients are exchanged in "
+            "the type of their parameter: leave its grad_dtype as torch sets it"
         )
 
 

@@ -19,9 +19,10 @@ class TravellingGradient(Tensor):
     """
 
     parameter_name: str
+    optimizer: str  # that exchanges it
 
     @staticmethod
-    def __new__(cls, name: str, parameter: Tensor) -> Self:
+    def __new__(cls, name: str, parameter: Tensor, optimizer: str) -> Self:
         make: Callable[..., Self] = torch.Tensor._make_wrapper_subclass
         gradient = make(
             cls,
@@ -31,6 +32,7 @@ class TravellingGradient(Tensor):
             device=parameter.device,
         )
         gradient.parameter_name = name
+        gradient.optimizer = optimizer
         return gradient
 
     # Attributes such as shape are answered by torch as ever.
@@ -66,6 +68,7 @@ def _problem(name: str) -> str:
     return (
         f"the gradient of {name} is being exchanged with the other ranks: call the optimizer's "
         "synchronize() after backward(), before anything reads or changes gradients (clipping, "
-        "norms, GradScaler). Before another backward pass call step(), or zero_grad() if the last "
-        "one was broken off; all passes of a step but its last one go within no_sync()"
+        "norms, GradScaler), and register post-accumulate-grad hooks before the optimizer is made. "
+        "Before another backward pass call step(), or zero_grad() if the last one was broken off; "
+        "all passes of a step but its last one go within no_sync()"
     )

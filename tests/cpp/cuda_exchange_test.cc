@@ -1,6 +1,8 @@
 // The exchange of a gradient in a device's memory gives the bits that one in the processor's gives.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <future>
 #include <limits>
@@ -29,6 +31,7 @@ struct Case {
   int segments = 3;
   int steps = 4;
   SelectionRule rule = {};
+  float residual = 0;  // of every entry, to begin with
 };
 
 constexpr Figures figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
@@ -68,7 +71,7 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
     }
     auto const exchange = std::make_shared<GradientExchange<T>>("test", c.numel, options,
                                                                 communicator, std::move(local));
-    Array<V> residual(c.numel, on_device);
+    Array<V> residual(std::vector<V>(c.numel, c.residual), on_device);
     Array<V> moment(c.rule.has_moment() ? c.numel : 0, on_device);
     Array<T> gradient(c.numel, on_device);
     for (int step = 0; step < c.steps; ++step) {
@@ -87,6 +90,9 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
       if (c.algorithm == auto_algorithm) switch_algorithm(*exchange, step);
       exchange->bind(segments, {}, moment.span());
       communicator.submit(exchange).wait();
+      bool const finite =
+          std::ranges::all_of(gradient.get(), [](T x) { return std::isfinite(static_cast<V>(x)); });
+      EXPECT_EQ(finite, step != 2 || c.numel == 0) << "step " << step;
       if (step == 1) exchange->withdraw();
       std::vector<std::byte>& outcome = outcomes[step * c.ranks + communicator.rank()];
       append(outcome, gradient.get());
@@ -173,6 +179,14 @@ TEST(CudaExchange, TheLargestOfEachBucket) {
         check<float>({"topk_a", 2, numel, density, {}, 3, 6, rule});
         check<BFloat16>({"auto", 2, numel, density, {}, 3, 6, rule});
       }
+    }
+  }
+}
+
+TEST(CudaExchange, WhatTheTypeCannotHoldStaysInTheResiduals) {
+  for (std::string const algorithm : {"oktopk", "gtopk", "topk_dsa"}) {
+    for (double const density : {0.05, 1.0}) {
+      check<Half>({algorithm, 3, 700, density, {}, 3, 4, {}, 200'000});
     }
   }
 }

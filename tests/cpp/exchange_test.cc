@@ -8,6 +8,7 @@
 #include <future>
 #include <limits>
 #include <mutex>
+#include <tuple>
 
 #include "allocations.h"
 #include "engine/gradient_exchange.h"
@@ -502,6 +503,91 @@ TEST_P(ExchangeTest, NonFiniteGradientPoisonsEveryRankAndSparesResiduals) {
       expect_no_errors(run_ranks(ranks, body, with_figures(), {}, wrap_for(GetParam())));
     }
   }
+}
+
+// Residuals are f32, and may hold more than the gradient's type.
+TEST_P(ExchangeTest, WhatTheTypeCannotHoldStaysInTheResiduals) {
+  if (GetParam() != auto_algorithm && !find_algorithm(GetParam()).sparse) return;
+  constexpr std::size_t numel = 100;
+  for (auto const& [ranks, density, average, momentum] : {std::tuple{1, 0.1, true, 0.0},
+                                                          {2, 0.1, true, 0.0},
+                                                          {2, 0.1, false, 0.0},
+                                                          {3, 1.0, true, 0.0},
+                                                          {4, 1.0, false, 0.0},
+                                                          {4, 0.1, true, 0.5},
+                                                          {5, 0.1, true, 0.0}}) {
+    SCOPED_TRACE(concat(ranks, " ranks, density ", density, ", average ", average));
+    std::vector<std::vector<Half>> results(ranks);
+    std::vector<std::vector<float>> residuals(ranks);
+    std::vector<double> before(numel), after(numel);
+    std::mutex mutex;
+    auto const body = [&, density, average, momentum](Communicator& communicator) {
+      ExchangeOptions options;
+      options.algorithm = GetParam();
+      options.density = density;
+      options.average = average;
+      options.rule.momentum = momentum;
+      auto const exchange =
+          std::make_shared<GradientExchange<Half>>("test", numel, options, communicator);
+      auto gradient =
+          typed<Half>(patterns[0].make(communicator.rank(), communicator.size(), numel, 0));
+      std::vector<float> residual(numel), moment(momentum > 0 ? numel : 0);
+      residual[3] = 600'000;
+      residual[50] = -300'000;
+      gradient[50] = Half(-65504.0f);
+      residual[99] = communicator.rank() == 0 ? 500'000.0f : 0;  // the others may select nothing
+      auto sums = residual;
+      for (std::size_t i = 0; i < numel; ++i) sums[i] += static_cast<float>(gradient[i]);
+      auto const first = gradient;
+      exchange->bind({{gradient, residual}}, {}, moment);
+      communicator.submit(exchange).wait();
+      results[communicator.rank()] = gradient;
+      residuals[communicator.rank()] = residual;
+      {
+        std::lock_guard const lock(mutex);
+        for (std::size_t i = 0; i < numel; ++i) {
+          before[i] += sums[i];
+          after[i] += residual[i];
+        }
+      }
+      exchange->withdraw();
+      EXPECT_EQ(residual, sums);
+
+      // What is infinite itself arrives, and nothing is kept of it.
+      gradient = first;
+      if (communicator.rank() == 0) gradient[7] = Half(std::numeric_limits<float>::infinity());
+      exchange->bind({{gradient, residual}}, {}, moment);
+      communicator.submit(exchange).wait();
+      EXPECT_FALSE(std::isfinite(static_cast<float>(gradient[7])));
+      EXPECT_EQ(residual, sums);
+    };
+    expect_no_errors(run_ranks(ranks, body, with_figures()));
+    EXPECT_EQ(static_cast<float>(results[0][3]), 65504);
+    EXPECT_EQ(static_cast<float>(results[0][50]), -65504);
+    for (std::size_t i = 0; i < numel; ++i) {
+      auto const result = static_cast<double>(static_cast<float>(results[0][i]));
+      // f16 has 11 bits, and an average of three or five f32 its 24.
+      double const rounding = std::abs(result) < 65504 ? std::abs(result) * 0x1p-11 * ranks : 1;
+      EXPECT_NEAR(after[i] + (average ? ranks : 1) * result, before[i], rounding) << "entry " << i;
+      for (int rank = 1; rank < ranks; ++rank) EXPECT_EQ(results[rank][i], results[0][i]);
+    }
+  }
+}
+
+TEST(ExcessTest, ASumThatBfloat16RoundsToInfinityIsLimited) {
+  expect_no_errors(run_ranks(1, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "topk_a";
+    auto const exchange =
+        std::make_shared<GradientExchange<BFloat16>>("test", 100, options, communicator);
+    std::vector<BFloat16> gradient(100);
+    std::vector<float> residual(100);
+    residual[3] = std::numeric_limits<float>::max();
+    exchange->bind({{gradient, residual}});
+    communicator.submit(exchange).wait();
+    EXPECT_EQ(gradient[3].bits, 0x7f7f);
+    EXPECT_EQ(residual[3], std::numeric_limits<float>::max() - static_cast<float>(gradient[3]));
+  }));
 }
 
 TEST_P(ExchangeTest, AveragesExactlyWhereTheAverageIsRepresentable) {

@@ -65,6 +65,19 @@ class Described final : public Operation {
   std::string text_;
 };
 
+TEST(RequestTest, ReachesEveryRankWithTheNextOperation) {
+  expect_no_errors(run_ranks(3, [](Communicator& communicator) {
+    auto const operation = std::make_shared<Described>("operation=x");
+    for (int step = 0; step < 6; ++step) {
+      bool const requests = step % 2 == 0 && communicator.rank() == step / 2;
+      if (requests) communicator.request();
+      EXPECT_FALSE(communicator.take_requested());
+      communicator.run(operation);
+      EXPECT_EQ(communicator.take_requested(), step % 2 == 0) << step;
+    }
+  }));
+}
+
 TEST(MismatchTest, AFieldBehindThousandsOfBytesTravels) {
   expect_no_errors(run_ranks(3, [](Communicator& communicator) {
     try {

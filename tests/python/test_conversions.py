@@ -531,6 +531,40 @@ def test_replicas_that_drift_apart_are_noticed() -> None:
     assert all("the values of 3.bias: " in message for message in first)
 
 
+def check_drift_after_a_checkpoint() -> list[str]:
+    """One rank saves, and waits for nobody; all ranks compare in the step after it."""
+    rank = dist.get_rank()
+    messages = []
+    for saves in (0, 1):
+        model = make_model()
+        optimizer = OkTopkSGD(model.named_parameters(), **RATE, **ALL, bucket_cap_mb=0.005)
+        for step in range(3):
+            optimizer.zero_grad()
+            forward(model, step).backward()
+            optimizer.step()
+            if step == 1 and rank == saves:
+                optimizer.state_dict()  # the parameters agree, and training goes on
+        with torch.no_grad():
+            model[3].bias[1] += rank  # type: ignore[index]
+        if rank == saves:
+            optimizer.state_dict()
+        optimizer.zero_grad()
+        forward(model, 3).backward()
+        before = flat(model.parameters())
+        with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+            optimizer.step()
+        messages.append(str(raised.value))
+        assert torch.equal(flat(model.parameters()), before)
+        optimizer.step()  # nothing more was asked for
+    return messages
+
+
+def test_replicas_that_drift_apart_are_noticed_after_a_checkpoint() -> None:
+    first, second = run_ranks(2, check_drift_after_a_checkpoint)
+    assert first == second
+    assert all("the values of 3.bias: " in message for message in first)
+
+
 # ---- under DistributedDataParallel
 
 

@@ -171,6 +171,7 @@ def check_partly_non_finite() -> None:
         optimizer.zero_grad()
         ddp(batch(2)).square().mean().backward()
         handle.remove()
+        assert all(p.grad is not None and p.grad.isnan().all() for p in ddp.parameters()), kind
         reference(batch(2)).square().mean().backward()
         after = checkpoint_of(state)
         first = next(name for name, _ in ddp.module.named_parameters())

@@ -799,6 +799,11 @@ def check_all(folder: Path) -> None:
     check_what_else_groups_hold()
     check_loading_another_kind()
     check_added_groups()
+    check_what_f16_cannot_hold()
+    check_an_overflow_that_is_replaced()
+    check_gradients_of_another_type()
+    check_hooks_that_come_later()
+    check_two_optimizers_of_a_parameter()
 
 
 def check_saving_in_the_middle_of_a_step() -> None:
@@ -1002,9 +1007,121 @@ def check_loading_another_kind() -> None:
         for _ in range(steps):
             weights[0].sum().backward()
             sgd.step()
-        with pytest.raises(ValueError, match=r"not of AdamW"):
+        with pytest.raises(ValueError, match=r"not of AdamW: it lacks \w"):
             other.load_state_dict(sgd.state_dict())
         assert "betas" in other.param_groups[0]
+
+
+def check_what_f16_cannot_hold() -> None:
+    """Contract 1: residuals, of float32, are delivered in steps that are finite."""
+    weight = nn.Parameter(torch.zeros(10, 10, dtype=torch.float16))
+    optimizer = TopkSGD([("weight", weight)], lr=0.0, density=0.01)
+    gradient, delivered = torch.zeros(10, 10), torch.zeros(10, 10)
+    gradient[0, :4] = 60000.0
+    largest = 0.0
+    for step in range(1, 8):
+        optimizer.zero_grad()
+        (weight * gradient.half()).sum().backward()
+        optimizer.step()
+        assert weight.grad is not None
+        delivered += weight.grad.float()
+        largest = max(largest, weight.grad.max().item())
+        kept = sum(gathered(checkpoint_of(optimizer.exchange)["residuals"]["weight"]))
+        mean = kept / dist.get_world_size()
+        torch.testing.assert_close(delivered.reshape(-1) + mean, step * gradient.reshape(-1))
+    assert largest == 65504.0
+
+
+def check_an_overflow_that_is_replaced() -> None:
+    """Contract 5: of what is taken back nothing may be applied, once NaN are made numbers."""
+    model, reference = make_model(), make_model()
+    optimizer = OkTopkSGD(model.named_parameters(), lr=0.1, density=0.1, bucket_cap_mb=SMALL)
+    assert len(optimizer._buckets._buckets) > 2
+    train(model, optimizer, range(2))
+    first = next(model.parameters())
+    handle = first.register_hook(lambda gradient: gradient * math.inf)  # the last to come
+    reference.load_state_dict(model.state_dict())
+    before = checkpoint_of(optimizer.exchange)["residuals"]
+    optimizer.zero_grad()
+    backward(model, 2)
+    handle.remove()
+    optimizer.synchronize()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        assert parameter.grad.isnan().all()
+        parameter.grad.nan_to_num_()
+    optimizer.step()
+    assert_same(model, reference, "a step without a gradient")
+    backward(reference, 2)
+    after = checkpoint_of(optimizer.exchange)["residuals"]
+    kept = [
+        name
+        for name, parameter in reference.named_parameters()
+        if parameter.grad is not None
+        and torch.equal(after[name], before[name] + parameter.grad.reshape(-1))
+    ]
+    assert len(kept) >= 3  # the weights of other buckets
+    assert torch.equal(after["0.weight"], before["0.weight"])
+
+
+def check_gradients_of_another_type() -> None:
+    def parameter() -> nn.Parameter:
+        return nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+
+    message = r"weight is torch\.bfloat16 and its gradient torch\.float32, .*leave its grad_dtype"
+    if not hasattr(Tensor, "grad_dtype"):
+        return
+    weight = parameter()
+    weight.grad_dtype = torch.float32
+    with pytest.raises(TypeError, match=message):
+        OkTopkSGD([("weight", weight)])
+    for used in (True, False):
+        weight = parameter()
+        optimizer = OkTopkSGD([("weight", weight)])
+        weight.grad_dtype = torch.float32
+        bring = weight.sum().backward if used else optimizer.step
+        with pytest.raises(TypeError, match=message):
+            bring()
+
+
+def check_hooks_that_come_later() -> None:
+    """A hook that is registered too late cannot do anything without a word."""
+
+    def replace(parameter: Tensor) -> None:
+        parameter.grad = None
+
+    for hook, place in [
+        (lambda parameter: parameter.grad.mul_(0.5), "backward"),
+        (lambda parameter: parameter.grad.data.mul_(0.5), "backward"),
+        (replace, "step"),
+    ]:
+        weight = nn.Parameter(torch.ones(4))
+        optimizer = OkTopkSGD([("weight", weight)])
+        weight.register_post_accumulate_grad_hook(hook)
+        if place == "backward":
+            with pytest.raises(RuntimeError, match=r"of weight .*register post-acc.* before the"):
+                weight.sum().backward()
+        else:
+            weight.sum().backward()
+            with pytest.raises(RuntimeError, match="the grad of weight was replaced"):
+                optimizer.step()
+
+
+def check_two_optimizers_of_a_parameter() -> None:
+    shared, other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+    first = OkTopkSGD([("shared", shared)], lr=1.0)
+    second = OkTopkAdamW([("other", other), ("shared", shared)])
+    both = r"two optimizers, .*SGD and .*AdamW, exchange the gradient of shared: "
+    with pytest.raises(RuntimeError, match=both):
+        (shared + other).sum().backward()
+    del first, second
+    gc.collect()
+    shared.grad = other.grad = None
+    optimizer = OkTopkSGD([("shared", shared)], lr=1.0)
+    optimizer = OkTopkSGD([("shared", shared)], lr=1.0)  # in the place of the former
+    shared.sum().backward()
+    optimizer.step()
+    assert torch.equal(shared, torch.zeros(4))
 
 
 def make_gradients(step: int) -> dict[str, nn.Parameter]:

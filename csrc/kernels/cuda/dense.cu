@@ -1,7 +1,5 @@
 // Entry by entry over a gradient, and the packed entries that go into one.
-#include <bit>
-#include <limits>
-
+#include "base/finite.h"
 #include "kernels/cuda/device.h"
 #include "kernels/cuda/tables.h"
 
@@ -59,17 +57,6 @@ void fill(T* destination, std::size_t size, T value, Stream stream) {
   if (size == 0) return;
   launch("fill", fill_entries<T>, striding_blocks(size), block_threads, stream, destination, size,
          value);
-}
-
-template <class T>
-constexpr accumulate_t<T> largest_finite() {
-  if constexpr (dtype_of<T>() == DType::f16) {
-    return 65504.0f;
-  } else if constexpr (dtype_of<T>() == DType::bf16) {
-    return std::bit_cast<float>(0x7f7f0000u);
-  } else {
-    return std::numeric_limits<T>::max();
-  }
 }
 
 template <class T>
