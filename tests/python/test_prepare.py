@@ -166,80 +166,72 @@ def check_cycled_momentum() -> None:
 
 
 def check_bits_of_resumed_runs() -> None:
-    for name, make in MAKERS.items():
-        for state_first in (True, False):
-            ddp = make_ddp(make_model())
-            optimizer = make(ddp.parameters())
-            state = sparsecomm.prepare(ddp, optimizer, 0.05, warmup=DensityWarmup(2))
-            train(ddp, optimizer, range(6))
-            saved = copy.deepcopy(
-                [ddp.module.state_dict(), optimizer.state_dict(), state.state_dict()]
-            )
-            train(ddp, optimizer, range(6, 11))
-            again = make_ddp(make_model(1))
-            again.module.load_state_dict(saved[0])
-            other = make(again.parameters())
-            resumed = sparsecomm.prepare(again, other, 0.05, warmup=DensityWarmup(2))
-            for of_state in (state_first, not state_first):
-                if of_state:
-                    resumed.load_state_dict(saved[2])
-                else:
-                    other.load_state_dict(saved[1])
-            train(again, other, range(6, 11))
-            assert torch.equal(flat(again.parameters()), flat(ddp.parameters())), name
+    for number, (name, make) in enumerate(MAKERS.items()):
+        ddp = make_ddp(make_model())
+        optimizer = make(ddp.parameters())
+        state = sparsecomm.prepare(ddp, optimizer, 0.05, warmup=DensityWarmup(2))
+        train(ddp, optimizer, range(6))
+        saved = copy.deepcopy([ddp.module.state_dict(), optimizer.state_dict(), state.state_dict()])
+        train(ddp, optimizer, range(6, 11))
+        again = make_ddp(make_model(1))
+        again.module.load_state_dict(saved[0])
+        other = make(again.parameters())
+        resumed = sparsecomm.prepare(again, other, 0.05, warmup=DensityWarmup(2))
+        loads = [
+            lambda to=resumed, what=saved[2]: to.load_state_dict(what),
+            lambda to=other, what=saved[1]: to.load_state_dict(what),
+        ]
+        for load in loads if number % 2 else reversed(loads):
+            load()
+        train(again, other, range(6, 11))
+        assert torch.equal(flat(again.parameters()), flat(ddp.parameters())), name
 
 
 def check_going_on_without() -> None:
     """A run begun with torch alone goes on prepared, and the other way round."""
-    same = partial(batch, width=40, dtype=F64)
 
     def steps(ddp: nn.Module, optimizer: Optimizer, numbers: range) -> None:
         for number in numbers:
             optimizer.zero_grad()
             # The same on all ranks, so that this rank's velocity is the average.
-            ddp(torch.full_like(same(0), 0.1 * number)).square().mean().backward()
+            inputs = torch.full((4, 12), 0.1 * number, dtype=F64)
+            ddp(inputs).square().mean().backward()
             optimizer.step()
 
-    for maximize in (False, True):
-        for make in (
-            partial(SGD, lr=1e-3, momentum=0.9, maximize=maximize),
-            partial(SGD, lr=1e-3, momentum=0.9, nesterov=True),
-        ):
-            plain = double()
-            own = make(plain.parameters())
-            steps(plain, own, range(12))
-            for prepared_first in (True, False):
-                ddp = double()
-                optimizer = make(ddp.parameters())
-                if prepared_first:
-                    sparsecomm.prepare(ddp, optimizer, **WHOLE)
-                steps(ddp, optimizer, range(6))
-                saved = io.BytesIO()
-                torch.save([ddp.module.state_dict(), optimizer.state_dict()], saved)
-                saved.seek(0)
-                model, of_optimizer = torch.load(saved)
-                ddp = double()
-                ddp.module.load_state_dict(model)
-                optimizer = make(ddp.parameters())
-                if not prepared_first:
-                    sparsecomm.prepare(ddp, optimizer, **WHOLE)
-                optimizer.load_state_dict(of_optimizer)
-                steps(ddp, optimizer, range(6, 12))
-                close(flat(ddp.parameters()), flat(plain.parameters()))
+    for options in ({"maximize": True}, {"nesterov": True}):
+        make = partial(SGD, lr=1e-3, momentum=0.9, **options)
+        plain = double(12)
+        steps(plain, make(plain.parameters()), range(12))
+        for prepared_first in (True, False):
+            ddp = double(12)
+            optimizer = make(ddp.parameters())
+            if prepared_first:
+                sparsecomm.prepare(ddp, optimizer, **WHOLE)
+            steps(ddp, optimizer, range(6))
+            saved = io.BytesIO()
+            torch.save([ddp.module.state_dict(), optimizer.state_dict()], saved)
+            saved.seek(0)
+            model, of_optimizer = torch.load(saved)
+            ddp = double(12)
+            ddp.module.load_state_dict(model)
+            optimizer = make(ddp.parameters())
+            if not prepared_first:
+                sparsecomm.prepare(ddp, optimizer, **WHOLE)
+            optimizer.load_state_dict(of_optimizer)
+            steps(ddp, optimizer, range(6, 12))
+            close(flat(ddp.parameters()), flat(plain.parameters()))
 
     # Buffers that hold an averaged moment, in its units, and decay where it goes into them.
-    for kind, decay in ((AdamW, 0.02), (Adam, 0.02), (NAdam, 0.02), (SGD, 0.02)):
-        options: dict[str, Any] = {"lr": 1e-9, "weight_decay": decay}
-        if kind is SGD:
-            options["momentum"] = 0.9
+    sgd = partial(SGD, momentum=0.9)
+    for kind in (AdamW, Adam, NAdam, sgd):
         found = []
         for prepared in (True, False):
-            ddp = double()
-            optimizer = kind(ddp.parameters(), **options)
+            ddp = double(12)
+            optimizer = kind(ddp.parameters(), lr=1e-9, weight_decay=0.02)
             if prepared:
                 sparsecomm.prepare(ddp, optimizer, **WHOLE)
-            # So many that SGD's decay has settled.
-            steps(ddp, optimizer, range(150 if kind is SGD else 5))
+            # So many that the decay has settled in SGD's buffer.
+            steps(ddp, optimizer, range(150 if kind is sgd else 5))
             found.append(optimizer.state_dict())
         for one, other in zip(found[0]["state"].values(), found[1]["state"].values(), strict=True):
             for key in ("exp_avg", "momentum_buffer", "mu_product", "step"):
