@@ -330,6 +330,40 @@ def check_freezing() -> None:
     close(run(True), run(False))
 
 
+def check_ages() -> None:
+    """The bias of a parameter that is trained later is corrected from its own first step on."""
+
+    def run(prepared: bool) -> torch.Tensor:
+        ddp = make_ddp(make_model(dtype=F64), several_groups=True)
+        layers: Any = ddp.module
+        later = [*layers[2].requires_grad_(False).parameters()]
+        layers[0].requires_grad_(False)
+        parameters = [p for p in ddp.parameters() if all(p is not q for q in later)]
+        beta1 = 0.5
+        betas = (beta1 if prepared else 0.0, 0.99)
+        optimizer = AdamW(parameters, 0.01, betas)
+        if prepared:
+            sparsecomm.prepare(ddp, optimizer, **WHOLE)
+        ages: dict[Any, int] = {}
+        replace = averages(beta1, nesterov=False)
+        for step in range(70):
+            if step == 3:
+                layers[0].requires_grad_(True)
+            if step == 60:  # when the others' bias is too small to be seen
+                layers[2].requires_grad_(True)
+                optimizer.add_param_group({"params": later, "betas": betas})
+            optimizer.zero_grad()
+            backward(ddp, step)
+            for parameter in ddp.parameters() if not prepared else ():
+                if parameter.grad is not None:
+                    ages[parameter] = ages.get(parameter, 0) + 1
+                    replace(parameter, ages[parameter])
+            optimizer.step()
+        return flat(ddp.parameters())
+
+    close(run(True), run(False))
+
+
 def check_a_new_model_for_unfrozen_layers() -> None:
     def run(prepared: bool, density: float, **options: Any) -> torch.Tensor:
         model: Any = make_model(dtype=F64)
@@ -748,12 +782,12 @@ def check_all(checks: Iterable[Callable[[], None]]) -> None:
 
 
 def test_density_1_is_the_optimizer_alone() -> None:
-    run_ranks(2, check_density_1)
+    run_ranks(2, check_density_1, timeout=110)
 
 
 def test_steps() -> None:
     checks = (check_sgd_as_torch, check_steps_by_hand, check_cycled_momentum, check_closure)
-    run_ranks(2, check_all, checks)
+    run_ranks(2, check_all, checks, timeout=110)
 
 
 def test_going_on() -> None:
@@ -762,13 +796,14 @@ def test_going_on() -> None:
         check_going_on_without,
         check_an_optimizer_that_has_stepped,
     )
-    run_ranks(2, check_all, checks)
+    run_ranks(2, check_all, checks, timeout=110)
 
 
 def test_programs_of_users() -> None:
     checks = (
         check_accumulation_and_scaler,
         check_freezing,
+        check_ages,
         check_a_new_model_for_unfrozen_layers,
         check_a_state_that_is_connected_again,
         check_groups_show_what_they_were_given,
@@ -777,7 +812,7 @@ def test_programs_of_users() -> None:
         check_bad_input,
         check_loss,
     )
-    run_ranks(2, check_all, checks)
+    run_ranks(2, check_all, checks, timeout=110)
 
 
 def test_compiled() -> None:
