@@ -306,7 +306,7 @@ void HookState::set_moments(std::vector<std::pair<at::Tensor, at::Tensor>> const
     if (!places_.contains(key)) require_of_model(parameter);
     require(velocity_of(key).momentum > 0, "a velocity for a parameter of shape ",
             parameter.sizes(), ", which has no momentum: set its momentum first");
-    require(velocity.defined() && velocity.layout() == at::kStrided && has_memory(velocity) &&
+    require(velocity.layout() == at::kStrided && has_memory(velocity) &&
                 velocity.sizes() == parameter.sizes() &&
                 velocity.scalar_type() == residual_dtype(parameter),
             "a velocity of shape ", velocity.sizes(), " and dtype ",

@@ -47,12 +47,13 @@ void HookState::set_momenta(
   for (auto const& [parameter, momentum, gain, nesterov] : entries) {
     VelocityRule const rule{momentum, gain, nesterov};
     validate(rule);
-    require(rule == VelocityRule() || (!by_bucket_ && options_.exchange.rule.first_moment == 0),
-            "a parameter with ", text_of_velocity(rule), " in a state ",
-            by_bucket_
-                ? "that sends every entry and keeps nothing: use a state that compresses, at "
-                  "density 1 perhaps"
-                : "with a first_moment: leave that at 0");
+    // Here and below texts are made only where they are needed.
+    if (rule != VelocityRule() && (by_bucket_ || options_.exchange.rule.first_moment > 0)) {
+      throw InvalidArgument(concat("a parameter with ", text_of_velocity(rule), " in a state ",
+                                   by_bucket_ ? "that sends every entry and keeps nothing: use one "
+                                                "that compresses, at density 1 perhaps"
+                                              : "with a first_moment: leave that at 0"));
+    }
     void const* const key = parameter.unsafeGetTensorImpl();
     if (!places_.contains(key) && !sparse_orders_.contains(key)) require_of_model(parameter);
     changed_velocities_.insert_or_assign(key, rule);
@@ -81,17 +82,20 @@ void HookState::check_velocities() const {
     VelocityRule const rule = velocity_of(first.parameter);
     for (ParameterGroup::Member const& member : group->members()) {
       VelocityRule const other = velocity_of(member.parameter);
-      require(other == rule, "parameters ", first.key, " (", text_of_velocity(rule), ") and ",
-              member.key, " (", text_of_velocity(other),
-              ") have been exchanged together since the first step: change the momentum of both "
-              "alike, or make a new state, which groups them by it");
+      if (other == rule) continue;
+      throw InvalidArgument(
+          concat("parameters ", first.key, " (", text_of_velocity(rule), ") and ", member.key, " (",
+                 text_of_velocity(other),
+                 ") have been exchanged together since the first step: change the momentum of both "
+                 "alike, or make a new state, which groups them by it"));
     }
     VelocityRule const former = group->velocity();
-    require((rule.momentum > 0) == (former.momentum > 0) && rule.nesterov == former.nesterov,
-            "parameter ", first.key, " has ", text_of_velocity(former), ", and cannot have ",
-            text_of_velocity(rule),
-            " now: numbers above 0 may change after the first step, nothing else; make a new "
-            "state for another kind of momentum");
+    if ((rule.momentum > 0) == (former.momentum > 0) && rule.nesterov == former.nesterov) continue;
+    throw InvalidArgument(concat(
+        "parameter ", first.key, " has ", text_of_velocity(former), ", and cannot have ",
+        text_of_velocity(rule),
+        " now: numbers above 0 may change after the first step, nothing else; make a new state "
+        "for another kind of momentum"));
   }
 }
 
