@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -380,14 +380,15 @@ class Joint:
                 age = _age_of(kept)
                 local = _local(parameter.detach())
                 known = self._known_as[parameter]
-                buffer = _part(velocity.view(known.shape), local) * (sign / saved["loss_scale"])
+                velocity = velocity.to(local.device).view(known.shape)
+                buffer = _part(velocity, local) * (sign / saved["loss_scale"])
                 decay = self._split.decay(group, age)
                 if decay:
                     buffer += decay * local
                 buffer = _like(parameter, buffer.to(parameter.dtype))
                 changed = {**kept, self._split.buffer: buffer}
                 if "mu_product" in kept:
-                    product = math.prod(_nadam_mu(group, step) for step in range(1, age + 1))
+                    product = _nadam_product(group["betas"][0], group["momentum_decay"], age)
                     changed["mu_product"] = torch.full_like(kept["mu_product"], product)
                 state_dict["state"][key] = changed
 
@@ -456,6 +457,12 @@ def _like(parameter: Any, local: torch.Tensor) -> torch.Tensor:
     return whole
 
 
-def _nadam_mu(group: Group, step: int) -> float:
-    mu: float = group["betas"][0] * (1 - 0.5 * 0.96 ** (step * group["momentum_decay"]))
-    return mu
+@functools.lru_cache
+def _nadam_product(beta1: float, decay: float, age: int) -> float:
+    """The product of NAdam's momenta, as its ``mu_product``."""
+    product = 1.0
+    for step in range(1, age + 1):
+        product *= beta1 * (1 - 0.5 * 0.96 ** (step * decay))
+        if product < 1e-30:
+            return 0.0
+    return product
