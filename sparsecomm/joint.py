@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import weakref
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
@@ -161,13 +162,11 @@ class Joint:
         self._largest = 0.0  # momentum so far
         self._loaded_at: int | None = None  # steps of the state when that was loaded
         self._split: Split = SPLITS.get(type(optimizer), SgdSplit())
-        self._handles: list[RemovableHandle] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_saving),
-            optimizer.register_state_dict_post_hook(self._after_saving),
-            optimizer.register_load_state_dict_post_hook(self._after_loading),
-        ]
+        self._handles: list[RemovableHandle] = []
+        # What the state had exchanged at the last step of the optimizer, and at the one under way.
+        self._used: object = None
+        self._in_use: object = None
+        self._has_warned = False
 
     def __repr__(self) -> str:
         if not self._splits:
@@ -187,44 +186,82 @@ class Joint:
         """Goes on with the model of a state that was connected again."""
         self._ddp = weakref.ref(ddp)
 
-    def begin(self, former: Mapping[str, Any] | None) -> None:
-        """Sets the momenta, and what is kept: the entry of a former state, or the buffers."""
+    def begin(self, former: Joint | None, kept: Mapping[str, Any] | None) -> None:
+        """Sets the momenta, and what is kept: the entry of a former state, or the buffers.
+
+        Then it joins the optimizer, which is as it was if anything raises before.
+        """
         optimizer, state = self._optimizer(), self._state
         assert optimizer is not None
-        if not self._splits:
-            return
-        self._agree(optimizer)
-        if former is None:
-            self._take_over(optimizer)
-            return
-        zeros = {n: _zeros_like(self._known_as[p]).view(-1) for p, n in self._names.items()}
-        entry = {**former, "density": state.density, "algorithm": state.algorithm}
-        [(key, empty)] = state.state_dict().items()
-        for what in ("residuals", "moments"):
-            entry[what] = {name: former[what].get(name, zeros[name]) for name in empty[what]}
-        if former["algorithm"] != state.algorithm:
-            entry["groups"] = ()
-        state._load({key: entry})
+        if self._splits:
+            self._agree(optimizer)
+            if former is None or kept is None:
+                self._take_over(optimizer, only_buffers=True)
+            else:
+                [(key, empty)] = state.state_dict().items()
+                state._load({key: self._entry_of(former, kept, empty)})
+            self._used = self._exchanged()
+        step_ends = optimizer.register_step_post_hook(self._after_step)
+        # Before those of the user, which then find the groups and the momentum as they show.
+        after_steps: Any = optimizer._optimizer_step_post_hooks
+        after_steps.move_to_end(step_ends.id, last=False)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            step_ends,
+            optimizer.register_state_dict_pre_hook(self._before_saving, prepend=True),
+            optimizer.register_state_dict_post_hook(self._after_saving, prepend=True),
+            optimizer.register_load_state_dict_post_hook(self._after_loading, prepend=True),
+        ]
 
-    def retire(self, gives_back: bool) -> Mapping[str, Any] | None:
-        """Leaves the optimizer, on every rank; returns what the state keeps, if it splits.
+    def _entry_of(
+        self, former: Joint, kept: Mapping[str, Any], empty: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        """What a former state kept, by the names that the same parameters have now."""
+        names = {name: self._names.get(p, name) for p, name in former._names.items()}
+        tensors = {
+            what: {names.get(name, name): tensor for name, tensor in kept[what].items()}
+            for what in ("residuals", "moments")
+        }
+        for p, name in self._names.items():
+            for what, theirs in tensors.items():
+                if name in empty[what] and name not in theirs:
+                    theirs[name] = _zeros_like(self._known_as[p]).view(-1)
+        entry = {**kept, "density": self._state.density, "algorithm": self._state.algorithm}
+        for what, theirs in tensors.items():
+            entry[what] = {name: theirs[name] for name in empty[what] if name in theirs}
+        groups = []
+        if kept["algorithm"] == self._state.algorithm:
+            for group in kept["groups"]:
+                members = [names.get(name, name) for name in group["parameters"]]
+                if not entry["residuals"].keys() >= {*members}:
+                    members = []  # which some have left: of such only the step goes on
+                groups.append({**group, "parameters": members})
+        entry["groups"] = tuple(groups)
+        return entry
+
+    def kept(self) -> Mapping[str, Any] | None:
+        """What the state keeps, if it splits."""
+        self._restore()
+        if not self._splits:
+            return None
+        entry: Mapping[str, Any]
+        [entry] = self._state.state_dict().values()
+        return entry
+
+    def retire(self, gives_back: bool) -> None:
+        """Leaves the optimizer, on every rank.
 
         ``gives_back``: the optimizer gets the velocities, averaged over the ranks.
         """
         optimizer = self._optimizer()
         assert optimizer is not None
-        entry: Mapping[str, Any] | None = None
-        self._restore()
-        if self._splits:
-            [entry] = self._state.state_dict().values()
-            if gives_back:
-                saved = optimizer.state_dict()
-                self._splits = False
-                optimizer.load_state_dict(saved)
-                self._average(optimizer)
+        if self._splits and gives_back:
+            saved = optimizer.state_dict()
+            self._splits = False
+            optimizer.load_state_dict(saved)
+            self._average(optimizer)
         for handle in self._handles:
             handle.remove()
-        return entry
 
     def _average(self, optimizer: Optimizer) -> None:
         group = self._state._process_group
@@ -246,19 +283,20 @@ class Joint:
         """Notes that the state's velocities are exact ones, before which an optimizer's yield."""
         self._loaded_at = self._state.stats()["steps"]
 
-    def _take_over(self, optimizer: Optimizer) -> None:
-        """Makes velocities of the buffers that the optimizer has."""
-        saved = self._state._native.checkpoint()
+    def _take_over(self, optimizer: Optimizer, only_buffers: bool) -> None:
+        """Makes velocities of the buffers that the optimizer has.
+
+        ``only_buffers``: of nothing else; or the velocity is zero where there is no buffer.
+        """
         moments = []
         for group in optimizer.param_groups:
             sign = -1.0 if group.get("maximize") else 1.0
             for parameter in group["params"]:
-                name = self._names.get(parameter)
                 kept = optimizer.state.get(parameter, {})
                 buffer = kept.get(self._split.buffer)
-                if name is None or not self._split.terms(group)[0]:
+                if parameter not in self._names or not self._split.terms(group)[0]:
                     continue
-                if buffer is None and name not in saved["moments"]:
+                if buffer is None and only_buffers:
                     continue
                 velocity = _zeros_like(self._known_as[parameter])
                 if buffer is not None:
@@ -267,11 +305,17 @@ class Joint:
                     if decay:
                         local = local - decay * _local(parameter.detach())
                     _part(velocity, local).copy_(local).mul_(sign)
-                if self._split.buffer == SgdSplit.buffer:
-                    kept.pop(self._split.buffer, None)  # else a step would leave it as it is
                 moments.append((self._known_as[parameter], velocity))
         if moments:
             self._state._native.set_moments(moments)
+        self._drop_buffers(optimizer)
+
+    def _drop_buffers(self, optimizer: Optimizer) -> None:
+        """Takes those of SGD out of it, which a step without momentum would leave as they are."""
+        if self._split.buffer == SgdSplit.buffer:
+            for parameter in self._names:
+                if parameter in optimizer.state:
+                    optimizer.state[parameter].pop(self._split.buffer, None)
 
     def _agree(self, optimizer: Optimizer) -> None:
         self._restore()
@@ -289,9 +333,19 @@ class Joint:
                     "an optimizer of its own, or make DistributedDataParallel anew and prepare that"
                 )
         # What the optimizer may be given later begins with the first group's.
-        self._state._native.set_momenta(
-            [(known, *terms.get(p, now[0][0])) for p, known in self._known_as.items()]
-        )
+        entries = [(known, *terms.get(p, now[0][0])) for p, known in self._known_as.items()]
+        try:
+            self._state._native.set_momenta(entries)
+        except ValueError as error:
+            self._state._native.checkpoint()  # which raises what is wrong amid a backward pass
+            had, have = (
+                ", ".join(f"{of[0]:g}" for of, _ in terms) for terms in (self._agreed, now)
+            )
+            raise ValueError(
+                f"{self._kind}'s groups, which had momenta of {had or 'none'}, now have {have}: "
+                f"{error}. Give the groups different momenta when sparsecomm.prepare is called, or "
+                "make DistributedDataParallel anew and prepare that"
+            ) from error
         sizes = [size for _, size in self._agreed]
         largest = max(of[0] for of, _ in now)
         if sizes != [size for _, size in now] or largest > self._largest:
@@ -310,7 +364,9 @@ class Joint:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        self._in_use = None
         if not self._splits or self._ddp() is None:
+            self._restore()
             return None
         self._agree(optimizer)
         # A closure makes the gradients, which have to be there before their bias is corrected.
@@ -320,6 +376,10 @@ class Joint:
             with torch.enable_grad():
                 loss = closure()
             changed = args[:1], {**kwargs, "closure": lambda: loss}
+        self._in_use = self._exchanged()
+        if self._in_use is not None and self._in_use == self._used and _moves(optimizer):
+            self._warn_of_own_momentum()
+            return changed
         self._correct_bias(optimizer)
         for group in optimizer.param_groups:
             replaced = self._split.within_step(group)
@@ -330,6 +390,29 @@ class Joint:
     @_disable_dynamo
     def _after_step(self, *_: Any) -> None:
         self._restore()
+        if self._in_use is not None:
+            self._used = self._in_use
+
+    def _exchanged(self) -> object:
+        """What is another once the state has exchanged something; None if that cannot be said."""
+        try:
+            stats = self._state._native.stats()
+        except ValueError:
+            return None
+        # Of groups that are formed anew the steps begin anew.
+        return stats["steps"], [(group["name"], group["step"]) for group in stats["groups"]]
+
+    def _warn_of_own_momentum(self) -> None:
+        if self._has_warned or self._state._native.rank or not self._largest:
+            return
+        self._has_warned = True
+        logging.getLogger("sparsecomm").warning(
+            f"a step of {self._kind} without an exchange since the one before: its gradients have "
+            f"not passed through {type(self._state).__name__}, so it is made with {self._kind}'s "
+            "own momentum, which starts from its buffer and not from the state's velocity. Run the "
+            "pass by the model that sparsecomm.prepare was given, and the last one before a step "
+            "outside no_sync() (docs/training.md, Momentum)"
+        )
 
     def _correct_bias(self, optimizer: Optimizer) -> None:
         if self._young is None:
@@ -393,12 +476,15 @@ class Joint:
                 state_dict["state"][key] = changed
 
     def _after_loading(self, optimizer: Optimizer) -> None:
-        if not self._splits:
-            return
         self._replaced.clear()
         self._young = None
+        if not self._splits or self._ddp() is None:
+            return
+        self._agree(optimizer)
         if self._loaded_at is None or self._state.stats()["steps"] > self._loaded_at:
-            self._take_over(optimizer)
+            self._take_over(optimizer, only_buffers=False)
+        else:
+            self._drop_buffers(optimizer)
 
 
 def joint_of(optimizer: Optimizer) -> Joint | None:
@@ -427,6 +513,14 @@ def _check_momentum(momentum: Any, text: str) -> None:
 
 def _age_of(kept: Mapping[str, Any]) -> int:
     return int(kept["step"]) if "step" in kept else 0
+
+
+def _moves(optimizer: Optimizer) -> bool:
+    """Whether a step changes parameters, or only makes the state, as torch's checkpoints have it.
+
+    At a learning rate of 0, that is.
+    """
+    return any(group["lr"] for group in optimizer.param_groups)
 
 
 def _zeros_like(known: torch.Tensor) -> torch.Tensor:

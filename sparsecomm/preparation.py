@@ -137,6 +137,7 @@ def prepare(
     names = _parameters_of(model, optimizer)
     if splits:
         compression = replace(compression, **_momentum_of(model, optimizer))
+    kept = former.kept() if former is not None else None
     state: CompressionState
     if isinstance(model, DistributedDataParallel):
         state = _state_of(compression, keywords)
@@ -151,12 +152,13 @@ def prepare(
         never_watch(state)
     if isinstance(model, DistributedDataParallel):
         register_comm_hook(model, state)
-    kept = former.retire(not splits) if former is not None else None
     joint = Joint(state, model, optimizer, names, splits)
+    joint.begin(former, kept)
+    if former is not None:
+        former.retire(gives_back=not splits)
     state._joint_ref = weakref.ref(joint)
     if not isinstance(model, DistributedDataParallel):
         model.register_forward_pre_hook(lambda *_: joint.before_forward())
-    joint.begin(kept if splits else None)
     if dist.get_rank(None if state._stand_ins else state._process_group) == 0:
         logging.getLogger("sparsecomm").info("sparsecomm.prepare: %r", state)
     return state
@@ -246,6 +248,14 @@ def _parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor,
     is_ddp = isinstance(model, DistributedDataParallel)
     inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
     named = {parameter: name for name, parameter in inner.named_parameters()}
+    if is_ddp:
+        wrapper, remedy = "DistributedDataParallel", ", or make DistributedDataParallel anew"
+        exchanged = {p for p in named if _C.has_reducer(p)}
+    else:
+        from sparsecomm.fsdp.modules import groups_of  # which takes long
+
+        wrapper, remedy = "fully_shard", ""
+        exchanged = {p.sharded_param for _, group in groups_of(inner) for p in group.fsdp_params}
     owned = {p for group in optimizer.param_groups for p in group["params"]}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if p not in named]
     if foreign:
@@ -257,7 +267,7 @@ def _parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor,
         )
     names: dict[torch.Tensor, str] = {}
     for parameter, name in named.items():
-        if not is_ddp or _C.has_reducer(parameter):
+        if parameter in exchanged:
             names[parameter] = name
             if parameter.requires_grad and parameter not in owned:
                 raise ValueError(
@@ -267,9 +277,9 @@ def _parameters_of(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor,
                 )
         elif parameter.requires_grad and parameter in owned:
             raise ValueError(
-                f"{name} is a parameter of {kind}, and DistributedDataParallel does not reduce its "
-                "gradient, which it was told to ignore or which was frozen when it was made: give "
-                "the parameter an optimizer of its own, or make DistributedDataParallel anew"
+                f"{name} is a parameter of {kind}, and {wrapper} does not reduce its gradient, "
+                "which it was told to ignore or which was frozen when it was made: give the "
+                f"parameter an optimizer of its own{remedy}"
             )
     return names
 
@@ -294,6 +304,7 @@ def _momentum_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             f"{kind} with betas=(0, {beta2:g}) has no momentum that prepare could move: give it "
             f"its usual ones, betas=(0.9, {beta2:g}); they are taken out of its steps"
         )
+    _check_buffers(model, optimizer, split.buffer)
     with_momentum = {
         p
         for group, momentum in zip(optimizer.param_groups, momenta, strict=True)
@@ -312,3 +323,14 @@ def _momentum_of(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     if any(nesterov for *_, nesterov in terms):
         chosen["nesterov"] = True
     return chosen
+
+
+def _check_buffers(model: nn.Module, optimizer: Optimizer, key: str) -> None:
+    for name, parameter in model.named_parameters():
+        buffer = optimizer.state.get(parameter, {}).get(key)
+        if buffer is not None and buffer.shape != parameter.shape:
+            raise ValueError(
+                f"the {key} that {type(optimizer).__name__} has for {name.removeprefix('module.')} "
+                f"is of shape {tuple(buffer.shape)}, and the parameter of {tuple(parameter.shape)}"
+                ": load what fits, or delete optimizer.state[parameter]"
+            )

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import sparsecomm
 from sparsecomm import DensityWarmup, OkTopkState
+from sparsecomm.joint import Joint
 
 F64 = torch.float64
 WHOLE = {"dense_below": 9}  # every parameter is sent whole, with its velocity
@@ -284,6 +286,139 @@ def check_accumulation_and_scaler() -> None:
     close(run(True), run(False))
 
 
+def check_overflow() -> None:
+    """A step that a scaler skips is none for the bias of the first moment."""
+
+    def run(prepared: bool) -> torch.Tensor:
+        ddp = double()
+        betas = (0.8 if prepared else 0.0, 0.99)
+        optimizer = AdamW(ddp.parameters(), 0.01, betas)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+        if prepared:
+            sparsecomm.prepare(ddp, optimizer, scaler=scaler, **WHOLE)
+        replace = averages(0.8, nesterov=False)
+        ages = 0
+        for step in range(8):
+            optimizer.zero_grad()
+            overflows = step == 3
+            loss = ddp(batch(step, 40, F64)).square().mean()
+            scaler.scale(loss * (torch.inf if overflows else 1)).backward()
+            scaler.unscale_(optimizer)
+            ages += not overflows
+            for parameter in ddp.parameters() if not prepared and not overflows else ():
+                replace(parameter, ages)
+            scaler.step(optimizer)
+            scaler.update()
+        return flat(ddp.parameters())
+
+    close(run(True), run(False))
+
+
+def check_steps_without_exchange() -> None:
+    """They are torch's own, and the next one with an exchange is made as ever."""
+    handler, logger = Collect(), logging.getLogger("sparsecomm")
+    logger.addHandler(handler)
+
+    def local(ddp: DistributedDataParallel, step: int) -> None:
+        ddp.module(batch(step, 40, F64)).square().mean().backward()
+
+    def unsynchronised(ddp: DistributedDataParallel, step: int) -> None:
+        for number in (step, step + 100):
+            with ddp.no_sync():
+                backward(ddp, number)
+
+    def of_another(ddp: DistributedDataParallel, step: int) -> None:
+        backward(DistributedDataParallel(ddp.module), step)
+
+    def run(make: Make, passes: Callable[[DistributedDataParallel, int], None], prepared: bool):
+        ddp = double()
+        optimizer = make(ddp.parameters())
+        if prepared:
+            sparsecomm.prepare(ddp, optimizer, **WHOLE)
+        for step in range(4):
+            optimizer.zero_grad()
+            passes(ddp, step)
+            before = flat(p.grad for p in ddp.parameters() if p.grad is not None)
+            optimizer.step()
+            assert torch.equal(before, flat(p.grad for p in ddp.parameters() if p.grad is not None))
+        return flat(ddp.parameters())
+
+    for make in (MAKERS["sgd"], MAKERS["adamw"], MAKERS["nadam"]):
+        for passes in (local, unsynchronised, of_another):
+            handler.texts.clear()
+            assert torch.equal(run(make, passes, True), run(make, passes, False))
+            found = [text for text in handler.texts if "without an exchange" in text]
+            assert len(found) == (dist.get_rank() == 0), found
+
+    handler.texts.clear()
+    ddp = double()
+    optimizer = AdamW(ddp.parameters(), 0.01)
+    sparsecomm.prepare(ddp, optimizer, **WHOLE)
+    # As torch.distributed.checkpoint makes the state of an optimizer.
+    for parameter in ddp.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.01
+    assert not any("without an exchange" in text for text in handler.texts)
+    weight = next(ddp.parameters())
+    for step in range(6):
+        optimizer.zero_grad()
+        (backward if step % 2 == 0 else local)(ddp, step)
+        assert weight.grad is not None
+        optimizer.step()
+        # With a first beta of 0 it is the gradient.
+        assert torch.equal(optimizer.state[weight]["exp_avg"], weight.grad) == (step % 2 == 0)
+    logger.removeHandler(handler)
+
+
+def check_hooks_of_users() -> None:
+    """Those that were there before find what those find that come after."""
+    ddp = double(12)
+    optimizer = SGD(ddp.parameters(), 0.01, momentum=0.9, weight_decay=0.1)
+    [group] = optimizer.param_groups
+    seen: list[Any] = []
+
+    def after_step(*_: Any) -> None:
+        seen.append((group["momentum"], group["weight_decay"]))
+        group["weight_decay"] *= 0.5
+
+    def after_saving(_: Optimizer, saved: dict[str, Any]) -> None:
+        seen.append(["momentum_buffer" in kept for kept in saved["state"].values()])
+
+    def after_loading(of: Optimizer) -> None:
+        seen.append(["momentum_buffer" in kept for kept in of.state.values()])
+
+    optimizer.register_step_post_hook(after_step)
+    optimizer.register_state_dict_post_hook(after_saving)
+    optimizer.register_load_state_dict_post_hook(after_loading)
+    state = sparsecomm.prepare(ddp, optimizer, **WHOLE)
+    train(ddp, optimizer, range(2))
+    assert seen == [(0.9, 0.1), (0.9, 0.05)]
+    assert group["weight_decay"] == 0.025
+    seen.clear()
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict(saved)
+    assert seen == [[True] * 10, [False] * 10], seen
+    # Nothing stays in the optimizer either when the state's own velocities count.
+    state.load_state_dict(state.state_dict())
+    optimizer.load_state_dict(saved)
+    assert not any("momentum_buffer" in kept for kept in optimizer.state.values())
+
+    # What is loaded may have momentum where there was none.
+    plain = double(12)
+    sgd = SGD(plain.parameters(), 0.01, momentum=0.9)
+    train(plain, sgd, range(4))
+    ddp = double(12)
+    ddp.module.load_state_dict(plain.module.state_dict())
+    optimizer = SGD(ddp.parameters(), 0.01)
+    sparsecomm.prepare(ddp, optimizer, **WHOLE)
+    optimizer.load_state_dict(sgd.state_dict())
+    for model, of in ((plain, sgd), (ddp, optimizer)):
+        train(model, of, range(4, 8))
+    close(flat(ddp.parameters()), flat(plain.parameters()))
+
+
 def check_closure() -> None:
     def run(prepared: bool, closure: bool) -> torch.Tensor:
         ddp = double()
@@ -392,6 +527,26 @@ def check_a_new_model_for_unfrozen_layers() -> None:
     close(run(True, 0.02, **WHOLE), run(False, 1))
     run(True, 0.02)
 
+    # The same parameters by other names, and without the last layer.
+    ddp = make_ddp(make_model())
+    optimizer = AdamW(ddp.parameters())
+    before = sparsecomm.prepare(ddp, optimizer)
+    train(ddp, optimizer, range(4))
+    kept = checkpoint_of(before)
+    layers: Any = ddp.module
+    layers[8].requires_grad_(False)
+    ddp = make_ddp(nn.ModuleDict({"layers": layers}).requires_grad_(True))
+    again = checkpoint_of(sparsecomm.prepare(ddp, optimizer))
+    for key in ("residuals", "moments"):
+        assert kept[key]["0.weight"].any()
+        for name, tensor in kept[key].items():
+            assert torch.equal(again[key][f"layers.{name}"], tensor)
+    layers[8].requires_grad_(False)
+    ddp = make_ddp(layers)
+    state = sparsecomm.prepare(ddp, optimizer)
+    train(ddp, optimizer, range(4, 6))
+    assert checkpoint_of(state)["groups"][0]["step"] == 6
+
     # To an exchange that is dense, with the average of the velocities in the optimizer again.
     ddp = double()
     optimizer = SGD(ddp.parameters(), 0.01, 0.9)
@@ -439,6 +594,16 @@ def check_groups_show_what_they_were_given() -> None:
     optimizer.state[weight]["exp_avg_sq"] = kept
     train(ddp, optimizer, [4])
     assert "momentum of Adam, 0.8" in repr(state)
+    optimizer.state[weight].pop("exp_avg_sq")
+    backward(ddp, 5)
+    with pytest.raises(KeyError):
+        optimizer.step()
+    assert group["betas"] == (0.0, 0.99)
+    optimizer.state[weight]["exp_avg_sq"] = kept
+    ddp = DistributedDataParallel(ddp.module)  # in place of the prepared one
+    gc.collect()
+    optimizer.step()  # torch's own, since the model is gone
+    assert group["betas"] == (0.8, 0.99)
     assert copy.deepcopy(optimizer).param_groups[0]["betas"] == (0.8, 0.99)
 
 
@@ -638,6 +803,37 @@ def check_bad_input() -> None:
         "hook already.*one optimizer",
         lambda: sparsecomm.prepare(ddp, SGD(ddp.parameters(), 0.1)),
     )
+    model = make_ddp(make_model())
+    first, *others = model.parameters()
+    grouped = AdamW([{"params": first}, {"params": others}])
+    sparsecomm.prepare(model, grouped)
+    train(model, grouped, range(1))
+    grouped.param_groups[1]["betas"] = (0.8, 0.999)
+    remedy = "different momenta when sparsecomm.prepare is called, or make DistributedDataParallel"
+    refused(
+        ValueError,
+        f"AdamW's groups, which had momenta of 0.9, 0.9, now have 0.9, 0.8: .*{remedy}",
+        lambda: backward(model, 1),
+    )
+
+    # The optimizer, and the model as far as it can be, stay as they were.
+    model = make_ddp(make_model())
+    stepped = AdamW(model.parameters())
+    stepped.state[next(model.parameters())] = {"exp_avg": torch.zeros(3)}
+    refused(
+        ValueError,
+        r"exp_avg that AdamW has for 0.weight is of shape \(3,\)",
+        lambda: sparsecomm.prepare(model, stepped),
+    )
+    stepped.state.clear()
+    with patch.object(Joint, "_take_over", side_effect=ValueError("no")):
+        other = make_ddp(make_model())
+        of_it = AdamW(other.parameters())
+        refused(ValueError, "no", lambda: sparsecomm.prepare(other, of_it))
+        assert not of_it._optimizer_step_pre_hooks
+        assert not of_it._optimizer_step_post_hooks
+    sparsecomm.prepare(model, stepped)
+
     group = optimizer.param_groups[0]
     group["betas"] = (1.0, 0.9)
     refused(ValueError, "betas.0.=1.0 of AdamW", lambda: backward(ddp, 0))
@@ -744,6 +940,16 @@ def check_sharded() -> None:
         r'sharded: give the ranks.*mesh=mesh\["replicate"\]',
         lambda: sparsecomm.prepare(model, optimizer),
     )
+    ignoring: Any = make_model(dtype=F64)
+    ignored = [*ignoring[8].parameters()]
+    fully_shard(ignoring, mesh=mesh["shard"], ignored_params={*ignored})
+    refused(
+        ValueError,
+        "8.weight is a parameter of AdamW, and fully_shard does not reduce",
+        lambda: sparsecomm.prepare(ignoring, AdamW(ignoring.parameters()), mesh=mesh["replicate"]),
+    )
+    others = [p for p in ignoring.parameters() if all(p is not q for q in ignored)]
+    sparsecomm.prepare(ignoring, AdamW(others), mesh=mesh["replicate"])
     sgd = partial(SGD, lr=0.01, momentum=0.9)
     plain = double()
     train(plain, (own := sgd(plain.parameters())), range(5))
@@ -802,6 +1008,9 @@ def test_going_on() -> None:
 def test_programs_of_users() -> None:
     checks = (
         check_accumulation_and_scaler,
+        check_overflow,
+        check_steps_without_exchange,
+        check_hooks_of_users,
         check_freezing,
         check_ages,
         check_a_new_model_for_unfrozen_layers,
