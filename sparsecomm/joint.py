@@ -518,9 +518,14 @@ def _age_of(kept: Mapping[str, Any]) -> int:
 def _moves(optimizer: Optimizer) -> bool:
     """Whether a step changes parameters, or only makes the state, as torch's checkpoints have it.
 
-    At a learning rate of 0, that is.
+    At a learning rate of 0, that is, or without gradients.
     """
-    return any(group["lr"] for group in optimizer.param_groups)
+    return any(
+        p.grad is not None
+        for group in optimizer.param_groups
+        if group["lr"]
+        for p in group["params"]
+    )
 
 
 def _zeros_like(known: torch.Tensor) -> torch.Tensor:

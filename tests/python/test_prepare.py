@@ -354,6 +354,7 @@ def check_steps_without_exchange() -> None:
     ddp = double()
     optimizer = AdamW(ddp.parameters(), 0.01)
     sparsecomm.prepare(ddp, optimizer, **WHOLE)
+    optimizer.step()  # without gradients, of no consequence
     # As torch.distributed.checkpoint makes the state of an optimizer.
     for parameter in ddp.parameters():
         parameter.grad = torch.zeros_like(parameter)
