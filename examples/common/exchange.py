@@ -87,6 +87,10 @@ class Exchange(ABC):
     def wrap(self, task: Task) -> DistributedDataParallel:
         """The task's model, with the hook."""
 
+    def density_warmup(self, steps_per_epoch: int) -> list[float]:
+        """The densities with which the first epochs begin, where these are greater."""
+        return []
+
     @abstractmethod
     def after_step(self) -> None:
         """Adds the step whose backward pass has just ended to the totals."""
@@ -199,6 +203,13 @@ class SparseExchange(Exchange):
         self._register(ddp, task)
         self._seen = self._stats()
         return ddp
+
+    def density_warmup(self, steps_per_epoch: int) -> list[float]:
+        warmup = self.state.compression.warmup
+        if warmup is None:
+            return []
+        begins = range(0, warmup.steps * len(warmup.densities), steps_per_epoch)
+        return [warmup.densities[step // warmup.steps] for step in begins]
 
     def after_step(self) -> None:
         seen, self._seen = self._seen, self._stats()
