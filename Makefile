@@ -90,7 +90,8 @@ TRAIN = OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node $(RANKS) exampl
 train: build ## train VGG-16 with dense and with sparse exchange, and compare (RANKS EPOCHS DENSITY BATCH SEED)
 	$(TRAIN) --hook ddp --output runs/vgg16-ddp
 	$(TRAIN) --hook oktopk --density $(DENSITY) --output runs/vgg16-oktopk
-	python examples/report.py runs/vgg16-ddp runs/vgg16-oktopk --picture runs/vgg16.png
+	$(TRAIN) --hook prepare --density $(DENSITY) --output runs/vgg16-prepare
+	python examples/report.py runs/vgg16-ddp runs/vgg16-oktopk runs/vgg16-prepare --picture runs/vgg16.png
 
 reproduce: build ## compare every method on every task, in hours; FAST=1: in minutes (ARGS="--tasks vgg16")
 	OMP_NUM_THREADS=1 python benchmarks/reproduce.py $(if $(FAST),--fast) $(ARGS)

@@ -46,6 +46,7 @@ METHODS: dict[str, tuple[CompressionOptions | None, float]] = {
     "plain": ({}, BETA1),
     "first_moment": ({"first_moment": BETA1}, BETA1),
     "momentum": ({"momentum": BETA1}, 0.0),
+    "prepare": ({}, BETA1),
 }
 
 
@@ -120,11 +121,13 @@ def train(settings: Settings, method: str, lr: float, seed: int, text: Tensor) -
     held_out = round(HELD_OUT * len(text))
     torch.manual_seed(seed)
     ddp = DistributedDataParallel(Model())
-    if options is not None:
+    if options is not None and method != "prepare":
         sparsecomm.register_comm_hook(
             ddp, sparsecomm.OkTopkState(density=settings.density, **options)
         )
     optimizer = torch.optim.AdamW(ddp.parameters(), lr, (beta1, BETA2), weight_decay=DECAY)
+    if method == "prepare":
+        sparsecomm.prepare(ddp, optimizer, settings.density)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: rate(t, settings.steps))
     own = batches(text[:-held_out], settings.batch, 1000 * seed + dist.get_rank())
     for _ in range(settings.steps):

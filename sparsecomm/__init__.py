@@ -47,6 +47,7 @@ from sparsecomm.hooks import (
 )
 from sparsecomm.options import CommunicatorOptions
 from sparsecomm.planning import Explanation, Link, Prediction, explain
+from sparsecomm.preparation import prepare
 from sparsecomm.reporting import report, report_at_exit, write_stats
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
 
@@ -88,6 +89,7 @@ __all__ = [
     "gtopk_hook",
     "oktopk_hook",
     "optim",
+    "prepare",
     "quantized_topk_hook",
     "reduce_scatter_sparse",
     "register_comm_hook",

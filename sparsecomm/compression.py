@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
@@ -266,7 +266,7 @@ def check_dtype(name: str, parameter: torch.Tensor) -> None:
     )
 
 
-def check_options(owner: type, options: Mapping[str, Any], known: type) -> None:
+def check_options(owner: Callable[..., Any], options: Mapping[str, Any], known: type) -> None:
     """Raises TypeError, in the name of ``owner``, unless ``known``, a typed dict, has them all."""
     own = inspect.signature(owner).parameters.values()
     named = [p.name for p in own if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]

@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions, check_dtype, check_options
+from sparsecomm.joint import Joint
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
 from sparsecomm.rank_entries import (
@@ -103,6 +104,8 @@ class CompressionState:
         self._reconnected = False
         self._connected_group: weakref.ref[dist.ProcessGroup] | None = None
         self._error: Exception | None = None  # of this step's hook in Python
+        self._joint_ref: weakref.ref[Joint] | None = None
+        self._stand_ins: dict[str, torch.Tensor] = {}  # what parameters of that name are known as
         self._part = ""  # of the model, where ranks hold different ones
         self._models = ModelFinder()
         self._compression = compression
@@ -329,6 +332,11 @@ class CompressionState:
                 another model; or an exchange, or a backward pass, is in progress; or the state is
                 closed.
         """
+        self._load(state_dict)
+        if (joint := self._joint()) is not None:
+            joint.state_was_loaded()
+
+    def _load(self, state_dict: Mapping[str, Any]) -> None:
         place = self._place()
         try:
             density, loaded = self._read(state_dict, *place)
@@ -387,10 +395,21 @@ class CompressionState:
         return check_density(entry["density"]), loaded
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(density={self.density:g})"
+        text = f"{type(self).__name__}(density={self.density:g})"
+        warmup = self._compression.warmup
+        if (joint := self._joint()) is not None:
+            text += f" {joint!r}"
+            if warmup is not None:
+                densities = ", ".join(f"{density:g}" for density in warmup.densities)
+                text += f", after {warmup.steps} steps each at {densities}"
+        return text
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         refuse_to_copy(self)
+
+    def _joint(self) -> Joint | None:
+        """That with a prepared optimizer, which holds it."""
+        return self._joint_ref() if self._joint_ref is not None else None
 
     def _place(self) -> tuple[int, int]:
         require_initialised()
@@ -671,7 +690,8 @@ def register_comm_hook(
 
     The same as ``ddp.register_comm_hook(state, hook)``, but no Python runs per bucket, the model's
     process group is used, and ``state_dict()`` gets the model's parameter names. Collective: it
-    connects the ranks.
+    connects the ranks. The optimizer stays as it is: :func:`sparsecomm.prepare` also moves its
+    momentum into the state.
 
     Args:
         ddp: the model, before its first backward pass.
@@ -732,6 +752,8 @@ def register_comm_hook(
     assert ddp.logger is not None
     ddp.logger._set_comm_hook_name(_HOOKS[type(state)].__qualname__)
     state._registered = True
+    if (joint := state._joint()) is not None:
+        joint.move_to(ddp)
     ddp.register_forward_pre_hook(_watch(ddp, state))
     watch_momentum(state, ddp.module.parameters())
     return state
@@ -758,6 +780,8 @@ def _watch(
             places.append((name, module._parameters, key))
 
     def before_forward(model: DistributedDataParallel, _inputs: Any) -> None:
+        if (joint := state._joint()) is not None:
+            joint.before_forward()
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return
         state._require_ranks_of(model)

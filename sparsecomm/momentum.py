@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sparsecomm.joint import SPLITS
+
 if TYPE_CHECKING:
     from sparsecomm.hooks import CompressionState
 
@@ -31,6 +33,12 @@ def watch_momentum(state: CompressionState, parameters: Iterable[torch.Tensor]) 
         return
     if dist.is_initialized() and dist.get_rank(state._process_group) == 0:
         _watched()[state] = frozenset(map(id, parameters))
+
+
+def never_watch(state: CompressionState) -> None:
+    """Keeps :func:`watch_momentum` from warning, since an optimizer's momentum is in the state."""
+    _settled().add(state)
+    _watched().pop(state, None)
 
 
 @functools.cache
@@ -100,4 +108,6 @@ def _warn(state: CompressionState, optimizer: Optimizer) -> None:
         )
     else:
         return
+    if type(optimizer) in SPLITS:
+        text += ". sparsecomm.prepare(ddp, optimizer, density) does so by itself"
     logging.getLogger("sparsecomm").warning(f"{text} (docs/training.md, Momentum)")

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,9 @@ from torch.optim import Optimizer
 from common.errors import UserError
 from common.options import natural, positive, share, shares
 from common.task import Task, count_parameters
+
+if TYPE_CHECKING:
+    import sparsecomm
 
 # Of torch, by what they do.
 DENSE_HOOKS = {
@@ -37,7 +40,8 @@ SPARSE_HOOKS = {
     "quantized_topk": ("QuantizedTopkState", "quantized_topk_hook"),
     "auto": ("AutoState", "auto_hook"),
 }
-HOOKS = (*DENSE_HOOKS, *SPARSE_HOOKS)
+PREPARE = "prepare"  # sparsecomm.prepare: Ok-Topk with the optimizer's momentum
+HOOKS = (*DENSE_HOOKS, *SPARSE_HOOKS, PREPARE)
 # They send every entry, and so take none of the options of selection.
 SEND_ALL = (*DENSE_HOOKS, "dense_overlap")
 
@@ -82,6 +86,10 @@ class Exchange(ABC):
     @abstractmethod
     def wrap(self, task: Task) -> DistributedDataParallel:
         """The task's model, with the hook."""
+
+    def density_warmup(self, steps_per_epoch: int) -> list[float]:
+        """The densities with which the first epochs begin, where these are greater."""
+        return []
 
     @abstractmethod
     def after_step(self) -> None:
@@ -174,44 +182,34 @@ class SparseExchange(Exchange):
     """A hook of sparsecomm, which counts what it sends."""
 
     bytes_source = "counted by the transport"
+    state: "sparsecomm.CompressionState"
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        named_parameters: Iterable[tuple[str, torch.Tensor]],
-        compression: dict[str, Any],
-    ) -> None:
+    def __init__(self, hook: str) -> None:
         super().__init__()
         try:
             import sparsecomm
         except ImportError as error:
-            raise HookError(f"the hook {options.hook} needs sparsecomm: {error}") from error
+            raise HookError(f"the hook {hook} needs sparsecomm: {error}") from error
         self._module = sparsecomm
-        self._in_python = options.python_hook
-        state, self._hook = (getattr(sparsecomm, name) for name in SPARSE_HOOKS[options.hook])
-        self.clips = options.hook not in SEND_ALL
-        try:
-            self.state: sparsecomm.CompressionState = state(
-                timeout=timedelta(seconds=options.timeout),
-                transport=options.transport,
-                named_parameters=named_parameters,
-                **compression,
-            )
-        except ValueError as error:
-            raise HookError(f"--hook {options.hook}: {error}") from error
         self._seen: dict[str, float] = {}
+
+    @abstractmethod
+    def _register(self, ddp: DistributedDataParallel, task: Task) -> None:
+        """Has the state serve the model."""
 
     def wrap(self, task: Task) -> DistributedDataParallel:
         ddp = make_ddp(task)
         self._entries = count_parameters(ddp)
-        if self._in_python:
-            ddp.register_comm_hook(self.state, self._hook)
-        else:
-            self._module.register_comm_hook(ddp, self.state)
-        if not self.clips:  # an allreduce, as torch's
-            settle_buckets(ddp, task)
+        self._register(ddp, task)
         self._seen = self._stats()
         return ddp
+
+    def density_warmup(self, steps_per_epoch: int) -> list[float]:
+        warmup = self.state.compression.warmup
+        if warmup is None:
+            return []
+        begins = range(0, warmup.steps * len(warmup.densities), steps_per_epoch)
+        return [warmup.densities[step // warmup.steps] for step in begins]
 
     def after_step(self) -> None:
         seen, self._seen = self._seen, self._stats()
@@ -243,6 +241,66 @@ class SparseExchange(Exchange):
         return {name: float(stats[name]) for name in vars(self.totals)}
 
 
+class HookExchange(SparseExchange):
+    """A state by its name."""
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        named_parameters: Iterable[tuple[str, torch.Tensor]],
+        compression: dict[str, Any],
+    ) -> None:
+        super().__init__(options.hook)
+        self._in_python = options.python_hook
+        state, self._hook = (getattr(self._module, name) for name in SPARSE_HOOKS[options.hook])
+        self.clips = options.hook not in SEND_ALL
+        try:
+            self.state = state(
+                timeout=timedelta(seconds=options.timeout),
+                transport=options.transport,
+                named_parameters=named_parameters,
+                **compression,
+            )
+        except ValueError as error:
+            raise HookError(f"--hook {options.hook}: {error}") from error
+
+    def _register(self, ddp: DistributedDataParallel, task: Task) -> None:
+        if self._in_python:
+            ddp.register_comm_hook(self.state, self._hook)
+        else:
+            self._module.register_comm_hook(ddp, self.state)
+        if not self.clips:  # an allreduce, as torch's
+            settle_buckets(ddp, task)
+
+
+class PreparedExchange(SparseExchange):
+    """What ``sparsecomm.prepare`` makes of a model and its optimizer."""
+
+    clips = True
+
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        optimizer: Optimizer,
+        total_steps: int,
+        compression: dict[str, Any],
+    ) -> None:
+        super().__init__(options.hook)
+        self._optimizer = optimizer
+        self._arguments = {
+            "total_steps": total_steps,
+            "timeout": timedelta(seconds=options.timeout),
+            "transport": options.transport,
+            **compression,
+        }
+
+    def _register(self, ddp: DistributedDataParallel, task: Task) -> None:
+        try:
+            self.state = self._module.prepare(ddp, self._optimizer, **self._arguments)
+        except (TypeError, ValueError) as error:
+            raise HookError(f"--hook {PREPARE}: {error}") from error
+
+
 def add_exchange_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     what = "; ".join(f"{name}: {text}" for name, text in DENSE_HOOKS.items())
@@ -251,7 +309,7 @@ def add_exchange_options(parser: argparse.ArgumentParser) -> None:
         choices=HOOKS,
         default="oktopk",
         help=f"how gradients are exchanged. {what}; the others are sparsecomm's, of which "
-        "dense_overlap sends every entry",
+        f"dense_overlap sends every entry, and {PREPARE} is oktopk with the optimizer's momentum",
     )
     add = parser.add_argument_group(
         "what hooks send that select (the others ignore it)"
@@ -304,9 +362,19 @@ def make_exchange(options: argparse.Namespace, task: Task, optimizer: Optimizer)
             raise HookError(f"--python-hook is for sparsecomm's hooks, not {options.hook}")
         return DenseExchange(overlap=options.hook == "ddp")
     named = task.model.named_parameters()
+    if options.hook == PREPARE:
+        for name in ("momentum_correction", "first_moment", "python_hook"):
+            if getattr(options, name):
+                raise HookError(
+                    f"--{name.replace('_', '-')} does not go with --hook {PREPARE}, which moves "
+                    "the momentum itself, and registers its hook in C++"
+                )
+        total_steps = options.epochs * task.steps_per_epoch
+        chosen = compression(options, task, optimizer)
+        return PreparedExchange(options, optimizer, total_steps, chosen)
     if options.hook in SEND_ALL:
-        return SparseExchange(options, named, {})
-    return SparseExchange(options, named, compression(options, task, optimizer))
+        return HookExchange(options, named, {})
+    return HookExchange(options, named, compression(options, task, optimizer))
 
 
 def compression(options: argparse.Namespace, task: Task, optimizer: Optimizer) -> dict[str, Any]:

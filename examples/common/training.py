@@ -26,6 +26,7 @@ from common import checkpoint, summary
 from common.checkpoint import CheckpointError
 from common.errors import TrainingError, UserError
 from common.exchange import (
+    PREPARE,
     SEND_ALL,
     HookError,
     SparseExchange,
@@ -107,7 +108,10 @@ def parse(
     """The options; those of the recommended recipe where it is asked for and not overridden."""
     options, _ = parser.parse_known_args(arguments)
     if options.recipe == "recommended":
-        parser.set_defaults(**recommended)
+        chosen = dict(recommended)
+        if options.hook == PREPARE:
+            chosen.pop("momentum_correction", None)  # it moves the momentum itself
+        parser.set_defaults(**chosen)
     options = parser.parse_args(arguments)
     if options.output is None:
         options.output = Path("runs") / f"{options.name}-{options.hook}"
@@ -404,7 +408,7 @@ class Training:
             "steps": int(history.totals["steps"][-1]),
             "parameters": count_parameters(self.model),
             "density": options.density if selects else 1.0,
-            "density_warmup": options.density_warmup if selects else [],
+            "density_warmup": self.exchange.density_warmup(task.steps_per_epoch),
             "complete": self.step == options.epochs * task.steps_per_epoch,
             "quality": task.quality,
             "higher_is_better": task.higher_is_better,

@@ -95,6 +95,7 @@ def apply(
     steps = _Steps(state)
     hooks = [(module, _Hook(group, names, steps)) for module, group in groups]
     state._name(pair for _, hook in hooks for pair in hook.parameters.items())
+    state._stand_ins = {name: p for _, hook in hooks for name, p in hook.parameters.items()}
     state._connect("sparsecomm.fsdp.apply")
     for module, hook in hooks:
         module.set_all_reduce_hook(hook)

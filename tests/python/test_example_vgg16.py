@@ -350,6 +350,19 @@ def test_options_that_do_not_go_together(
     assert f"train_vgg16: rank 0: {message}" in capsys.readouterr().err
 
 
+def test_the_recipe_goes_with_prepare() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for recipe in ("recommended", "plain"):
+        options = train_vgg16.parse_options([*SMALL, "--hook", "prepare", "--recipe", recipe])
+        options.epochs = 5
+        task = train_vgg16.ImageTask(options)
+        exchange = make_exchange(options, task, task.optimizer())
+        exchange.wrap(task)
+        # Without the recipe that of prepare, in steps: three stages of a fifth of them.
+        assert exchange.density_warmup(task.steps_per_epoch) == [0.25, 0.0625, 0.04]
+        assert exchange.density_warmup(2 * task.steps_per_epoch) == [0.25, 0.04]
+
+
 def test_the_options_reach_the_state() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     options = train_vgg16.parse_options(

@@ -82,6 +82,8 @@ def test_optimizers_behind_a_hook(native: bool) -> None:
     for (*_, remedies), texts in zip(CASES, first, strict=True):
         for remedy in remedies:
             assert remedy in texts[0]
+        if texts:
+            assert "sparsecomm.prepare(ddp, optimizer, density) does so" in texts[0]
 
 
 def _check_own_optimizers() -> list[int]:

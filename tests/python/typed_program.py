@@ -50,6 +50,22 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
     ]
 
 
+def prepared(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> float:
+    state = sparsecomm.prepare(
+        ddp,
+        optimizer,
+        density=0.05,
+        total_steps=1000,
+        algorithm="auto",
+        clip_norm=1.0,
+        scaler=torch.amp.GradScaler("cpu"),
+        transport="c10d",
+    )
+    sparsecomm.prepare(ddp, optimizer, density="0.05")  # type: ignore[arg-type]
+    sparsecomm.prepare(ddp, optimizer, momentum=0.9)  # type: ignore[call-arg]
+    return state.density
+
+
 def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> dict[str, Any]:
     sparsecomm.register_comm_hook(ddp, state)
     sparsecomm.register_comm_hook(state, ddp)  # type: ignore[arg-type]
