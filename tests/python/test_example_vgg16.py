@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import report
 import train_vgg16
-from common import training
+from common import prediction, training
 from common.exchange import DENSE_HOOKS, HOOKS, SparseExchange, make_exchange
 from common.task import count_parameters
 from patience import LONG
@@ -451,6 +451,17 @@ def test_the_report_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     ratio = f"{float(dense_slow) / float(sparse_slow):.1f} times"
     assert f"takes {sparse_slow} s instead of {dense_slow} s, {ratio}" in meaning
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_backward_pass_hides_an_allreduce_by_buckets() -> None:
+    def seconds(hook: str, link: str) -> float:
+        found = prediction.step_seconds(prediction.Measured(hook, 14_728_266, 1.0, 0.3, 0.0), link)
+        assert found is not None
+        return found
+
+    hidden = seconds("dense", "1gbit") - seconds("ddp", "1gbit")
+    assert hidden == pytest.approx(0.2, abs=0.05)  # two thirds of 0.3 s
+    assert seconds("ddp", "10gbit") == pytest.approx(0.3)  # all of it
 
 
 def test_the_report_needs_no_dense_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
