@@ -85,6 +85,19 @@ def add_plan(parsers: argparse._SubParsersAction[Any]) -> None:
         help="of the algorithms that round (raw)",
     )
     add("--dtype", choices=DTYPES, default="f32", help="of the gradient (f32)")
+    add(
+        "--step-time",
+        type=reading(seconds_or_time),
+        metavar="T",
+        help="of a training step without any exchange, such as 150ms or 0.15: also predict whole "
+        "steps, and what plain DDP hides behind the backward pass",
+    )
+    add(
+        "--bucket-cap-mb",
+        type=at_least_1,
+        metavar="MB",
+        help="DDP's argument of that name, with --step-time (25, after a first bucket of 1)",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -100,6 +113,14 @@ def reading(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
+def seconds_or_time(text: str) -> float:
+    """Reads seconds, with a unit or without."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_seconds(text)
+
+
 def run_plan(options: argparse.Namespace) -> int:
     try:
         explanation = explain(
@@ -111,6 +132,8 @@ def run_plan(options: argparse.Namespace) -> int:
             dtype=DTYPES[options.dtype],
             index_codec=options.index_codec,
             value_codec=options.value_codec,
+            step_seconds=options.step_time,
+            bucket_cap_mb=options.bucket_cap_mb,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error

@@ -460,8 +460,10 @@ def test_the_backward_pass_hides_an_allreduce_by_buckets() -> None:
         return found
 
     hidden = seconds("dense", "1gbit") - seconds("ddp", "1gbit")
-    assert hidden == pytest.approx(0.2, abs=0.05)  # two thirds of 0.3 s
-    assert seconds("ddp", "10gbit") == pytest.approx(0.3)  # all of it
+    # Of a backward pass of 0.2 s nearly half is over when the second bucket is complete.
+    assert hidden == pytest.approx(0.12, abs=0.05)
+    # All but the last two buckets, which are complete when the pass has ended or nearly so.
+    assert 0.3 < seconds("ddp", "10gbit") < 0.3 + 0.6 * (seconds("dense", "10gbit") - 0.3)
 
 
 def test_the_report_needs_no_dense_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
