@@ -61,25 +61,26 @@ class Gradients:
 
 
 class Clock:
-    """Sleeps until the time asked for has passed within calls of :meth:`compute`.
+    """Sleeps until the time asked for has passed since :meth:`reset`.
 
-    If a sleep ends late, the next ones are shorter. Time between the calls does not count: it is
-    spent by autograd, DDP and its hook, which a processor would also run one after another.
+    The work of autograd, and DDP's copies of gradients into buckets, are part of that time: they
+    are part of the computing of a step that is measured in training, too.
     """
 
     def __init__(self) -> None:
-        self.asked = 0.0
-        self.passed = 0.0
+        self.reset()
 
     def reset(self) -> None:
-        self.asked = self.passed = 0.0
+        self.asked = 0.0
+        self.passed = 0.0  # at the end of the last sleep
+        self._start = time.perf_counter()
 
     def compute(self, seconds: float) -> None:
-        start = time.perf_counter()
         self.asked += seconds
-        if self.asked > self.passed:
-            time.sleep(self.asked - self.passed)
-        self.passed += time.perf_counter() - start
+        left = self.asked - (time.perf_counter() - self._start)
+        if left > 0:
+            time.sleep(left)
+        self.passed = time.perf_counter() - self._start
 
 
 class EmulatedModel(nn.Module):

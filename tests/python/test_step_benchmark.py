@@ -61,8 +61,8 @@ def test_computing_takes_what_was_asked_for_and_no_core() -> None:
         assert used < SECONDS / 3
 
 
-def test_a_late_sleep_shortens_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 0.0
+def test_what_is_late_shortens_the_next_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 7.0
     slept: list[float] = []
 
     def sleep(seconds: float) -> None:
@@ -74,12 +74,15 @@ def test_a_late_sleep_shortens_the_next_ones(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(time, "perf_counter", lambda: now)
     clock = Clock()
     clock.compute(1.0)
-    now += 10.0  # between the calls
+    now += 0.5  # DDP's work
     clock.compute(1.0)
     clock.compute(0.125)  # less than the last sleep was late by
     clock.compute(1.0)
-    assert slept == [1.0, 0.75, 0.875]
+    assert slept == [1.0, 0.25, 0.875]
     assert (clock.asked, clock.passed) == (3.125, 3.375)
+    clock.reset()
+    clock.compute(1.0)
+    assert slept[-1] == 1.0
 
 
 def test_gradients_become_ready_one_after_another() -> None:
@@ -147,6 +150,9 @@ def test_records_are_complete(tmp_path: Path) -> None:
         step = record["step_us"]
         assert 1e3 * record["compute_ms"] <= step["min"] <= step["median"] <= step["max"]
         assert record["sent_bytes"] is None  # there is no interface of its own
+        assert record["predicted_us"] is None  # and no rate
+        known = record["method"] not in ("bf16", "powersgd")
+        assert (record["explained_us"] is not None) == known
         selects = record["method"] not in ("ddp", "bf16", "powersgd")
         assert record["density"] == (0.05 if selects else None)
         assert (record["algorithm"] is not None) == selects
@@ -173,6 +179,10 @@ def test_sparse_methods_send_less(tmp_path: Path) -> None:
         assert 2 * numel <= sent["bf16"] < 1.1 * 2 * numel
         for method in ("powersgd", "oktopk", "topk"):
             assert 0 < sent[method] < sent["ddp"] / 8
+        predicted = {record["method"]: record["predicted_us"] for record in part}
+        assert predicted["bf16"] is predicted["powersgd"] is None
+        compute_us = 1e3 * part[0]["compute_ms"]
+        assert all(predicted[method] > compute_us for method in ("ddp", "oktopk", "topk"))
 
 
 def record_of(method: str, median_us: float, predicted_us: float | None) -> benchmark.Record:
@@ -194,6 +204,7 @@ def record_of(method: str, median_us: float, predicted_us: float | None) -> benc
         exchange_us=None,
         apply_us=None,
         predicted_us=predicted_us,
+        explained_us=None,
     )
 
 
