@@ -192,7 +192,7 @@ class Explanation:
         if self.step_seconds is None:
             return []
         ddp = next(step for step in self.steps if step.method == _DDP)
-        cells = [["method", "whole step", "ddp/step", "compute", "select", "exchange", "hidden"]]
+        cells = [["method", "whole step", "ddp/step", "step time", "select", "exchange", "hidden"]]
         cells += [
             [
                 step.method,

@@ -22,16 +22,42 @@ of the cluster. Nothing is exchanged.
 """
 
 EPILOG = """\
-columns:
-  step         the whole, in the order of which the rows come
-  dense/step   how many times as long a dense allreduce takes
-  select .. apply   what the step consists of: the check for NaN, threshold and selection; waiting
-               for messages; bytes; encoding, decoding and summing; writing the result
-  received, messages   of one rank
+first line:
+  entries      of the gradient
+  density      share of them that each rank selects
+  union        entries that at least one rank selects: between those of one rank and of all together
+  link         bandwidth, of each rank, and latency, until a message has come, as given
+  overhead     of each message beside that
+
+first table, of the exchange:
+  algorithm    in brackets: not chosen by auto
+  step         the whole exchange, the sum of select to apply; the rows are in its order
+  dense/step   step of the row dense over this row's: how many times as quick
+  select       the check for NaN, the threshold and the selection
+  latency      waiting for messages
+  transfer     the bytes on the link
+  compute      encoding, decoding and summing
+  apply        writing the result
+  received     bytes, by one rank
+  messages     sent by one rank
   codecs       of the indices and values that a rank sends, the smallest; dense: all values are sent
 
+second table, of whole training steps, with --step-time:
+  method       ddp: plain DDP, its allreduce taken to be a ring; else an algorithm as a hook runs it
+  whole step   step time + select + exchange - hidden; the rows are in its order
+  ddp/step     whole step of the row ddp over this row's: how many times as quick
+  step time    as given
+  select       as above; 0 if the check for NaN is part of the exchange, or there is none
+  exchange     everything else that the method adds, the bytes' time and the processor's
+  hidden       the part of the exchange during which the backward pass goes on
+
+The backward pass is taken for two thirds of the step time. Buckets become complete evenly over it;
+an exchange starts when its bucket is complete and the previous exchange has ended. So the last
+bucket is not hidden. ddp and dense_overlap exchange buckets, every other method the whole gradient
+when the pass has ended.
+
 example:
-  sparsecomm plan --numel 14.7M --density 0.01 --ranks 64 --bandwidth 25gbit --latency 20us
+  sparsecomm plan --numel 14.7M --density 0.01 --ranks 8 --bandwidth 10gbit --step-time 150ms
 """
 
 
@@ -137,5 +163,8 @@ def run_plan(options: argparse.Namespace) -> int:
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(json.dumps(explanation.to_dict(), indent=2) if options.json else explanation)
+    if options.json:
+        print(json.dumps(explanation.to_dict(), indent=2))
+    else:
+        print(f"(sparsecomm plan --help explains every word)\n{explanation}")
     return 0

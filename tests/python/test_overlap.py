@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -158,6 +159,20 @@ def test_plan_says_what_a_whole_step_takes(given: str, capsys: pytest.CaptureFix
         )
     assert ddp["hidden"] > 0 == oktopk["hidden"]
     assert oktopk["seconds"] < ddp["seconds"]
+
+
+def test_help_explains_every_word_of_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    explained = {
+        name for line in text.splitlines() for name in re.split("  +|, ", line.strip())[:3]
+    }
+    lines = str(explain(1000, "1gbit", step_seconds=1)).splitlines()
+    headers = [line for line in lines if line.startswith(("algorithm", "method"))]
+    assert len(headers) == 2
+    words = {word for line in headers for word in re.split("  +", line)}
+    assert words | {"entries", "density", "union", "link", "overhead"} <= explained
 
 
 @pytest.mark.parametrize("bandwidth", ["1gbit", "1000gbit"])
