@@ -20,6 +20,7 @@ import step as benchmark  # noqa: E402
 from emulation import BACKWARD, Clock, EmulatedModel, Gradients, shapes_of  # noqa: E402
 from hosts import missing  # noqa: E402
 
+RESULTS = BENCHMARKS / "results" / "step-1gbit.json"
 SECONDS = 0.12
 
 
@@ -239,3 +240,29 @@ def test_goals_are_checked(predicted: float, auto: float, expected: list[str]) -
     assert len(lines) == len(expected)
     for line, end in zip(lines, expected, strict=True):
         assert line.endswith(end)
+
+
+def documented_rows(records: list[dict[str, Any]]) -> list[str]:
+    """The rows of the table in docs/performance.md: by method, a pair of cells per computing."""
+    rows: dict[str, list[str]] = {}
+    for record in records:
+        step = {name: f"{us / 1e3:.0f}" for name, us in record["step_us"].items()}
+        predicted = record["predicted_us"]
+        cells = rows.setdefault(record["method"], [f"{record['sent_bytes'] / 1e6:.1f}"])
+        cells += [
+            f"{step['median']} ({step['min']} to {step['max']})",
+            "" if predicted is None else f"{predicted / 1e3:.0f}",
+        ]
+    return [" | ".join([f"| {method}", *cells]) + " |" for method, cells in rows.items()]
+
+
+@pytest.mark.skipif(not RESULTS.exists(), reason="whole steps have not been measured yet")
+def test_the_documented_table_is_what_was_measured() -> None:
+    root = BENCHMARKS.parent
+    records = json.loads(RESULTS.read_text())
+    rows = documented_rows(records)
+    assert {record["hosts"] for record in records} == {4}
+    assert {record["link"] for record in records} == {"1gbit"}
+    assert [row.split()[1] for row in rows] == list(benchmark.METHODS)
+    section = (root / "docs" / "performance.md").read_text().partition("## Whole steps\n")[2]
+    assert "\n".join(rows) in section
