@@ -286,11 +286,14 @@ def explain(
         raise ValueError(f"density={density!r} is not in (0, 1]; 0.01 sends one entry in a hundred")
     if step_seconds is not None and not 0 < step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds!r} is not a time; 0.15 is 150 ms")
-    if bucket_cap_mb is not None and (step_seconds is None or bucket_cap_mb < 1):
-        raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb!r} needs 1 or more, and step_seconds="
-            f"{step_seconds!r} the time of a step whose backward pass hides buckets"
-        )
+    if bucket_cap_mb is not None:
+        if not isinstance(bucket_cap_mb, int) or bucket_cap_mb < 1:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a whole number of 1 or more")
+        if step_seconds is None:
+            raise ValueError(
+                f"bucket_cap_mb={bucket_cap_mb!r} is of the step that step_seconds gives, and "
+                "there is none: give both, or neither"
+            )
     schedule = ThresholdSchedule() if schedule is None else schedule
     options = _C.ExchangeOptions(
         algorithm=_ROUNDING,
