@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
 """Hugging Face accelerate with a sparse exchange of gradients.
 
-    accelerate launch --num_processes 2 examples/accelerate_digits.py
     torchrun --nproc-per-node 2 examples/accelerate_digits.py --cpu
+    accelerate launch --num_processes 2 examples/accelerate_digits.py
 
-The line that matters is ``sparsecomm.register_comm_hook``, after ``prepare``. On CPUs,
-``accelerate launch`` starts several processes by way of MPI alone.
+The line that matters is ``sparsecomm.prepare``, after accelerate's own. The second command needs
+two GPUs: on CPUs ``accelerate launch`` starts several processes by way of MPI alone.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from accelerate import Accelerator  # type: ignore[import-untyped]
 from torch import nn
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 import sparsecomm
@@ -30,11 +31,10 @@ def train(epochs: int, density: float | None, cpu: bool = False) -> nn.Module:
     loader = DataLoader(digits.datasets()[0], batch_size=digits.BATCH, drop_last=True)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     state = None
-    if density is not None and accelerator.num_processes > 1:
-        state = sparsecomm.OkTopkState(density)
-        sparsecomm.register_comm_hook(model, state)
+    if density is not None and isinstance(model, DistributedDataParallel):
+        state = sparsecomm.prepare(model, optimizer, density, total_steps=epochs * len(loader))
     elif density is not None:
-        accelerator.print("one process: there is nothing to exchange")
+        accelerator.print("one process without DDP: dense training, nothing is exchanged")
     for _ in range(epochs):
         for images, labels in loader:
             optimizer.zero_grad()

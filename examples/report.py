@@ -138,7 +138,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if len(found) > 1:
                 raise ReportError(f"not of one {name}: {', '.join(found)}; report on each alone")
         print(table(runs))
-        print(meaning(runs))
+        for text in (contrast(runs), meaning(runs)):
+            if text:
+                print(text)
         draw(runs, options.picture)
     except (ReportError, OSError) as error:
         print(f"report: {error}", file=sys.stderr)
@@ -277,6 +279,24 @@ def meaning(runs: Sequence[Run]) -> str:
                 f"{before:.3f} s, {before / seconds:.1f} times as quick"
             )
     return f"Predicted between {HOSTS} hosts: {'; '.join(sentences)}."
+
+
+def contrast(runs: Sequence[Run]) -> str:
+    """Says why steps are longer although the exchange is shorter, of each run that has both."""
+    dense = next((run for run in runs if run.hook in SEND_ALL), None)
+    if dense is None:
+        return ""
+    lines = [
+        f"{run.label}: exchange ms falls from {1e3 * dense.exchange_seconds:.1f} to "
+        f"{1e3 * run.exchange_seconds:.1f} while s/iteration rises from "
+        f"{dense.iteration_seconds:.3f} to {run.iteration_seconds:.3f}: exchange ms leaves out the "
+        f"selection, {1e3 * run.select_seconds:.1f} ms, and has all of {dense.label}, also what "
+        "the backward pass hides; on one machine there is no link to save"
+        for run in runs
+        if run.exchange_seconds < dense.exchange_seconds
+        and run.iteration_seconds > dense.iteration_seconds
+    ]
+    return "\n".join(lines)
 
 
 def draw(runs: Sequence[Run], path: Path) -> None:

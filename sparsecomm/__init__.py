@@ -46,7 +46,7 @@ from sparsecomm.hooks import (
     topk_hook,
 )
 from sparsecomm.options import CommunicatorOptions
-from sparsecomm.planning import Explanation, Link, Prediction, explain
+from sparsecomm.planning import Explanation, Link, Prediction, StepPrediction, explain
 from sparsecomm.preparation import prepare
 from sparsecomm.reporting import report, report_at_exit, write_stats
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
@@ -70,6 +70,7 @@ __all__ = [
     "OkTopkState",
     "Prediction",
     "QuantizedTopkState",
+    "StepPrediction",
     "ThresholdSchedule",
     "TopkDsaState",
     "TopkState",

@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions, check_dtype, check_options
+from sparsecomm.figures import together
 from sparsecomm.joint import Joint
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
@@ -259,6 +260,10 @@ class CompressionState:
         ``exposed_seconds``, which no backward pass hid: from when the last bucket of a step had
         come to when the last group's result was written (on a CUDA device: enqueued).
 
+        ``last_step`` is a dict with these figures of the last step of all groups, but for
+        ``steps``, and with ``observed_seconds`` and, where a plan chose in every group,
+        ``predicted_seconds``; before the first step it is empty.
+
         ``groups`` is a list with a dict for each group of parameters, of the last step it completed
         here:
 
@@ -283,7 +288,7 @@ class CompressionState:
             ValueError: an exchange is in progress.
         """
         stats: dict[str, Any] = self._native.stats()
-        return stats
+        return {**stats, "last_step": together(stats["groups"])}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a resumed run needs to be bit-identical.
@@ -654,7 +659,7 @@ def _hook_of(
             raise RuntimeError(_PYTHON_REDUCER)
         if not isinstance(state, kind):
             needed = f"{name} needs a state of class {kind.__name__}"
-            return _failed(TypeError(f"{needed}, not {_described(state)}"))
+            return _failed(TypeError(f"{needed}, not {described(state)}"))
         return state._run(bucket)
 
     hook.__name__ = hook.__qualname__ = name
@@ -721,7 +726,7 @@ def register_comm_hook(
     if type(state) not in _HOOKS:
         known = ", ".join(kind.__name__ for kind in _HOOKS)
         raise TypeError(
-            f"state must be one of {known}, not {_described(state)}; a subclass of them "
+            f"state must be one of {known}, not {described(state)}; a subclass of them "
             "goes with ddp.register_comm_hook(state, hook)"
         )
     if state._registered:
@@ -833,7 +838,7 @@ def _members(group: dist.ProcessGroup | None) -> str:
     return "the ranks of a destroyed group" if ranks is None else f"ranks {[*ranks]}"
 
 
-def _described(state: object) -> str:
+def described(state: object) -> str:
     """Names what was given for a state."""
     if isinstance(state, type):
         return f"the class {state.__name__} itself: call it, {state.__name__}(density=0.01)"

@@ -508,7 +508,7 @@ def _check_momentum(momentum: Any, text: str) -> None:
     if isinstance(momentum, torch.Tensor):
         raise TypeError(f"{text} is a tensor; give it as a number")
     if not 0 <= momentum < 1:
-        raise ValueError(f"{text} is not in [0, 1)")
+        raise ValueError(f"{text} is not in [0, 1); 0.9 is usual, 0 is none")
 
 
 def _age_of(kept: Mapping[str, Any]) -> int:

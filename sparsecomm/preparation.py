@@ -182,8 +182,7 @@ def _check_model(model: Any, mesh: DeviceMesh | None) -> None:
             )
     elif not hasattr(model, "set_all_reduce_hook"):
         raise TypeError(
-            f"prepare needs a DistributedDataParallel model, not {type(model).__name__}: "
-            + _remedy(model)
+            f"prepare needs a DistributedDataParallel model, not {_given(model)}: " + _remedy(model)
         )
     elif mesh is None:
         raise TypeError(
@@ -203,13 +202,20 @@ def _check_unprepared(model: nn.Module, kind: str, is_same: bool) -> None:
         )
 
 
+def _given(thing: object) -> str:
+    """Names what was given for a model or an optimizer."""
+    if isinstance(thing, type):
+        return f"the class {thing.__name__} itself"
+    return type(thing).__name__
+
+
 def _unwrapped(optimizer: Any) -> Optimizer:
     """Returns the optimizer that a trainer's wrapper holds; raises TypeError for what is none."""
     if type(optimizer).__module__.partition(".")[0] in _WRAPPERS:
         optimizer = getattr(optimizer, "optimizer", optimizer)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
-            f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}; "
+            f"optimizer must be a torch.optim.Optimizer, not {_given(optimizer)}; "
             "prepare(ddp, optimizer) takes the model first"
         )
     return optimizer

@@ -9,26 +9,10 @@ from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
 from sparsecomm import _C
-from sparsecomm.hooks import CompressionState
+from sparsecomm.figures import FIGURES, together
+from sparsecomm.hooks import CompressionState, described
 from sparsecomm.units import format_seconds
 
-# The figures of a group, and of the last step, that are numbers.
-_NUMBERS = (
-    "realised_density",
-    "result_density",
-    "threshold",
-    "threshold_age",
-    "sent_bytes",
-    "received_bytes",
-    "messages",
-    "agree_seconds",
-    "select_seconds",
-    "exchange_seconds",
-    "apply_seconds",
-    "exposed_seconds",
-    "observed_seconds",
-    "predicted_seconds",
-)
 _COLUMNS: tuple[str, ...] = (
     "group",
     "entries",
@@ -57,7 +41,7 @@ class ScalarWriter(Protocol):
 
 
 def report(*states: CompressionState) -> str:
-    """Returns the statistics of the states as a table: totals, and each group's last step.
+    """Returns the statistics of the states: means of all steps, the last step, and its groups.
 
     Args:
         states: one or several; without any there is nothing to tell, and the text is empty.
@@ -118,39 +102,20 @@ def write_stats(
         return
     if step is None:
         step = stats["steps"]
-    for name, value in _together(groups).items():
+    for name, value in stats["last_step"].items():
         writer.add_scalar(f"{tag}/{name}", value, step)
     for group in groups:
         place = f"{tag}/{re.sub(r'[^-/.0-9A-Za-z_]', '_', group['name'])}"
-        for name in _NUMBERS:
+        for name in FIGURES:
             if group[name] is not None:
                 writer.add_scalar(f"{place}/{name}", group[name], step)
         writer.add_text(f"{place}/algorithm", group["algorithm"], step)
 
 
-def _together(groups: list[dict[str, Any]]) -> dict[str, float]:
-    numel = sum(group["numel"] for group in groups)
-    total: dict[str, float] = {}
-    for name in _NUMBERS:
-        values = [group[name] for group in groups]
-        if name.startswith("threshold") or any(value is None for value in values):
-            continue
-        if name == "exposed_seconds":
-            total[name] = max(values)
-        elif name.endswith("density"):
-            parts = (group[name] * group["numel"] for group in groups)
-            total[name] = sum(parts) / max(1, numel)
-        else:
-            total[name] = sum(values)
-    return total
-
-
 def _check(state: object) -> None:
     if not isinstance(state, CompressionState):
         remedy = "; give states one by one" if isinstance(state, (list, tuple)) else ""
-        raise TypeError(
-            f"a state of sparsecomm's hooks is needed, not {type(state).__name__}{remedy}"
-        )
+        raise TypeError(f"a state of sparsecomm's hooks is needed, not {described(state)}{remedy}")
 
 
 def _print(title: str, native: _C.HookState, file: TextIO | None) -> None:
@@ -170,10 +135,8 @@ def _text(title: str, native: _C.HookState) -> str:
         return f"{title}: no step yet"
     lines = [
         f"{title}, rank {native.rank}: {steps} steps",
-        f"  density {stats['realised_density']:.3%} selected, {stats['result_density']:.3%} of the "
-        "results",
-        f"  {_bytes(stats['sent_bytes'] / steps)} sent, {_bytes(stats['received_bytes'] / steps)} "
-        f"received, {stats['messages'] / steps:.1f} messages a step",
+        f"  mean of all steps: {_traffic(stats, steps)}",
+        f"  last step:         {_traffic(together(stats['groups']), 1)}",
         f"  {format_seconds(stats['select_seconds'] / steps)} to select, "
         f"{format_seconds(stats['exchange_seconds'] / steps)} to exchange, "
         f"{format_seconds(stats['apply_seconds'] / steps)} to apply, "
@@ -188,6 +151,15 @@ def _text(title: str, native: _C.HookState) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _traffic(figures: Mapping[str, float], steps: int) -> str:
+    return (
+        f"density {figures['realised_density']:.3%} selected, {figures['result_density']:.3%} of "
+        f"the results; {_bytes(figures['sent_bytes'] / steps)} sent, "
+        f"{_bytes(figures['received_bytes'] / steps)} received, "
+        f"{figures['messages'] / steps:.1f} messages"
+    )
 
 
 def _row(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sparsecomm
 
 HOSTS = 4
 LINKS = ("1gbit", "10gbit")
-# Share of a step's computing that is the backward pass, behind which DDP hides its allreduce.
-BACKWARD = 2 / 3
-# The algorithm that each hook runs, where it is one, and whether buckets go as they come.
-ALGORITHMS = {
-    "ddp": ("dense_ring", True),
-    "dense": ("dense_ring", False),
-    "dense_overlap": ("dense_overlap", True),
-    "topk_a": ("topk_a", False),
-    "topk_dsa": ("topk_dsa", False),
-    "gtopk": ("gtopk", False),
-    "gaussian_k": ("gaussian_k", False),
-    "oktopk": ("oktopk", False),
-    "prepare": ("oktopk", False),
+# The method whose step a hook makes, as sparsecomm.explain names it.
+METHODS = {
+    "ddp": "ddp",
+    "dense": "dense_ring",
+    "dense_overlap": "dense_overlap",
+    "topk_a": "topk_a",
+    "topk_dsa": "topk_dsa",
+    "gtopk": "gtopk",
+    "gaussian_k": "gaussian_k",
+    "oktopk": "oktopk",
+    "prepare": "oktopk",
 }
 
 
@@ -40,21 +38,18 @@ class Measured:
 def step_seconds(measured: Measured, link: str) -> float | None:
     """Predicts a step between HOSTS hosts with ``link``, or None if no algorithm is known.
 
-    Computing and selecting take what they took; messages, bytes and sums what the planner expects.
-    Of an allreduce of buckets that go as they come, the backward pass hides what it can.
+    Computing and selecting take what they took; the rest what the planner expects.
     """
-    if measured.hook not in ALGORITHMS:
+    if measured.hook not in METHODS:
         return None
-    algorithm, overlaps = ALGORITHMS[measured.hook]
     explanation = sparsecomm.explain(
         measured.parameters,
         measured.density,
         link=sparsecomm.Link.parse(link),
         ranks=HOSTS,
+        step_seconds=measured.compute_seconds,
     )
-    row = next(row for row in explanation.ranking if row.algorithm == algorithm)
-    exchange = row.seconds - row.select
-    if overlaps:
-        hidden = min(exchange, BACKWARD * measured.compute_seconds)
-        return measured.compute_seconds + exchange - hidden
-    return measured.compute_seconds + measured.select_seconds + exchange
+    step = next(step for step in explanation.steps if step.method == METHODS[measured.hook])
+    if step.select > 0:
+        step = replace(step, select=measured.select_seconds)
+    return step.seconds

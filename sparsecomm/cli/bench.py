@@ -16,7 +16,15 @@ import torch.distributed as dist
 from sparsecomm.build import build_info
 from sparsecomm.cli import ping_pong
 from sparsecomm.cli.gradients import Pattern
-from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, PLANNED, Row, Settings, measure
+from sparsecomm.cli.measure import (
+    DTYPES,
+    GLOO_DENSE,
+    PLANNED,
+    Row,
+    Settings,
+    is_sparse,
+    measure,
+)
 from sparsecomm.cli.ranks import run_on_ranks, world_size_of_launcher
 from sparsecomm.transports import AUTO, names
 from sparsecomm.units import parse_count
@@ -39,19 +47,32 @@ gloo_dense is torch.distributed's own allreduce.
 """
 
 EPILOG = """\
+first lines:
+  ranks, transport, pattern   what was measured, over which transport, on which gradients
+  density, k                  share of the entries that each rank selects, and how many they are
+  index codec, value codec    how indices and values are encoded; smallest: per message
+  seed                        of the gradients
+  iterations, warm-up         iterations that were measured, and those before them, which were not
+
 columns:
   size, count, type  the gradient: bytes, elements, element type
+  algorithm          auto:NAME: the plan ended with NAME
   turns              in an iteration; times are over all of them
-  time               of a turn on the slowest rank: least, median, largest
+  time min, median, max   time of a turn on the slowest rank: least, median, largest
   algbw              size / median time, as if every byte had travelled
   busbw              algbw * 2(P-1)/P, what a dense allreduce would need of each link at that time
   sent, received     wire bytes per turn of the rank with the most, headers and agreement
                      included: counted by the transport, for gloo_dense computed as 2(P-1)/P * size
-  msgs               messages sent per turn, likewise; not known of gloo
+  msgs               messages sent per turn by the rank with the most; not known of gloo
   model              bytes received by the cost formula, an upper bound with 32-bit indices
   nnz                entries of the result
-  select, exchange, apply   of the time, means over the ranks
+  select, exchange, apply   parts of the time, means over the ranks
   alone              the exchange of a selection that is at hand, with --exchange-alone
+  -                  not known, or not measured
+
+last lines: the quickest by its median, and the ratio of its time to that of a dense allreduce
+(gloo_dense, or the quickest dense one). That is of the exchange, not of a training step, in which
+DDP hides part of a dense exchange: sparsecomm plan --step-time.
 
 patterns (entries are normal with deviation 0.01, but for the large ones, density * numel of them,
 which are log-normal with median 1):
@@ -166,11 +187,26 @@ through each transport of torch's ranks.
 """
 
 
+TRANSPORT_EPILOG = """\
+columns:
+  engine             a transport, or a bare engine that one stands on; those follow it
+  N B                one-way time of messages of N bytes: the median of the blocks' medians, and in
+                     brackets the least and the largest of these
+  N MiB              bytes of such a message over its one-way time
+  to bare            a transport's time over that of the quickest bare engine below it, one ratio
+                     per size, from the smallest: 1.00 costs nothing, 2.00 doubles the time
+  -                  a bare engine, or none below this transport
+
+last lines: an allreduce of a few non-zeros through each transport, in which latency is all.
+"""
+
+
 def add_transport(parsers: argparse._SubParsersAction[Any]) -> None:
     parser = parsers.add_parser(
         "transport",
         help="latency and bandwidth of each transport",
         description=TRANSPORT_DESCRIPTION,
+        epilog=TRANSPORT_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.set_defaults(run=run_transport, parser=parser)
@@ -342,12 +378,10 @@ def write_json(file: Path, content: Any) -> None:
     partial_file.replace(file)
 
 
-def table(settings: Settings, rows: Sequence[Row]) -> str:
-    """The rows in nccl-tests' manner."""
+def columns_of(settings: Settings, rows: Sequence[Row]) -> list[tuple[str, str, list[str]]]:
+    """The name, the unit and the cells of each column."""
     ranks = rows[0].world_size
-    counted = [row.transport for row in rows if row.algorithm != GLOO_DENSE]
-    transport = counted[0] if counted else "none of ours"
-    columns: list[tuple[str, str, list[str]]] = [
+    return [
         ("size", "(B)", [str(settings.numel * settings.itemsize) for _ in rows]),
         ("count", "", [str(settings.numel) for _ in rows]),
         ("type", "", [settings.dtype for _ in rows]),
@@ -379,6 +413,13 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
             ],
         ),
     ]
+
+
+def table(settings: Settings, rows: Sequence[Row]) -> str:
+    """The rows in nccl-tests' manner, and what they come to."""
+    ranks = rows[0].world_size
+    counted = [row.transport for row in rows if row.algorithm != GLOO_DENSE]
+    transport = counted[0] if counted else "none of ours"
     lines = [
         f"# allreduce: {ranks} {'rank' if ranks == 1 else 'ranks'}, transport "
         f"{transport}, pattern {settings.pattern.name}, density "
@@ -387,17 +428,44 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         f"seed {settings.seed}",
         f"# {rows[0].iters} iterations after {settings.warmup} of warm-up, interleaved; results "
         "are the same bits on every rank",
+        "# sparsecomm bench allreduce --help explains every word",
     ]
     computed = ", ".join(named(row) for row in rows if row.messages is None)
     if computed:
         lines.append(f"# {computed}: bytes are computed as 2(P-1)/P * size, all others are counted")
-    cells = [[name, unit, *values] for name, unit, values in columns]
+    cells = [[name, unit, *values] for name, unit, values in columns_of(settings, rows)]
     widths = [max(map(len, column)) for column in cells]
     for index, line in enumerate(zip(*cells, strict=True)):
         lead = "# " if index < 2 else "  "
         padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         lines.append((lead + "  ".join(padded)).rstrip())
+    lines += [f"# {line}" for line in verdict(rows).splitlines()]
     return "\n".join(lines)
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Names the quickest by its median, and compares it with a dense and a sparse allreduce."""
+    ordered = sorted(rows, key=lambda row: row.time_us.median)
+    quickest = ordered[0]
+    sparse = [row for row in ordered if is_sparse(row.chosen or row.algorithm)]
+    dense = [row for row in ordered if row not in sparse and row.algorithm != PLANNED]
+    dense.sort(key=lambda row: row.algorithm != GLOO_DENSE)
+    text = f"quickest: {named(quickest)}, {quickest.time_us.median:.1f} us"
+    if not dense:
+        text += f"; to compare it with a dense allreduce, add {GLOO_DENSE} to --algorithm"
+    elif quickest is not dense[0]:
+        median = dense[0].time_us.median
+        ratio = median / quickest.time_us.median
+        text += f", {ratio:.2f} times as quick as {dense[0].algorithm}, {median:.1f} us"
+    if quickest not in sparse and sparse:
+        ratio = sparse[0].time_us.median / quickest.time_us.median
+        text += f"; {named(sparse[0])} takes {ratio:.2f} times as long"
+    elif not sparse:
+        text += "; to compare it with a sparse allreduce, add oktopk to --algorithm"
+    return (
+        f"{text}\nof the exchange, selection and residual included; of a training step DDP hides "
+        "part of a dense exchange: sparsecomm plan --step-time"
+    )
 
 
 def named(row: Row) -> str:

@@ -22,16 +22,43 @@ of the cluster. Nothing is exchanged.
 """
 
 EPILOG = """\
-columns:
-  step         the whole, in the order of which the rows come
-  dense/step   how many times as long a dense allreduce takes
-  select .. apply   what the step consists of: the check for NaN, threshold and selection; waiting
-               for messages; bytes; encoding, decoding and summing; writing the result
-  received, messages   of one rank
+first line:
+  entries      of the gradient
+  density      share of them that each rank selects
+  ranks        as given
+  union        entries that at least one rank selects: between those of one rank and of all together
+  link         bandwidth, of each rank, and latency, until a message has come, as given
+  overhead     of each message beside that
+
+first table, of the exchange:
+  algorithm    in brackets: not chosen by auto
+  step         the whole exchange, the sum of select to apply; the rows are in its order
+  dense/step   step of the row dense over this row's: how many times as quick
+  select       the check for NaN, the threshold and the selection
+  latency      waiting for messages
+  transfer     the bytes on the link
+  compute      encoding, decoding and summing
+  apply        writing the result
+  received     bytes, by one rank
+  messages     sent by one rank
   codecs       of the indices and values that a rank sends, the smallest; dense: all values are sent
 
+second table, of whole training steps, with --step-time:
+  method       ddp: plain DDP, its allreduce taken to be a ring; else an algorithm as a hook runs it
+  whole step   step time + select + exchange - hidden; the rows are in its order
+  ddp/step     whole step of the row ddp over this row's: how many times as quick
+  step time    as given
+  select       as above; 0 if the check for NaN is part of the exchange, or there is none
+  exchange     everything else that the method adds, the bytes' time and the processor's
+  hidden       the part of the exchange during which the backward pass goes on
+
+The backward pass is taken for two thirds of the step time. Buckets become complete evenly over it;
+an exchange starts when its bucket is complete and the previous exchange has ended. So the last
+bucket is not hidden. ddp and dense_overlap exchange buckets, every other method the whole gradient
+when the pass has ended.
+
 example:
-  sparsecomm plan --numel 14.7M --density 0.01 --ranks 64 --bandwidth 25gbit --latency 20us
+  sparsecomm plan --numel 14.7M --density 0.01 --ranks 8 --bandwidth 10gbit --step-time 150ms
 """
 
 
@@ -85,6 +112,19 @@ def add_plan(parsers: argparse._SubParsersAction[Any]) -> None:
         help="of the algorithms that round (raw)",
     )
     add("--dtype", choices=DTYPES, default="f32", help="of the gradient (f32)")
+    add(
+        "--step-time",
+        type=reading(seconds_or_time),
+        metavar="T",
+        help="of a training step without any exchange, such as 150ms or 0.15: also predict whole "
+        "steps, and what plain DDP hides behind the backward pass",
+    )
+    add(
+        "--bucket-cap-mb",
+        type=at_least_1,
+        metavar="MB",
+        help="DDP's argument of that name, with --step-time (25, after a first bucket of 1)",
+    )
     add("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -100,6 +140,14 @@ def reading(parse: Callable[[str], T]) -> Callable[[str], T]:
     return read
 
 
+def seconds_or_time(text: str) -> float:
+    """Reads seconds, with a unit or without."""
+    try:
+        return float(text)
+    except ValueError:
+        return parse_seconds(text)
+
+
 def run_plan(options: argparse.Namespace) -> int:
     try:
         explanation = explain(
@@ -111,8 +159,13 @@ def run_plan(options: argparse.Namespace) -> int:
             dtype=DTYPES[options.dtype],
             index_codec=options.index_codec,
             value_codec=options.value_codec,
+            step_seconds=options.step_time,
+            bucket_cap_mb=options.bucket_cap_mb,
         )
     except ValueError as error:
         raise UsageError(str(error)) from error
-    print(json.dumps(explanation.to_dict(), indent=2) if options.json else explanation)
+    if options.json:
+        print(json.dumps(explanation.to_dict(), indent=2))
+    else:
+        print(f"(sparsecomm plan --help explains every word)\n{explanation}")
     return 0

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,10 +17,26 @@ from patience import LONG
 from ranks import run_ranks
 
 import sparsecomm
-from sparsecomm.cli import main, measure
+from sparsecomm.cli import bench, main, measure
 from sparsecomm.cli.gradients import Pattern, large_places, make_gradient
 from sparsecomm.cli.measure import Settings, drawn_order, is_inner, turns_of
 from sparsecomm.cli.ping_pong import find_mpiexec
+
+SETTINGS = Settings(
+    algorithms=("gloo_dense", "oktopk", "topk_a"),
+    numel=2000,
+    density=0.05,
+    dtype="f32",
+    pattern=Pattern.parse("uniform"),
+    index_codec="smallest",
+    value_codec="raw",
+    transport="auto",
+    iters=2,
+    warmup=1,
+    seconds=None,
+    seed=1,
+    exchange_alone=True,
+)
 
 
 def run_cli(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -46,6 +64,68 @@ def test_help_of_allreduce_names_every_algorithm(capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     for name in ("gloo_dense", *sparsecomm.build_info()["algorithms"]):
         assert name in text
+
+
+def explained(capsys: pytest.CaptureFixture[str], *command: str) -> set[str]:
+    """The words that begin a line, or a list of such words, below a heading of the help."""
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
+    names = [line.strip().split("  ")[0] for line in lines]
+    return {name.strip() for group in names for name in group.split(",")}
+
+
+def test_help_explains_every_column_of_allreduce(capsys: pytest.CaptureFixture[str]) -> None:
+    spread = measure.Spread(1, 2, 3)
+    missing: dict[str, Any] = dict.fromkeys(field.name for field in fields(measure.Row))
+    row = measure.Row(
+        **missing
+        | {
+            "algorithm": "gloo_dense",
+            "time_us": spread,
+            "sent_bytes": [1.0],
+            "received_bytes": [1.0],
+            "model_bytes": 1.0,
+            "result_nnz": 1.0,
+            "world_size": 2,
+        }
+    )
+    header = bench.columns_of(SETTINGS, [row])
+    assert {name for name, *_ in header} <= explained(capsys, "bench", "allreduce")
+    words = "pattern density k codec seed iterations warm-up transport"
+    with pytest.raises(SystemExit):
+        main(["bench", "allreduce", "--help"])
+    text = capsys.readouterr().out
+    assert all(word in text for word in words.split())
+
+
+def test_help_explains_every_column_of_transport(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"engine", "N B", "N MiB", "to bare"} <= explained(capsys, "bench", "transport")
+
+
+@pytest.mark.parametrize(
+    ("medians", "operands"),
+    [
+        ({"gloo_dense": 100.0, "oktopk": 25.0}, ["oktopk", "25.0 us", "4.00", "gloo_dense"]),
+        ({"gloo_dense": 25.0, "oktopk": 100.0}, ["gloo_dense", "25.0 us", "4.00", "oktopk"]),
+        (
+            {"dense_ring": 300.0, "dense": 150.0, "oktopk": 100.0, "topk_a": 120.0},
+            ["oktopk", "100.0 us", "1.50", "dense"],
+        ),
+        ({"oktopk": 100.0, "topk_a": 120.0}, ["oktopk", "100.0 us", "gloo_dense"]),
+        ({"gloo_dense": 100.0}, ["gloo_dense", "100.0 us", "oktopk"]),
+    ],
+)
+def test_the_verdict_names_the_quickest_and_its_ratio_to_dense(
+    medians: dict[str, float], operands: list[str]
+) -> None:
+    rows: Any = [
+        SimpleNamespace(algorithm=name, chosen=None, time_us=measure.Spread(0, median, 0))
+        for name, median in medians.items()
+    ]
+    text = bench.verdict(rows)
+    assert all(operand in text for operand in operands), text
+    assert "--step-time" in text  # that it is not a training step
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +280,8 @@ def test_allreduce(tmp_path: Path) -> None:
     nnz = {row["algorithm"]: row["result_nnz"] for row in rows}
     assert nnz["dense"] == nnz["gloo_dense"] == 10_000
     assert nnz["oktopk"] <= 500 < nnz["topk_a"] < 2000
+    quickest = min(rows, key=lambda row: row["time_us"]["median"])
+    assert f"{quickest['algorithm']}, {quickest['time_us']['median']:.1f} us" in result.stdout
     lines = [line.split() for line in result.stdout.splitlines() if not line.startswith("#")]
     assert [line[3] for line in lines] == algorithms
     assert len({len(line) for line in lines}) == 1
@@ -285,26 +367,11 @@ def test_the_quick_have_turns_for_as_long_as_the_slowest_takes() -> None:
 
 
 def _measure_turns() -> list[tuple[str, int, int, int]]:
-    settings = Settings(
-        algorithms=("gloo_dense", "oktopk", "topk_a"),
-        numel=2000,
-        density=0.05,
-        dtype="f32",
-        pattern=Pattern.parse("uniform"),
-        index_codec="smallest",
-        value_codec="raw",
-        transport="auto",
-        iters=2,
-        warmup=1,
-        seconds=None,
-        seed=1,
-        exchange_alone=True,
-    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             measure, "turns_of", lambda seconds: {**dict.fromkeys(seconds, 1), "oktopk": 3}
         )
-        rows = measure.measure(settings)
+        rows = measure.measure(SETTINGS)
     for row in rows:
         assert row.time_us.min == min(row.turns_us)
         assert row.time_us.max == max(row.turns_us)

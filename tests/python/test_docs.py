@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from patience import LONG, PATIENCE
 from ranks import run_ranks
@@ -58,11 +59,35 @@ def test_python_snippet(number: int, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     text = snippets("python")[number]
     script.write_text(text)
+    if "from accelerate" in text:
+        pytest.importorskip("accelerate")
     if "mpi4py" in text:
         mpiexec = find_mpiexec() or pytest.skip("no mpi4py or no mpiexec")
         run([mpiexec, "-n", "2", sys.executable, str(script)], tmp_path)
         return
     run_ranks(2, run_as_torchrun, str(script), tmp_path, timeout=1.5 * LONG / PATIENCE)
+
+
+def test_the_main_program_resumes_bit_by_bit(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "tutorials" / "ddp.md").read_text()
+    text = page.split("```python\n")[1].split("```")[0]
+    loop = "in range(first, STEPS):"
+    assert text.count(loop) == 1
+    found = []
+    for name, stops in (("whole", ()), ("resumed", (27, 43))):  # after 20 and 40 were saved
+        folder = tmp_path / name
+        folder.mkdir()
+        script = folder / "train.py"
+        for stop in (*stops, None):
+            end = "STEPS" if stop is None else str(stop)
+            script.write_text(text.replace(loop, f"in range(first, {end}):"))
+            run_ranks(2, run_as_torchrun, str(script), folder, timeout=LONG / PATIENCE)
+        saved = torch.load(folder / "training.pt", weights_only=True)
+        assert saved["step"] == 60
+        found.append(saved["model"])
+    whole, resumed = found
+    for name, parameter in whole.items():
+        assert torch.equal(parameter, resumed[name]), name
 
 
 def run_as_torchrun(script: str, folder: Path) -> None:

@@ -723,6 +723,12 @@ def check_bad_input() -> None:
         "must be a torch.optim.Optimizer, not OkTopkState",
         lambda: prepare_any(ddp, OkTopkState()),
     )
+    refused(TypeError, "not the class SGD itself", lambda: prepare_any(ddp, SGD))
+    refused(
+        TypeError,
+        "not the class Sequential itself",
+        lambda: prepare_any(torch.nn.Sequential, of_other),
+    )
     refused(
         ValueError,
         r"10 of the 10 parameters of SGD, the first of shape \(40, 40\), are not",
@@ -776,7 +782,7 @@ def check_bad_input() -> None:
     )
     refused(
         ValueError,
-        r"momentum=1.1 of SGD is not in \[0, 1\)",
+        r"momentum=1.1 of SGD is not in \[0, 1\); 0.9",
         prepare(lambda p: SGD(p, 0.1, momentum=1.1)),
     )
     refused(

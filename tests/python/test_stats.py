@@ -58,6 +58,7 @@ def check_the_groups_add_up_to_the_totals() -> None:
     state = TopkState(density=0.05, schedule=ThresholdSchedule("reused", period=4))
     ddp, optimizer = start(state)
     assert state.stats()["groups"] == []
+    assert state.stats()["last_step"] == {}
     before = state.stats()
     for step in range(6):
         train(ddp, optimizer, [step])
@@ -71,6 +72,10 @@ def check_the_groups_add_up_to_the_totals() -> None:
         assert [group["step"] for group in groups] == [step, step]
         for name in TRAFFIC:
             assert sum(group[name] for group in groups) == stats[name] - before[name] > 0, name
+            assert stats["last_step"][name] == stats[name] - before[name], name
+        for name in ("realised_density", "result_density"):
+            last = stats[name] * stats["steps"] - before[name] * before["steps"]
+            assert stats["last_step"][name] == pytest.approx(last), name
         for name in (f"{stage}_seconds" for stage in STAGES):
             total = sum(group[name] for group in groups)
             assert total == pytest.approx(stats[name] - before[name], abs=1e-7), name
@@ -206,6 +211,21 @@ class Recorder:
         self.texts[tag] = text_string
 
 
+def check_a_report_has_the_last_step_beside_the_mean() -> None:
+    state = TopkState(density=0.02, warmup=sparsecomm.DensityWarmup(2, (0.5,)))
+    ddp, optimizer = start(state)
+    train(ddp, optimizer, range(4))
+    stats = state.stats()
+    last = stats["last_step"]
+    assert last["realised_density"] < stats["realised_density"] / 2
+    mean_line, last_line = sparsecomm.report(state).splitlines()[1:3]
+    for line, figures, steps in ((mean_line, stats, 4), (last_line, last, 1)):
+        assert f"{figures['realised_density']:.3%}" in line
+        assert f"{figures['result_density']:.3%}" in line
+        assert f"{figures['sent_bytes'] / steps / 1024:.1f} KiB" in line
+        assert f"{figures['received_bytes'] / steps / 1024:.1f} KiB" in line
+
+
 def check_reports(folder: str) -> None:
     state, idle = AutoState(density=0.05), OkTopkState()
     ddp, optimizer = start(state)
@@ -280,6 +300,7 @@ def _check_figures(folder: str) -> None:
     check_what_is_exposed()
     check_a_plan_predicts()
     check_a_trace_shows_each_stage(folder)
+    check_a_report_has_the_last_step_beside_the_mean()
     check_reports(folder)
 
 
@@ -326,6 +347,8 @@ def test_reports_are_of_states() -> None:
             report("state")  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"not list.*one by one"):
             report([])  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=r"the class OkTopkState.*OkTopkState\("):
+            report(OkTopkState)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="not Recorder"):
         sparsecomm.write_stats(Recorder(), Recorder())  # type: ignore[arg-type]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import flat
+from patience import LONG
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+sys.path.insert(0, str(EXAMPLES))
 
 
 def needs(package: str) -> pytest.MarkDecorator:
@@ -45,6 +48,66 @@ def _accelerate() -> None:
 @needs("accelerate")
 def test_accelerate() -> None:
     run_ranks(2, _accelerate, timeout=110)
+
+
+def _alone() -> int:
+    import accelerate_digits
+
+    os.environ.update(LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", ACCELERATE_USE_CPU="1")
+    states = []
+
+    def prepare(*arguments: Any, **options: Any) -> sparsecomm.CompressionState:
+        states.append(original(*arguments, **options))
+        return states[-1]
+
+    original = sparsecomm.prepare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparsecomm, "prepare", prepare)
+        accelerate_digits.train(1, 0.02, cpu=True)
+    (state,) = states
+    steps: int = state.stats()["steps"]
+    return steps
+
+
+@needs("accelerate")
+def test_accelerate_exchanges_with_one_process_under_torchrun() -> None:
+    assert run_ranks(1, _alone, timeout=110) == [1437 // 32]
+
+
+@needs("accelerate")
+def test_accelerate_says_that_one_process_alone_exchanges_nothing() -> None:
+    program = EXAMPLES / "accelerate_digits.py"
+    done = subprocess.run(
+        [sys.executable, str(program), "--cpu", "--epochs", "1"],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "one process" in done.stdout
+
+
+@needs("accelerate")
+@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--nproc-per-node", "1")])
+def test_the_page_saves_and_loads_with_one_process(
+    tmp_path: Path, launcher: tuple[str, ...]
+) -> None:
+    page = (EXAMPLES.parent / "docs" / "tutorials" / "trainers.md").read_text()
+    (text,) = (part.split("```")[0] for part in page.split("```python\n")[1:])
+    script = tmp_path / "program.py"
+    script.write_text(text)
+    done = subprocess.run(
+        [sys.executable, *launcher, str(script)],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    saved = {file.name for file in (tmp_path / "checkpoint").glob("residuals-*")}
+    assert saved == ({"residuals-0.pt"} if launcher else set())
 
 
 def _accumulate() -> None:

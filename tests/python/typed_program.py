@@ -160,6 +160,8 @@ def planning() -> list[str]:
     assert_type(plan, sparsecomm.Explanation)
     best: sparsecomm.Prediction = plan.best
     names = [row.algorithm for row in plan.ranking]
+    sparse: sparsecomm.StepPrediction | None = plan.best_sparse
+    names += [] if sparse is None else [sparse.method]
     return [*names, best.index_codec, sparsecomm.__version__, *sparsecomm.build_info()]
 
 
