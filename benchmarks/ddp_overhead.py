@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """Measures what communication hooks cost per training iteration, and what they save.
 
-    python benchmarks/ddp_overhead.py                          all, where the link is no limit
-    python benchmarks/ddp_overhead.py --ranks 4 --link 1gbit   a host per rank, as root
+    python benchmarks/ddp_overhead.py
     torchrun --nproc-per-node 2 benchmarks/ddp_overhead.py
 
 Trains one VGG16 per hook, all in one run: an iteration of each in turn, beginning with another one
 every round. An iteration is forward, backward with the exchange, and the SGD step on the example's
-model, with images of noise; its time is that of the slowest rank.
+model, with images of noise; its time is that of the slowest rank. The link is no limit here: see
+step.py for steps between hosts.
 
 PowerSGD gets a single bucket, the others DDP's default: it starts each bucket's second allreduce
 when the first has ended, and over gloo the order of those of several buckets differs between ranks.
@@ -23,7 +23,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from hosts import run_benchmark
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm.cli.bench import at_least_1, share, write_json
 from sparsecomm.cli.measure import Spread
+from sparsecomm.cli.ranks import run_on_ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from vgg16.model import VGG16
@@ -46,7 +46,6 @@ Install = Callable[[DistributedDataParallel, float], object]
 @dataclass(frozen=True)
 class Settings:
     hooks: tuple[str, ...]
-    link: str | None
     iters: int
     warmup: int
     batch: int
@@ -58,7 +57,6 @@ class Settings:
 class Row:
     hook: str
     world_size: int
-    link: str | None
     batch: int
     density: float | None
     iters: int
@@ -148,7 +146,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
     add("--hooks", nargs="+", choices=HOOKS, default=[*HOOKS], help="what to measure")
-    add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")
     add("--iters", type=at_least_1, default=15, help="iterations measured of each hook")
     add("--warmup", type=at_least_1, default=4, help="iterations before them")
     add("--batch", type=at_least_1, default=16, help="images per rank")
@@ -160,16 +157,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     hooks = (PLAIN, *(hook for hook in options.hooks if hook != PLAIN))
     settings = Settings(
         hooks,
-        options.link,
         options.iters,
         options.warmup,
         options.batch,
         options.density,
         options.json,
     )
-    own = sys.argv[1:] if arguments is None else arguments
-    command = [sys.executable, str(Path(__file__).resolve()), *own]
-    return run_benchmark(parser, partial(measure, settings), options.ranks, options.link, command)
+    return run_on_ranks(partial(measure, settings), options.ranks)
 
 
 def measure(settings: Settings) -> None:
@@ -199,7 +193,6 @@ def make_rows(settings: Settings, seconds: dict[str, list[float]]) -> list[Row]:
         Row(
             hook=hook,
             world_size=dist.get_world_size(),
-            link=settings.link,
             batch=settings.batch,
             density=settings.density if hook in SPARSE else None,
             iters=settings.iters,
@@ -217,8 +210,8 @@ def make_rows(settings: Settings, seconds: dict[str, list[float]]) -> list[Row]:
 def table(rows: Sequence[Row]) -> str:
     first = rows[0]
     lines = [
-        f"# VGG16 under DDP, {first.world_size} ranks x {first.batch} images, link "
-        f"{first.link or 'without limit'}, {first.iters} iterations after {first.warmup} of "
+        f"# VGG16 under DDP, {first.world_size} ranks x {first.batch} images, "
+        f"{first.iters} iterations after {first.warmup} of "
         "warm-up, interleaved",
         f"# {'':16}  {'seconds per iteration':^23}  {'ratio to plain_ddp, by round':^28}",
         f"# {'hook':16}  {'min':>7} {'median':>7} {'max':>7}  {'min':>9} {'median':>9} {'max':>8}",

@@ -35,8 +35,8 @@ class Measured:
 
 
 @functools.cache
-def step_seconds(measured: Measured, link: str) -> float | None:
-    """Predicts a step between HOSTS hosts with ``link``, or None if no algorithm is known.
+def step_seconds(measured: Measured, link: str, hosts: int = HOSTS) -> float | None:
+    """Predicts a step between ``hosts`` with ``link``, or None if no algorithm is known.
 
     Computing and selecting take what they took; the rest what the planner expects.
     """
@@ -46,7 +46,7 @@ def step_seconds(measured: Measured, link: str) -> float | None:
         measured.parameters,
         measured.density,
         link=sparsecomm.Link.parse(link),
-        ranks=HOSTS,
+        ranks=hosts,
         step_seconds=measured.compute_seconds,
     )
     step = next(step for step in explanation.steps if step.method == METHODS[measured.hook])
