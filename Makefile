@@ -4,7 +4,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help setup build cuda train reproduce test test-all test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
+.PHONY: help setup build tools cuda train reproduce test test-all test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
   scale sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
 
 PYTHON ?= python3
@@ -68,7 +68,12 @@ $(VENV)/.torch: $(VENV)/.system Makefile
 	@touch $@
 
 $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
-	python -m pip install --quiet --no-build-isolation --editable '.[examples,integrations,mpi,test,lint,docs]'
+	python -m pip install --quiet --no-build-isolation --editable '.[examples]'
+	@touch $@
+
+# Extras of what is installed: nothing is compiled again.
+$(VENV)/.tools: pyproject.toml | $(VENV)/.extension
+	python -m pip install --quiet 'sparsecomm[integrations,mpi,test,lint,docs]'
 	@touch $@
 
 $(VENV)/.simgrid: scripts/system_packages.sh
@@ -81,6 +86,7 @@ $(VENV)/.neon: scripts/system_packages.sh
 
 setup: $(VENV)/.torch ## install the system's packages, the virtual environment and torch
 build: $(VENV)/.extension ## compile and install sparsecomm in the virtual environment
+tools: build $(VENV)/.tools ## install what tests and checks need beside it
 
 # ---- use
 
@@ -109,7 +115,7 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 
 test: cuda test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run what a change must pass, in 25 minutes
 
-test-all: cuda test-cpp test-neon sanitize ## run every test and check, in hours
+test-all: cuda test-cpp test-neon sanitize tools ## run every test and check, in hours
 	OMP_NUM_THREADS=1 python -m pytest -m "slow or not slow" $(ARGS)
 	$(MAKE) lint types BASE=
 	$(MAKE) fuzz
@@ -127,7 +133,7 @@ cuda: setup ## compile the CUDA kernels, and their tests for a device, where the
 	  cmake --build $(BUILD) --parallel $(JOBS) --target sparsecomm_cuda cuda_device_tests; \
 	fi
 
-test-cuda: build cuda ## run the CUDA tests and benchmarks on a GPU; torch must have CUDA (ARGS are pytest's)
+test-cuda: tools cuda ## run the CUDA tests and benchmarks on a GPU; torch must have CUDA (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest -m cuda tests/python/test_cuda.py $(ARGS)
 	python benchmarks/cuda_kernels.py
 
@@ -141,10 +147,10 @@ test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compile
 	$(CTEST) --test-dir build/neon --parallel $(JOBS) --exclude-regex _NOT_BUILT
 
 # One more at once than there are cores: many wait more than they compute.
-test-python: build $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
+test-python: tools $(VENV)/.simgrid ## run the Python tests (ARGS are pytest's)
 	OMP_NUM_THREADS=1 python -m pytest --numprocesses $$(($(JOBS) + 1)) --dist worksteal --durations 20 $(ARGS)
 
-lint: build ## check the format, and for the usual mistakes what has changed since BASE, by default since origin/main
+lint: tools ## check the format, and for the usual mistakes what has changed since BASE, by default since origin/main
 	$(CONFIGURE) > build/configure.log
 	clang-format --dry-run -Werror $(CPP)
 	python scripts/tidy_sources.py $(BUILD) $(BASE) \
@@ -153,18 +159,18 @@ lint: build ## check the format, and for the usual mistakes what has changed sin
 	ruff check .
 	ruff format --check .
 
-types: build ## check the types
+types: tools ## check the types
 	mypy
 
-format: build ## rewrite the sources in the project's format
+format: tools ## rewrite the sources in the project's format
 	clang-format -i $(CPP)
 	ruff check --fix-only .
 	ruff format .
 
-docs: build ## rewrite the tables of the docs from those of the code
+docs: tools ## rewrite the tables of the docs from those of the code
 	python scripts/docs_table.py
 
-site: build ## build the documentation site into build/site, without a warning (a test does so too)
+site: tools ## build the documentation site into build/site, without a warning (a test does so too)
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 # Those of the decoders, which read what the network brings, and of the quicker loops over vectors;
@@ -205,18 +211,18 @@ PRELOADED := test_ddp.py test_transports.py test_collectives.py
 INSTRUMENTED_address := test_ddp.py test_transports.py test_collectives.py test_hooks.py test_state.py
 INSTRUMENTED_thread := test_stats.py test_collectives.py
 
-sanitize-python: build ## run Python tests with the address sanitizer's allocator under the extension as it is
+sanitize-python: tools ## run Python tests with the address sanitizer's allocator under the extension as it is
 	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest -k "not compiled" \
 	  $(addprefix tests/python/,$(PRELOADED)) $(ARGS)
 
-sanitize-python-quick: build ## those of them where crashes were seen, and of each way into the extension
+sanitize-python-quick: tools ## those of them where crashes were seen, and of each way into the extension
 	$(SANITIZED_RUN) $(PRELOAD_address) python -m pytest \
 	  $(addprefix tests/python/,$(PRELOADED)) -k "sparse_gradients or special_values or each_group"
 
 sanitize-torch: sanitize-torch-address sanitize-torch-thread ## run Python tests of an extension compiled for the sanitizers
 
 # Lets Python find the copy of the package that was compiled for the sanitizer, not this checkout's.
-sanitize-torch-%: build
+sanitize-torch-%: tools
 	SPARSECOMM_SANITIZE=$* python setup.py --quiet build --build-lib build/sanitized-$*
 	$(SANITIZED_RUN) $(PRELOAD_$*) PYTHONSAFEPATH=1 PYTHONPATH=build/sanitized-$* \
 	  python -c 'from sparsecomm import _C; assert "sanitized-$*" in _C.__file__, _C.__file__'

@@ -182,11 +182,14 @@ def target_quality(methods: Sequence[Method]) -> float:
     return dense[0] + SHARE_OF_WAY * (dense[-1] - dense[0])
 
 
-def write_results(results: Results, page: Path, link: str, goals: str) -> None:
-    """Writes the page, and the pictures that it shows into a folder of its name."""
+def write_results(results: Results, page: Path, link: str, first: Sequence[str]) -> None:
+    """Writes the page, and the pictures that it shows into a folder of its name.
+
+    ``first``: sections that stand before those of the tasks.
+    """
     pictures = page.with_suffix("")
     pictures.mkdir(parents=True, exist_ok=True)
-    parts = [introduction(results, link), goals]
+    parts = [introduction(results, link), *first]
     for task, methods in results.methods.items():
         draw_methods(methods, pictures / f"{task}.png", link)
         draw_observed(results.observed[task], pictures / f"{task}-observed.png")

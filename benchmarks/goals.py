@@ -87,17 +87,26 @@ def quality(task: str, dense: Method, method: Method) -> Goal:
     """Within two standard errors of dense training, or half a point."""
     name = f"{NAMES[method.name]} within two standard errors of dense"
     values, others = dense.finals(), method.finals()
-    sign = 1 if dense.seeds[0]["higher_is_better"] else -1
-    worse = sign * (statistics.fmean(values) - statistics.fmean(others))
-    if min(len(values), len(others)) < 2:
+    worse, error = difference(values, others, dense.seeds[0]["higher_is_better"])
+    if error is None:
         return Goal(task, name, f"{worse:+.4f} worse, one seed", None)
-    error = math.sqrt(sum(statistics.variance(all_) / len(all_) for all_ in (values, others)))
     most = 2 * error
     if dense.quality in RATES:
         name += f", or {100 * POINTS:g} points"
         most = max(most, POINTS)
     figure = f"{worse:+.4f} worse than {NAMES[dense.name]}, standard error {error:.4f}"
     return Goal(task, name, figure, worse <= most)
+
+
+def difference(
+    dense: Sequence[float], others: Sequence[float], higher_is_better: bool
+) -> tuple[float, float | None]:
+    """How much worse the others' mean is, and the standard error of that, unless of one seed."""
+    sign = 1 if higher_is_better else -1
+    worse = sign * (statistics.fmean(dense) - statistics.fmean(others))
+    if min(len(dense), len(others)) < 2:
+        return worse, None
+    return worse, math.sqrt(sum(statistics.variance(all_) / len(all_) for all_ in (dense, others)))
 
 
 def selected(task: str, name: str, rows: Sequence[dict[str, Any]]) -> Goal:

@@ -14,32 +14,24 @@ so what was broken off goes on where it stopped; tables and pictures are made fr
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
-import subprocess
 import sys
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import goals
+import recipes
 from comparison import AT_RECIPES_LR, BASELINE, Results, Task, write_results
-from hosts import Hosts, HostsError, missing
+from hosts import missing
+from rank_runs import LINK, RANKS, ROOT, Run, make_all
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from common.exchange import HOOKS
 
-ROOT = Path(__file__).resolve().parent.parent
-RANKS = 2
-LINK = "1gbit"
 # Whole trainings between more hosts, and batches that make the steps those of the other runs.
 MANY_HOSTS = 4
 ON_MANY_HOSTS = ("dense", "dense_overlap", "oktopk", "recommended")
 MANY_HOSTS_FOLDER = f"{MANY_HOSTS}-hosts"
-LONGEST_RUN = 3600  # seconds
 
 TASKS = {
     task.name: task
@@ -82,73 +74,6 @@ OBSERVED = {
 STEPS_OBSERVED = 160  # five times the default period of exact thresholds
 
 
-@dataclass(frozen=True)
-class Run:
-    """A command that leaves `result` in `folder`."""
-
-    folder: Path
-    command: list[str]
-    result: str = "summary.json"
-    hosts: int = 0  # 0: ranks of this machine, with nothing between them
-
-    def is_done(self) -> bool:
-        """Whether it has been made, by the same command."""
-        made = self.record().get("command")
-        return bool(made == self.command) and (self.folder / self.result).is_file()
-
-    def seconds(self) -> float:
-        """What it took, once it is done."""
-        return float(self.record()["seconds"])
-
-    def record(self) -> dict[str, Any]:
-        """Its command and its seconds, if it has been made."""
-        try:
-            found = json.loads((self.folder / "command.json").read_text())
-        except (OSError, ValueError):
-            return {}
-        return found if isinstance(found, dict) else {}
-
-    def make(self) -> None:
-        """Runs it anew.
-
-        Raises:
-            subprocess.SubprocessError, HostsError: it has failed; log.txt in its folder says why.
-        """
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        log = self.folder / "log.txt"
-        output = ["--output", str(self.folder)]
-        begin = time.monotonic()
-        if self.hosts > 0:
-            command = [sys.executable, *self.command, *output]
-            # Every host adds to the log.
-            logged = ["sh", "-c", f'exec "$0" "$@" >> "{log}" 2>&1', *command]
-            with Hosts(self.hosts, LINK) as hosts:
-                hosts.run_ranks(logged)
-        else:
-            torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-            command = [*torchrun, "--nproc-per-node", str(RANKS), *self.command, *output]
-            with (
-                log.open("w") as file,
-                subprocess.Popen(
-                    command,
-                    cwd=ROOT,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                ) as process,
-            ):
-                try:
-                    status = process.wait(LONGEST_RUN)
-                except BaseException:
-                    process.terminate()  # upon which it ends its ranks, as it could not if killed
-                    raise
-            if status != 0:
-                raise subprocess.CalledProcessError(status, command)
-        record = {"command": self.command, "seconds": time.monotonic() - begin}
-        (self.folder / "command.json").write_text(json.dumps(record))
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(
@@ -189,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder, tasks, methods, [*OBSERVED], LINK, MANY_HOSTS_FOLDER, options.fast
     )
     found = goals.goals(results, LINK, MANY_HOSTS)
-    write_results(results, page, LINK, goals.section(found))
+    write_results(results, page, LINK, [goals.section(found), recipes.section(recipes.read())])
     hours = sum(run.seconds() for run in runs) / 3600
     print(f"wrote {page} of runs that took {hours:.1f} hours")
     return 0
@@ -239,28 +164,6 @@ def plan(
                 Run(folder / task.name / "observed" / name, command, result="observations.json")
             )
     return runs
-
-
-def make_all(runs: Sequence[Run]) -> list[Run]:
-    """Makes those that are not made yet; returns those that have failed."""
-    left = [run for run in runs if not run.is_done()]
-    print(f"{len(runs)} runs, of which {len(runs) - len(left)} are there", flush=True)
-    failed = []
-    begin = time.monotonic()
-    for number, run in enumerate(left, 1):
-        try:
-            run.make()
-        except (subprocess.SubprocessError, HostsError) as error:
-            failed.append(run)
-            print(f"{run.folder}: {error}", file=sys.stderr, flush=True)
-            continue
-        minutes = (time.monotonic() - begin) / 60
-        print(
-            f"{number}/{len(left)} {os.path.relpath(run.folder)}: {minutes:.1f} minutes so far, "
-            f"about {minutes / number * (len(left) - number):.0f} to go",
-            flush=True,
-        )
-    return failed
 
 
 if __name__ == "__main__":

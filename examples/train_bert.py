@@ -19,21 +19,20 @@ import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from bert.corpus import LARGEST_VOCABULARY, Corpus, prepare, read_vocabulary
-from bert.documents import FOLDER, PROSE
 from bert.examples import make_batch
 from bert.model import SIZES, Bert
 from common import training
+from common.documents import FOLDER, PROSE, source
 from common.errors import DataError
 from common.options import positive
 from common.order import epoch_batches, steps_per_epoch
 from common.seeds import mix_seed
-from common.task import Batch, Task
+from common.task import Batch, Task, decay_matrices
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -59,7 +58,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(epochs=10, batch=8, lr=None, density=0.01)
     add = parser.add_argument
     add("--size", choices=SIZES, default="tiny", help="of the model")
-    add("--data", default=PROSE, help=f"{PROSE} of Python's library, or {FOLDER}FOLDER")
+    data = f"{PROSE} of Python's library, or {FOLDER}FOLDER"
+    add("--data", type=source, default=PROSE, help=data)
     add("--vocabulary", type=positive, default=None, help="tokens (4096, of base 30522)")
     add("--limit", type=positive, default=None, help="use only so many documents")
     add("--cache", default="runs/bert-data", help="folder of the data's tokens, for all ranks")
@@ -71,8 +71,6 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         options.vocabulary = size.vocabulary
     if options.vocabulary > LARGEST_VOCABULARY:
         parser.error(f"--vocabulary {options.vocabulary} is above {LARGEST_VOCABULARY}")
-    if options.data != PROSE and not (options.data.startswith(FOLDER) and options.data != FOLDER):
-        parser.error(f"--data: {options.data!r} is neither {PROSE} nor {FOLDER}FOLDER")
     return options
 
 
@@ -96,13 +94,7 @@ class Pretraining(Task):
         self.steps = options.epochs * self.steps_per_epoch
 
     def optimizer(self) -> torch.optim.AdamW:
-        decayed = [parameter for parameter in self.model.parameters() if parameter.dim() > 1]
-        others = [parameter for parameter in self.model.parameters() if parameter.dim() < 2]
-        groups: list[dict[str, Any]] = [
-            {"params": decayed},
-            {"params": others, "weight_decay": 0.0},
-        ]
-        return torch.optim.AdamW(groups, self.lr, BETAS, weight_decay=WEIGHT_DECAY)
+        return torch.optim.AdamW(decay_matrices(self.model, WEIGHT_DECAY), self.lr, BETAS)
 
     def learning_rate(self, step: int) -> float:
         return learning_rate(step, self.steps, self.lr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -245,6 +246,7 @@ def explain(
     transport: str = AUTO,
     step_seconds: float | None = None,
     bucket_cap_mb: int | None = None,
+    rates: Mapping[str, float] | None = None,
 ) -> Explanation:
     """Predicts what a step takes with each algorithm: selection, exchange and writing the result.
 
@@ -273,10 +275,12 @@ def explain(
             trains by itself on the batch of one rank, or DDP within ``no_sync()``.
         bucket_cap_mb: as in DistributedDataParallel, whole; with ``step_seconds``. ``None``: 25
             after a first bucket of 1.
+        rates: the ``figures`` of an earlier explanation, whose kernels' rates are taken instead of
+            being measured, so that links are compared with the same ones; with ``link``.
 
     Raises:
-        ValueError: an argument outside its range, ``link`` without ``ranks`` or the reverse, or
-            ``bucket_cap_mb`` without ``step_seconds``.
+        ValueError: an argument outside its range, ``link`` without ``ranks`` or the reverse,
+            ``bucket_cap_mb`` without ``step_seconds``, or ``rates`` without ``link``.
     """
     if (link is None) != (ranks is None):
         raise ValueError("link and ranks go together; omit both to measure a process group")
@@ -286,11 +290,16 @@ def explain(
         raise ValueError(f"density={density!r} is not in (0, 1]; 0.01 sends one entry in a hundred")
     if step_seconds is not None and not 0 < step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds!r} is not a time; 0.15 is 150 ms")
-    if bucket_cap_mb is not None and (step_seconds is None or bucket_cap_mb < 1):
-        raise ValueError(
-            f"bucket_cap_mb={bucket_cap_mb!r} needs 1 or more, and step_seconds="
-            f"{step_seconds!r} the time of a step whose backward pass hides buckets"
-        )
+    if bucket_cap_mb is not None:
+        if not isinstance(bucket_cap_mb, int) or bucket_cap_mb < 1:
+            raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a whole number of 1 or more")
+        if step_seconds is None:
+            raise ValueError(
+                f"bucket_cap_mb={bucket_cap_mb!r} is of the step that step_seconds gives, and "
+                "there is none: give both, or neither"
+            )
+    if rates is not None and link is None:
+        raise ValueError("rates are for a given link; a process group measures its own: omit them")
     schedule = ThresholdSchedule() if schedule is None else schedule
     options = _C.ExchangeOptions(
         algorithm=_ROUNDING,
@@ -309,7 +318,7 @@ def explain(
         communicator = _C.Communicator(connect(process_group, _TIMEOUT, transport), _TIMEOUT)
         figures, ranks, inner = communicator.figures(), communicator.size, communicator.reduces
     else:
-        figures = _C.measure_rates() | {
+        figures = dict(_C.measure_rates() if rates is None else rates) | {
             "round": link.latency,
             "message": link.overhead,
             "byte": 8 / link.bandwidth,

@@ -103,10 +103,14 @@ class Place {
       Duration const waited = steady_clock().now() - began;
       if (options_.stall.log && waited >= silent) {
         silent = 2 * waited;
-        options_.stall.log(concat("rank ", rank_, " has waited ",
-                                  std::chrono::duration<double>(waited).count(), " s in ",
-                                  options_.call, " for ", join_ranks(missing_ranks()),
-                                  "; every rank of the group must call it"));
+        // If it is this rank alone, the last one has come since the look.
+        std::vector<int> const missing = missing_ranks();
+        if (missing != std::vector{rank_}) {
+          options_.stall.log(concat("rank ", rank_, " has waited ",
+                                    std::chrono::duration<double>(waited).count(), " s in ",
+                                    options_.call, " for ", join_ranks(missing),
+                                    "; every rank of the group must call it"));
+        }
       }
       if (!early && waited >= options_.timeout / 2) early = missing_ranks();
       if (deadline.passed()) {

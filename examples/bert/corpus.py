@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common.documents import fingerprint, read
 from common.errors import DataError
 from numpy.typing import NDArray
 
-from bert.documents import fingerprint, read
 from bert.vocabulary import make_tokenizer, make_vocabulary
 
 FORMAT = 1  # of the files; where it was another one, they are made anew

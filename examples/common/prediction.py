@@ -35,6 +35,12 @@ class Measured:
 
 
 @functools.cache
+def rates() -> dict[str, float]:
+    """The rates of this machine's kernels, measured once, so that predictions compare."""
+    return sparsecomm.explain(1 << 20, 0.01, link=sparsecomm.Link.parse("1gbit"), ranks=2).figures
+
+
+@functools.cache
 def step_seconds(measured: Measured, link: str, hosts: int = HOSTS) -> float | None:
     """Predicts a step between ``hosts`` with ``link``, or None if no algorithm is known.
 
@@ -48,6 +54,7 @@ def step_seconds(measured: Measured, link: str, hosts: int = HOSTS) -> float | N
         link=sparsecomm.Link.parse(link),
         ranks=hosts,
         step_seconds=measured.compute_seconds,
+        rates=rates(),
     )
     step = next(step for step in explanation.steps if step.method == METHODS[measured.hook])
     if step.select > 0:

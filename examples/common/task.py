@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -72,3 +73,13 @@ class Task(ABC):
 
 def count_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def decay_matrices(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """An optimizer's groups: weights of two dimensions and more decay, biases and norms do not."""
+    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    return [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]

@@ -25,6 +25,7 @@ EPILOG = """\
 first line:
   entries      of the gradient
   density      share of them that each rank selects
+  ranks        as given
   union        entries that at least one rank selects: between those of one rank and of all together
   link         bandwidth, of each rank, and latency, until a message has come, as given
   overhead     of each message beside that

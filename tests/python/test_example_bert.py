@@ -17,10 +17,11 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import train_bert
-from bert import corpus, documents, examples, vocabulary
+from bert import corpus, examples, vocabulary
 from bert.corpus import LENGTH, ROOM, Corpus, Survey, Writer
 from bert.model import SIZES, Bert
 from bert.vocabulary import CLS, MASK, SEP, SPECIAL
+from common import documents
 from common.errors import DataError
 from common.training import Training
 from ranks import run_ranks

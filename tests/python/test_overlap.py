@@ -123,6 +123,13 @@ def test_ddp_hides_what_its_buckets_allow() -> None:
     assert slow.hidden == pytest.approx(BACKWARD_SHARE * 0.15, rel=0.05)
 
 
+def test_one_rank_has_nothing_to_hide() -> None:
+    link = sparsecomm.Link.parse("1gbit")
+    plan = sparsecomm.explain(1_000_000, 0.02, link=link, ranks=1, step_seconds=0.1)
+    assert step_of(plan, "ddp").seconds == pytest.approx(0.1, rel=0.1)
+    assert plan.best_sparse is not None
+
+
 def test_without_a_step_there_are_no_steps() -> None:
     plan = explain(1000, "1gbit")
     assert (plan.step_seconds, plan.steps) == (None, ())
@@ -135,7 +142,8 @@ def test_without_a_step_there_are_no_steps() -> None:
         ({"step_seconds": float("nan")}, "step_seconds=nan"),
         ({"step_seconds": float("inf")}, "step_seconds=inf"),
         ({"step_seconds": 1.0, "bucket_cap_mb": 0}, "bucket_cap_mb=0"),
-        ({"bucket_cap_mb": 25}, "bucket_cap_mb=25"),
+        ({"step_seconds": 1.0, "bucket_cap_mb": 1.5}, "bucket_cap_mb=1.5"),
+        ({"bucket_cap_mb": 25}, "bucket_cap_mb=25.*step_seconds"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused(options: dict[str, Any], operand: str) -> None:

@@ -133,10 +133,21 @@ def test_a_smaller_union_makes_what_gathers_unions_quicker() -> None:
     assert transfer(1) < transfer(3) < transfer(7)
 
 
+def test_links_are_compared_with_the_rates_of_one_measurement() -> None:
+    slow, quick = (sparsecomm.Link.parse(link) for link in ("1gbit", "10gbit"))
+    former = sparsecomm.explain(1 << 20, 0.01, link=slow, ranks=4)
+    latter = sparsecomm.explain(1 << 20, 0.01, link=quick, ranks=4, rates=former.figures)
+    changed = {name for name, value in latter.figures.items() if value != former.figures[name]}
+    assert changed == {"byte"}
+    with pytest.raises(ValueError, match="lack 'check'"):
+        sparsecomm.explain(1 << 20, 0.01, link=quick, ranks=4, rates={})
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ({"ranks": 4}, "link and ranks go together"),
+        ({"rates": {}, "link": None, "ranks": None}, "rates are for a given link"),
         ({"link": sparsecomm.Link.parse("1gbit")}, "link and ranks go together"),
         ({"density": 0.0}, "density"),
         ({"density": 1.5}, "density"),

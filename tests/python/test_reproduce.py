@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 import comparison
 import goals
 import observe
+import rank_runs
 import reproduce
 import train_vgg16
 from common import training
@@ -44,18 +45,18 @@ def test_runs_are_made_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         "if os.environ['RANK'] == '0':\n"
         "    open(sys.argv[-1] + '/summary.json', 'x').write(sys.argv[1])\n"
     )
-    runs = {
-        name: reproduce.Run(tmp_path / name, [str(program), argument])
+    made = {
+        name: rank_runs.Run(tmp_path / name, [str(program), argument])
         for name, argument in (("good", "1"), ("bad", "fail"))
     }
-    assert reproduce.make_all([*runs.values()]) == [runs["bad"]]
+    assert rank_runs.make_all([*made.values()]) == [made["bad"]]
     assert "as it was told" in (tmp_path / "bad" / "log.txt").read_text()
     assert (tmp_path / "good" / "summary.json").read_text() == "1"
-    assert runs["good"].seconds() > 0.1
+    assert made["good"].seconds() > 0.1
 
-    assert reproduce.make_all([runs["good"]]) == []
+    assert rank_runs.make_all([made["good"]]) == []
     assert "1 runs, of which 1 are there" in capsys.readouterr().out
-    assert not reproduce.Run(tmp_path / "good", [str(program), "2"]).is_done()
+    assert not rank_runs.Run(tmp_path / "good", [str(program), "2"]).is_done()
 
 
 def test_a_run_that_takes_too_long_leaves_no_rank(
@@ -67,10 +68,10 @@ def test_a_run_that_takes_too_long_leaves_no_rank(
         "open(os.path.join(sys.argv[-1], os.environ['RANK']), 'w').write(str(os.getpid()))\n"
         "time.sleep(1000)\n"
     )
-    monkeypatch.setattr(reproduce, "LONGEST_RUN", 12 * PATIENCE)
-    run = reproduce.Run(tmp_path / "run", [str(program)])
-    assert reproduce.make_all([run]) == [run]
-    for rank in range(reproduce.RANKS):
+    monkeypatch.setattr(rank_runs, "LONGEST_RUN", 12 * PATIENCE)
+    run = rank_runs.Run(tmp_path / "run", [str(program)])
+    assert rank_runs.make_all([run]) == [run]
+    for rank in range(rank_runs.RANKS):
         process = int((tmp_path / "run" / str(rank)).read_text())
         assert not Path(f"/proc/{process}").exists()
 
@@ -176,7 +177,7 @@ def test_the_page_has_a_row_for_each_method(tmp_path: Path) -> None:
         tmp_path, [task], [*curves], [*reproduce.OBSERVED], "1gbit", "4-hosts"
     )
     found = goals.goals(results, "1gbit", 4)
-    comparison.write_results(results, tmp_path / "results.md", "1gbit", goals.section(found))
+    comparison.write_results(results, tmp_path / "results.md", "1gbit", [goals.section(found)])
     page = (tmp_path / "results.md").read_text()
     # 0.5 + 0.95 (0.9 - 0.5) = 0.88 is reached after 3 and after 2 epochs of 10 steps of 2 s.
     assert "| s to 0.880 |" in page

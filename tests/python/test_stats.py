@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import logging
+import re
 import subprocess
 import sys
 import textwrap
@@ -21,7 +22,7 @@ import torch
 import torch.distributed as dist
 from logs import Collect
 from models import batch, flat, gathered, make_ddp, make_model, train
-from patience import LONG, LONG_TIME
+from patience import LONG, LONG_TIME, PATIENCE
 from ranks import run_ranks
 from test_exchange import TRANSPORTS
 from torch.distributed.distributed_c10d import _get_default_store
@@ -325,7 +326,11 @@ def test_a_summary_at_exit_also_after_an_error(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(AT_EXIT))
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=LONG, cwd=tmp_path
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=110 * PATIENCE,
+        cwd=tmp_path,
     )
     assert done.returncode == 1
     error, summary = (
@@ -354,14 +359,17 @@ PARAMETER = torch.nn.Parameter(torch.zeros(100))
 
 
 class _Tell(Collect):
-    """Lets other ranks know that something was logged, if there is ``part`` in it."""
+    """Lets other ranks know that something was logged, if it concerns them."""
 
     about = ""
-    part = ""
+
+    def __init__(self, concerns: Callable[[str], bool]) -> None:
+        super().__init__()
+        self._concerns = concerns
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
-        if self.part in self.texts[-1]:
+        if self._concerns(self.texts[-1]):
             _get_default_store().set(f"logged {self.about} {dist.get_rank()}", "")
 
     def wait(self, *ranks: int) -> None:
@@ -372,8 +380,7 @@ LIMIT = timedelta(seconds=0.5)
 
 
 def _let_rank_2_be_late(transports: list[str]) -> dict[str, list[str]]:
-    log = _Tell()
-    log.part = "no operation"
+    log = _Tell(lambda text: "no operation" in text)
     logging.getLogger("sparsecomm").addHandler(log)
     found = {}
     for transport in transports:
@@ -444,9 +451,15 @@ def test_who_waits_says_for_whom_and_where_they_are() -> None:
             assert any(operation in text and "rank 2" in text for text in texts), (what, texts)
 
 
+def _waited_for(text: str) -> set[int]:
+    """The ranks that a connecting rank says are missing; on a loaded machine it may be any."""
+    missing = text.rpartition(" for rank")[2].partition(";")[0]
+    return {int(rank) for rank in re.findall(r"\d+", missing)}
+
+
 def _connect_late() -> dict[str, list[str]]:
-    """Rank 1 makes everything when the others have said that they wait."""
-    log = _Tell()
+    """Rank 1 makes everything when the others have said that they wait for it."""
+    log = _Tell(lambda text: 1 in _waited_for(text))
     logging.getLogger("sparsecomm").addHandler(log)
     limit = timedelta(seconds=0.2)
 
@@ -476,13 +489,13 @@ def _connect_late() -> dict[str, list[str]]:
 
 def test_who_waits_for_ranks_to_connect_says_for_whom_and_in_which_call() -> None:
     first, late, other = run_ranks(3, _connect_late)
-    for call, texts in first.items():
-        assert texts, f"nothing was logged of {call}"
-        for rank, text in [(0, texts[-1]), (2, other[call][-1])]:
-            assert text.startswith(f"rank {rank} ")
-            assert call in text
-            assert "rank 1" in text.partition(call)[2]
-        assert late[call] == []
+    for call in first:
+        for rank, texts in enumerate((first[call], late[call], other[call])):
+            assert rank == 1 or any(1 in _waited_for(text) for text in texts), texts
+            for text in texts:
+                assert text.startswith(f"rank {rank} ")
+                assert call in text
+                assert rank not in _waited_for(text)
 
 
 def _register_alone() -> str:

@@ -6,6 +6,7 @@ at a time.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import html
 import json
@@ -37,6 +38,13 @@ Paragraph = tuple[str, str]
 _WIKI = re.compile(r"wiki_\d+")
 _OPENING = re.compile(r'<doc id="[^"]*" (?:revid="[^"]*" )?url=".*" title=".*">')
 _Lines = Iterator[tuple[int, str]]
+
+
+def source(text: str) -> str:
+    """An option's value, `prose` or `text:FOLDER`; raises ArgumentTypeError for another."""
+    if text != PROSE and not (text.startswith(FOLDER) and text != FOLDER):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither {PROSE} nor {FOLDER}FOLDER")
+    return text
 
 
 def read(spec: str) -> Iterator[Paragraph]:

@@ -1,0 +1,1 @@
+"""The parts of the language model example: model and text."""
