@@ -71,8 +71,10 @@ $(VENV)/.extension: $(VENV)/.torch setup.py pyproject.toml $(SOURCES)
 	python -m pip install --quiet --no-build-isolation --editable '.[examples]'
 	@touch $@
 
-# Extras of what is installed: nothing is compiled again.
+# Extras of what is installed: nothing is compiled again. The first line fails if it is not there: an index may have another
+# project of that name.
 $(VENV)/.tools: pyproject.toml | $(VENV)/.extension
+	python -m pip install --quiet --no-index --no-deps sparsecomm
 	python -m pip install --quiet 'sparsecomm[integrations,mpi,test,lint,docs]'
 	@touch $@
 

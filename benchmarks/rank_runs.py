@@ -36,7 +36,7 @@ class Run:
         return bool(made == self.command) and (self.folder / self.result).is_file()
 
     def seconds(self) -> float:
-        """What it took, once it is done."""
+        """Returns what it took, once it is done."""
         return float(self.record()["seconds"])
 
     def record(self) -> dict[str, Any]:

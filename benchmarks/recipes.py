@@ -77,7 +77,7 @@ WAYS = (
 
 @dataclass(frozen=True)
 class Record:
-    """What a run came to."""
+    """One run: what was trained, how, and its result."""
 
     task: str
     model: str
@@ -107,18 +107,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--folder", type=Path, default=ROOT / "runs" / "recipes", help="of all runs")
     options = parser.parse_args(arguments)
     os.chdir(ROOT)
-    runs = {
-        (recipe, method, seed): run
+    planned = [
+        case
         for name in options.tasks
-        for recipe, method, seed, run in plan(RECIPES[name], options.seeds, options.folder)
-    }
-    failed = make_all([*runs.values()])
+        for case in plan(RECIPES[name], options.seeds, options.folder)
+    ]
+    failed = make_all([run for *_, run in planned])
     if failed:
         print("these have failed, and nothing is written before they have not:", file=sys.stderr)
         for run in failed:
             print(f"  {run.folder / 'log.txt'}", file=sys.stderr)
         return 1
-    records = [record(*key, run) for key, run in runs.items()]
+    records = [record(*case) for case in planned]
     text = section(records)
     print(text)
     if options.tasks == [*RECIPES] and options.seeds == [*SEEDS]:
@@ -128,16 +128,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def plan(recipe: Recipe, seeds: Sequence[int], folder: Path) -> list[tuple[Recipe, str, int, Run]]:
-    """The runs of a recipe, with their methods and seeds."""
+    """Returns the runs of a recipe, with their methods and seeds; of some only the first seed."""
     own = ("--hook", PREPARED, "--density", str(recipe.density))
     cases: list[tuple[str, float, int, tuple[str, ...]]]
     cases = [(DENSE, recipe.dense_lr, seed, ("--hook", DENSE)) for seed in seeds]
     cases += [(PREPARED, recipe.lr, seed, own) for seed in seeds]
     others = [lr for lr in recipe.tried if lr != recipe.dense_lr]
-    cases += [(DENSE, lr, SEEDS[0], ("--hook", DENSE)) for lr in others]
+    cases += [(DENSE, lr, seeds[0], ("--hook", DENSE)) for lr in others]
     if recipe.name == "lm":
         cases += [
-            (way.name, recipe.lr, SEEDS[0], (*way.options, "--density", str(recipe.density)))
+            (way.name, recipe.lr, seeds[0], (*way.options, "--density", str(recipe.density)))
             for way in WAYS
         ]
     found = []
@@ -195,16 +195,15 @@ def section(records: Sequence[Record]) -> str:
     return "\n\n".join([HEADING, INTRODUCTION, table, *texts])
 
 
-INTRODUCTION = f"""`sparsecomm.prepare(ddp, optimizer, density, total_steps=...)` and nothing else,
-on {RANKS} ranks, {len(SEEDS)} seeds, written by `benchmarks/recipes.py`. Each training is of the
-optimizer that the example has, with its schedule; the density begins at 25 %, 6.25 % and 4 %, a
-fifth of the steps each, or less of long trainings. Dense training has the best of the learning
-rates that are named with it. Bytes are shares of dense
-training's, in the last epoch, and in brackets in all. Within two
-standard errors of the difference, or 0.03 nats of the language model, is as good as dense.
+INTRODUCTION = f"""Trained by `sparsecomm.prepare(ddp, optimizer, density, total_steps=...)` on {RANKS}
+ranks with {len(SEEDS)} seeds (`benchmarks/recipes.py`), with the optimizer and the schedule of the
+example. The density begins at 25 %, 6.25 % and 4 %: for 100 steps each, for a fifth of the steps
+each in shorter trainings. Dense training has the best of the learning rates that are named with it,
+by the first seed. Bytes are shares of dense training's, in the last epoch, and in brackets in all.
+"As good" is within two standard errors of dense training, the language model within 0.03 nats.
 
-**The learning rate**: dense training's best with SGD, and up to twice that with AdamW, whose
-momentum no longer smoothes what is left of the selection."""
+**The learning rate**: dense training's best with SGD, and twice that with AdamW. Search it anew
+where you can: half and twice the value are what to try."""
 
 
 def compare(recipe: Recipe, records: Sequence[Record]) -> list[str]:
@@ -216,7 +215,8 @@ def compare(recipe: Recipe, records: Sequence[Record]) -> list[str]:
     own = [row for row in records if row.method == PREPARED]
     dense = [row for row in records if (row.method, row.lr) == (DENSE, recipe.dense_lr)]
     sign = 1 if own[0].higher_is_better else -1
-    first = [row for row in records if row.method == DENSE and row.seed == SEEDS[0]]
+    seed = dense[0].seed
+    first = [row for row in records if row.method == DENSE and row.seed == seed]
     best = max(first, key=lambda row: sign * row.value)
     if best.lr != recipe.dense_lr:
         raise ValueError(
@@ -225,8 +225,12 @@ def compare(recipe: Recipe, records: Sequence[Record]) -> list[str]:
         )
     values, others = ([row.value for row in rows] for rows in (own, dense))
     worse, error = difference(others, values, own[0].higher_is_better)
-    most = recipe.most_worse if recipe.most_worse is not None else 2 * (error or 0.0)
-    certainty = "one seed" if error is None else f"standard error {error:.4f}"
+    if error is None:
+        outcome = f"{worse:+.4f} worse, one seed"
+    else:
+        most = 2 * error if recipe.most_worse is None else recipe.most_worse
+        good = "as good" if worse <= most else "not as good"
+        outcome = f"{worse:+.4f} worse, standard error {error:.4f}: {good}"
     tried = " or ".join(f"{lr:g}" for lr in recipe.tried)
     bytes_ = [
         statistics.fmean(getattr(row, name) for row in dense)
@@ -241,7 +245,7 @@ def compare(recipe: Recipe, records: Sequence[Record]) -> list[str]:
         f"{own[0].quality.replace('_', ' ')} {spread(values)}",
         f"{spread(others)}, {recipe.dense_lr:g} of {tried}",
         f"1/{bytes_[0]:.1f} (1/{bytes_[1]:.1f})",
-        f"{worse:+.4f} worse, {certainty}: {'as good' if worse <= most else 'not as good'}",
+        outcome,
     ]
 
 
@@ -250,9 +254,10 @@ def spread(values: Sequence[float]) -> str:
 
 
 def ways(records: Sequence[Record], recipe: Recipe) -> str:
-    """Other ways for the language model's optimizer, with the first seed."""
+    """Compares other ways for the language model's optimizer, with the first seed."""
     names = {DENSE: "plain DDP", PREPARED: "**`sparsecomm.prepare`**"}
-    first = {(row.method, row.lr): row for row in records if row.seed == SEEDS[0]}
+    seed = records[0].seed
+    first = {(row.method, row.lr): row for row in records if row.seed == seed}
     quality = records[0].quality.replace("_", " ")
     rows = [["AdamW", "learning rate", quality], ["---"] * 3]
     cases = [(DENSE, lr) for lr in recipe.tried]
@@ -267,7 +272,7 @@ def ways(records: Sequence[Record], recipe: Recipe) -> str:
 
 
 def read() -> list[Record]:
-    """What the last comparison came to."""
+    """Reads the last comparison."""
     return [Record(**row) for row in json.loads(FILE.read_text())]
 
 

@@ -100,6 +100,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tasks = [TASKS[name] for name in options.tasks]
     os.chdir(ROOT)
 
+    recorded = [recipes.section(recipes.read())] if whole else []
     problem = missing()
     if problem is not None:
         print(f"nothing is measured on links of {LINK}: {problem}", file=sys.stderr)
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder, tasks, methods, [*OBSERVED], LINK, MANY_HOSTS_FOLDER, options.fast
     )
     found = goals.goals(results, LINK, MANY_HOSTS)
-    write_results(results, page, LINK, [goals.section(found), recipes.section(recipes.read())])
+    write_results(results, page, LINK, [goals.section(found), *recorded])
     hours = sum(run.seconds() for run in runs) / 3600
     print(f"wrote {page} of runs that took {hours:.1f} hours")
     return 0

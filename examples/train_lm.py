@@ -55,7 +55,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--size", choices=SIZES, default="tiny", help="of the model")
     data = f"{PROSE} of Python's library, or {FOLDER}FOLDER"
     add("--data", type=source, default=PROSE, help=data)
-    add("--limit", type=positive, default=None, help="use only so many documents")
+    add("--limit", type=positive, default=None, help="use only the first documents, this number")
     options = training.parse(parser, arguments, {"momentum_correction": True})
     if options.lr is None:
         options.lr = SIZES[options.size].learning_rate
@@ -102,10 +102,11 @@ class LanguageTask(Task):
         return functional.cross_entropy(model(text).flatten(0, 1), following.flatten())
 
     def evaluate(self) -> Tensor:
-        """Of this rank's share of the examples: the sum of losses, and how many bytes."""
+        """Sums the losses of this rank's share of the examples, and counts their bytes."""
         sums = torch.zeros(2, dtype=torch.float64)
         share_of_rank = torch.arange(self.rank, len(self.test), self.ranks)
-        for indices in torch.split(share_of_rank, EVALUATION_BATCH):
+        for first in range(0, len(share_of_rank), EVALUATION_BATCH):
+            indices = share_of_rank[first : first + EVALUATION_BATCH]
             batch = self.to_device(self.test.take(indices))
             sums[0] += self.loss(self.model, batch).item() * batch[1].numel()
             sums[1] += batch[1].numel()

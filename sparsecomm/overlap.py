@@ -39,9 +39,9 @@ def exposed_seconds(
         exchange_seconds: of each bucket.
         backward_seconds: of the backward pass.
     """
-    total = sum(numels)
-    ready, end = 0, 0.0
+    total = left = sum(numels)
+    end = -backward_seconds  # times are from the end of the pass on: no rounding hides anything
     for numel, seconds in zip(numels, exchange_seconds, strict=True):
-        ready += numel
-        end = max(end, backward_seconds * ready / total) + seconds
-    return max(0.0, end - backward_seconds)
+        left -= numel
+        end = max(end, -backward_seconds * left / total) + seconds
+    return end

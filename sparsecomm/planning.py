@@ -288,10 +288,12 @@ def explain(
         raise ValueError(f"dtype={dtype} is none of float32, float64, float16, bfloat16")
     if math.isnan(density) or not 0 < density <= 1:
         raise ValueError(f"density={density!r} is not in (0, 1]; 0.01 sends one entry in a hundred")
+    if isinstance(step_seconds, str):
+        raise TypeError(f"step_seconds={step_seconds!r} is text; give seconds: 0.15 is 150 ms")
     if step_seconds is not None and not 0 < step_seconds < math.inf:
         raise ValueError(f"step_seconds={step_seconds!r} is not a time; 0.15 is 150 ms")
     if bucket_cap_mb is not None:
-        if not isinstance(bucket_cap_mb, int) or bucket_cap_mb < 1:
+        if type(bucket_cap_mb) is not int or bucket_cap_mb < 1:
             raise ValueError(f"bucket_cap_mb={bucket_cap_mb!r} is not a whole number of 1 or more")
         if step_seconds is None:
             raise ValueError(

@@ -30,7 +30,7 @@ SIZES = {
 
 
 class Decoder(nn.Module):
-    """Tells each byte from those before it."""
+    """Predicts each byte from those before it."""
 
     mask: Tensor
 

@@ -11,7 +11,7 @@ from common.documents import read
 from common.errors import DataError
 from torch import Tensor
 
-HELD_OUT = 10  # one document in so many is for the test
+HELD_OUT = 10  # every tenth document is for the test
 BETWEEN_PARAGRAPHS = b"\n\n"
 BETWEEN_DOCUMENTS = b"\0"
 
@@ -45,7 +45,7 @@ class Text:
 
 
 def read_text(spec: str, context: int, limit: int | None) -> tuple[Text, Text]:
-    """What there is to train on, and what is held out; all of it is in memory.
+    """Reads the text to train on, and the text that is held out, into memory.
 
     Args:
         spec: as :func:`common.documents.read` takes it.

@@ -70,7 +70,7 @@ columns:
   alone              the exchange of a selection that is at hand, with --exchange-alone
   -                  not known, or not measured
 
-last lines: the quickest by its median, and the ratio of its time to that of a dense allreduce
+last lines: the quickest by its median, and how many times as quick as a dense allreduce it is
 (gloo_dense, or the quickest dense one). That is of the exchange, not of a training step, in which
 DDP hides part of a dense exchange: sparsecomm plan --step-time.
 
@@ -439,11 +439,11 @@ def table(settings: Settings, rows: Sequence[Row]) -> str:
         lead = "# " if index < 2 else "  "
         padded = (cell.rjust(width) for cell, width in zip(line, widths, strict=True))
         lines.append((lead + "  ".join(padded)).rstrip())
-    lines += [f"# {line}" for line in verdict(rows).splitlines()]
+    lines += [f"# {line}" for line in conclusion(rows).splitlines()]
     return "\n".join(lines)
 
 
-def verdict(rows: Sequence[Row]) -> str:
+def conclusion(rows: Sequence[Row]) -> str:
     """Names the quickest by its median, and compares it with a dense and a sparse allreduce."""
     ordered = sorted(rows, key=lambda row: row.time_us.median)
     quickest = ordered[0]

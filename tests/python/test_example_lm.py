@@ -123,6 +123,15 @@ def test_evaluation_does_not_depend_on_the_number_of_ranks(sentences: list[str])
     assert alone[2] == pytest.approx(np.log(256), rel=0.1)  # guessing at random
 
 
+def test_ranks_may_have_nothing_to_evaluate(tmp_path: Path) -> None:
+    for number in range(HELD_OUT):
+        (tmp_path / f"{number:02}").write_text("A cat. " * 20)
+    [alone] = run_ranks(1, evaluate, ["--data", f"text:{tmp_path}"])
+    assert alone[1] == 64  # one example
+    for sums in run_ranks(2, evaluate, ["--data", f"text:{tmp_path}"]):
+        assert sums == pytest.approx(alone, rel=1e-5)
+
+
 def test_the_learning_rate_rises_and_falls() -> None:
     rates = [train_lm.learning_rate(step, 100, 0.5) for step in range(100)]
     assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])

@@ -453,18 +453,20 @@ def test_the_report_compares_and_draws(tmp_path: Path, capsys: pytest.CaptureFix
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(("exchange", "iteration"), [(0.012, 0.26), (0.012, 0.24), (0.07, 0.26)])
+@pytest.mark.parametrize("hook", ["dense", "ddp"])
+@pytest.mark.parametrize(("exchange", "iteration"), [(0.012, 0.26), (0.012, 0.251), (0.07, 0.26)])
 def test_the_report_explains_a_shorter_exchange_in_a_longer_step(
-    exchange: float, iteration: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    exchange: float, iteration: float, hook: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"exchange_seconds": exchange, "iteration_seconds": iteration}
     sparse = write_summary(tmp_path / "sparse", "oktopk", 2e6, changes)
-    dense = write_summary(tmp_path / "dense", "dense", 50e6)
+    dense = write_summary(tmp_path / "dense", hook, 50e6)
     assert report.main([str(sparse), str(dense), "--picture", str(tmp_path / "x.png")]) == 0
     below = capsys.readouterr().out.splitlines()[4]
     operands = ("62.5", "12.0", "0.250", "0.260", "10.0 ms", "Ok-Topk 2 %")
     explained = all(operand in below for operand in operands)
     assert explained == ((exchange, iteration) == (0.012, 0.26)), below
+    assert ("hides" in below) == (explained and hook == "ddp"), below
 
 
 def test_the_backward_pass_hides_an_allreduce_by_buckets() -> None:

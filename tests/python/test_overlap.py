@@ -111,7 +111,8 @@ def step_of(plan: Explanation, method: str) -> sparsecomm.StepPrediction:
 
 def test_ddp_hides_what_its_buckets_allow() -> None:
     # One bucket is ready when the backward pass ends.
-    assert step_of(explain(200_000, "1gbit", step_seconds=0.15), "ddp").hidden == 0
+    for numel in (1000, 7777, 200_000):
+        assert step_of(explain(numel, "10gbit", step_seconds=0.15), "ddp").hidden == 0
     # The second of two buckets holds four fifths of the bytes.
     small = step_of(explain(1_340_000, "1gbit", step_seconds=0.15), "ddp")
     assert small.hidden / small.exchange == pytest.approx(MIB / (4 * 1_340_000), rel=0.1)
@@ -143,12 +144,15 @@ def test_without_a_step_there_are_no_steps() -> None:
         ({"step_seconds": float("inf")}, "step_seconds=inf"),
         ({"step_seconds": 1.0, "bucket_cap_mb": 0}, "bucket_cap_mb=0"),
         ({"step_seconds": 1.0, "bucket_cap_mb": 1.5}, "bucket_cap_mb=1.5"),
+        ({"step_seconds": 1.0, "bucket_cap_mb": True}, "bucket_cap_mb=True"),
         ({"bucket_cap_mb": 25}, "bucket_cap_mb=25.*step_seconds"),
     ],
 )
 def test_a_step_that_cannot_be_is_refused(options: dict[str, Any], operand: str) -> None:
     with pytest.raises(ValueError, match=operand):
         explain(1000, "1gbit", **options)
+    with pytest.raises(TypeError, match="step_seconds='150ms'"):
+        explain(1000, "1gbit", step_seconds="150ms")
 
 
 PLAN = ["plan", "--numel", "1.34M", "--density", "0.02", "--ranks", "4", "--bandwidth", "1gbit"]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import recipes
-from rank_runs import ROOT
+import train_lm
+from rank_runs import ROOT, Run
 from recipes import DENSE, PREPARED, RECIPES, WAYS, Record
 
 RECORD = Record(
@@ -61,6 +63,36 @@ def test_every_recipe_is_run_with_every_seed(tmp_path: Path) -> None:
         assert method == DENSE or options["density"] == recipe.density
 
 
+@pytest.mark.parametrize("seeds", [["1"], ["2", "3"]])
+def test_every_run_becomes_a_record(
+    seeds: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[Run] = []
+
+    def make_all(runs: list[Run]) -> list[Run]:
+        made.extend(runs)
+        for run in runs:
+            options = vars(train_lm.parse_options(run.command[1:]))
+            found = asdict(RECORD) | {"task": RECORD.model, RECORD.quality: 1 + options["lr"]}
+            found |= {name: options[name] for name in ("lr", "epochs", "density")}
+            found["world_size"] = RECORD.ranks
+            found["sent_bytes_per_iteration"] = RECORD.mean_sent_bytes
+            found["curves"] = {"cumulative_sent_bytes": [2e5, 4e5]}
+            run.folder.mkdir(parents=True)
+            (run.folder / "summary.json").write_text(json.dumps(found))
+        return []
+
+    records: list[Record] = []
+    section = recipes.section
+    monkeypatch.setattr(recipes, "make_all", make_all)
+    monkeypatch.setattr(recipes, "section", lambda rows: records.extend(rows) or section(rows))
+    arguments = ["--tasks", "lm", "--seeds", *seeds, "--folder", str(tmp_path)]
+    assert recipes.main(arguments) == 0
+    assert len(records) == len(made) == 2 * len(seeds) + 1 + len(WAYS)
+    assert len({run.folder for run in made}) == len(made)
+    assert sorted({record.seed for record in records}) == [int(seed) for seed in seeds]
+
+
 def test_dense_training_has_its_best_learning_rate() -> None:
     records = [
         *runs_of(DENSE, 0.003, [2.00, 2.04, 2.02]),
@@ -80,7 +112,7 @@ def test_dense_training_has_its_best_learning_rate() -> None:
 
 
 @pytest.mark.parametrize(
-    ("worse", "most", "verdict"),
+    ("worse", "most", "outcome"),
     [
         (0.029, 0.03, "as good"),
         (0.031, 0.03, "not as good"),
@@ -89,12 +121,18 @@ def test_dense_training_has_its_best_learning_rate() -> None:
         (-1.0, None, "as good"),
     ],
 )
-def test_as_good_is_as_the_recipe_has_it(worse: float, most: float | None, verdict: str) -> None:
+def test_as_good_is_as_the_recipe_has_it(worse: float, most: float | None, outcome: str) -> None:
     values = [2.00, 2.04, 2.02]
     records = runs_of(DENSE, 0.003, values)
     records += runs_of(PREPARED, 0.006, [value + worse for value in values])
     recipe = replace(RECIPES["lm"], tried=(0.003,), most_worse=most)
-    assert recipes.compare(recipe, records)[7].endswith(f": {verdict}")
+    assert recipes.compare(recipe, records)[7].endswith(f": {outcome}")
+
+
+def test_one_seed_decides_nothing() -> None:
+    records = runs_of(DENSE, 0.003, [2.0]) + runs_of(PREPARED, 0.006, [2.1])
+    recipe = replace(RECIPES["lm"], tried=(0.003,))
+    assert recipes.compare(recipe, records)[7] == "+0.1000 worse, one seed"
 
 
 def test_ways_for_adam_have_the_recipes_learning_rate() -> None:
