@@ -195,12 +195,13 @@ def section(records: Sequence[Record]) -> str:
     return "\n\n".join([HEADING, INTRODUCTION, table, *texts])
 
 
-INTRODUCTION = f"""Trained by `sparsecomm.prepare(ddp, optimizer, density, total_steps=...)` on {RANKS}
-ranks with {len(SEEDS)} seeds (`benchmarks/recipes.py`), with the optimizer and the schedule of the
-example. The density begins at 25 %, 6.25 % and 4 %: for 100 steps each, for a fifth of the steps
-each in shorter trainings. Dense training has the best of the learning rates that are named with it,
-by the first seed. Bytes are shares of dense training's, in the last epoch, and in brackets in all.
-"As good" is within two standard errors of dense training, the language model within 0.03 nats.
+INTRODUCTION = f"""Trained by `sparsecomm.prepare(ddp, optimizer, density, total_steps=...)` on
+{RANKS} ranks with {len(SEEDS)} seeds (`benchmarks/recipes.py`), with the optimizer and the schedule
+of the example. The density begins at 25 %, 6.25 % and 4 %: for 100 steps each, for a fifth of the
+steps each in shorter trainings. Dense training has the best of the learning rates that are named
+with it, by the first seed. Bytes are shares of dense training's, in the last epoch, and in brackets
+in all. "As good" is within two standard errors of dense training, the language model within 0.03
+nats.
 
 **The learning rate**: dense training's best with SGD, and twice that with AdamW. Search it anew
 where you can: half and twice the value are what to try."""
