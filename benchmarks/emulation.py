@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from vgg16.model import PARAMETERS as VGG16_NUMEL
 from vgg16.model import VGG16
 
-BACKWARD = 2 / 3  # share of the time that the backward pass takes
+from sparsecomm.overlap import BACKWARD_SHARE
+
 LAYERS = 16  # of a model that is not VGG16
 SPREAD = 1.0  # of the logarithm of the entries' scales
 SHIFTS = 4  # a gradient's noise is longer than the gradient by a part in this many
@@ -120,12 +121,12 @@ class _Layer(torch.autograd.Function):
         ctx: Any, signal: Tensor, layer: Tensor, model: EmulatedModel, index: int
     ) -> Tensor:
         ctx.model, ctx.index = model, index
-        model.clock.compute((1 - BACKWARD) * model.seconds[index])
+        model.clock.compute((1 - BACKWARD_SHARE) * model.seconds[index])
         return signal.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
         model, index = ctx.model, ctx.index
-        model.clock.compute(BACKWARD * model.seconds[index])
+        model.clock.compute(BACKWARD_SHARE * model.seconds[index])
         # A new view each time, which becomes the parameter's .grad without a copy.
         return gradient[0], model.gradients[index].detach(), None, None

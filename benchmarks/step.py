@@ -189,7 +189,7 @@ def sent_bytes() -> int:
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:
             return int(counters.split()[8])
-    raise RuntimeError(f"{COUNTER} knows no {INTERFACE}, which a host of the lab has")
+    raise RuntimeError(f"{COUNTER} has no line for {INTERFACE}, the interface of a host of the lab")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -244,7 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def milliseconds(text: str) -> tuple[float, ...]:
-    return tuple(positive(part) for part in text.split(","))
+    try:
+        return tuple(positive(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a list of milliseconds above 0, such as 50,200"
+        ) from None
 
 
 def methods(text: str) -> tuple[str, ...]:
@@ -365,7 +370,7 @@ def make_record(
 def predicted_us(
     settings: Settings, compute_ms: float, hook: str, select_us: float
 ) -> float | None:
-    """What the examples' report would say; None without a link, or if it does not know the hook.
+    """Predicts as the examples' report does; None without a link, or for what it does not know.
 
     Collective: rank 0 measures its kernels while the others wait.
     """
@@ -387,7 +392,7 @@ def explained_us(explanation: sparsecomm.Explanation, hook: str) -> float | None
 
 
 def algorithm_of(state: sparsecomm.CompressionState | None) -> str | None:
-    """What the largest group of parameters ran in the last step."""
+    """Returns what the largest group of parameters ran in the last step."""
     if state is None:
         return None
     largest = max(state.stats()["groups"], key=lambda group: group["numel"])
@@ -425,7 +430,7 @@ def prediction(record: Record, predicted: float | None) -> str:
 
 
 def difference(record: Record, predicted: float) -> float:
-    """Of a prediction from the median step, as a share of that."""
+    """Returns the distance of a prediction from the median step, as a share of that."""
     return predicted / record.step_us.median - 1
 
 

@@ -17,8 +17,10 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import step as benchmark  # noqa: E402
-from emulation import BACKWARD, Clock, EmulatedModel, Gradients, shapes_of  # noqa: E402
+from emulation import Clock, EmulatedModel, Gradients, shapes_of  # noqa: E402
 from hosts import missing  # noqa: E402
+
+from sparsecomm.overlap import BACKWARD_SHARE  # noqa: E402
 
 RESULTS = BENCHMARKS / "results" / "step-1gbit.json"
 SECONDS = 0.12
@@ -102,7 +104,7 @@ def test_gradients_become_ready_one_after_another() -> None:
     numels = [layer.numel() for layer in model.layers]
     for index, moment in ready:
         share = sum(numels[index:]) / sum(numels)
-        assert moment - start >= SECONDS * (1 - BACKWARD + BACKWARD * share)
+        assert moment - start >= SECONDS * (1 - BACKWARD_SHARE + BACKWARD_SHARE * share)
 
 
 def test_the_gradient_is_handed_over_without_a_copy() -> None:
@@ -127,7 +129,7 @@ def test_gradients_change_and_have_heavy_tails() -> None:
     for different in (first.current, other.current):
         assert (before == different).float().mean() < 0.01
     squares = before.square().sort(descending=True).values
-    # Of normal entries the largest hundredth would hold 0.08 of the sum.
+    # The largest hundredth of normal entries would hold 0.08 of the sum.
     assert squares[:1000].sum() / squares.sum() > 0.2
     # Large entries tend to be at the same places on all ranks.
     assert before.abs().log().dot(other.current.abs().log()) > 0
@@ -254,6 +256,24 @@ def documented_rows(records: list[dict[str, Any]]) -> list[str]:
             "" if predicted is None else f"{predicted / 1e3:.0f}",
         ]
     return [" | ".join([f"| {method}", *cells]) + " |" for method, cells in rows.items()]
+
+
+def test_the_readme_has_the_medians() -> None:
+    names = {
+        "plain DDP": "ddp",
+        "torch's hook for bf16": "bf16",
+        "PowerSGD, rank 1": "powersgd",
+        "Ok-Topk, 2 %": "oktopk",
+        "`sparsecomm.prepare`, 2 %": "prepare",
+    }
+    records = json.loads(RESULTS.read_text())
+    readme = (BENCHMARKS.parent / "README.md").read_text()
+    for name, method in names.items():
+        steps = [each for each in records if each["method"] == method]
+        assert [each["compute_ms"] for each in steps] == [50, 200, 1000]
+        assert {each["density"] for each in steps} <= {None, 0.02}
+        cells = (f"{each['step_us']['median'] / 1e3:.0f}" for each in steps)
+        assert " | ".join([f"| {name}", *cells]) in readme
 
 
 def test_the_documented_table_is_what_was_measured() -> None:
