@@ -62,8 +62,8 @@ class Way:
 RECIPES = {
     recipe.name: recipe
     for recipe in (
-        Recipe("vgg16", "SGD, momentum 0.9", 5, 0.02, 0.02, 0.02, (0.01, 0.02)),
-        Recipe("lstm", "SGD, momentum 0.9", 6, 0.02, 0.006, 0.006, (0.006, 0.012)),
+        Recipe("vgg16", "SGD, momentum 0.9", 5, 0.02, 0.02, 0.02, (0.02,)),
+        Recipe("lstm", "SGD, momentum 0.9", 6, 0.02, 0.006, 0.006, (0.006,)),
         Recipe("bert", "AdamW", 3, 0.02, 0.004, 0.002, (0.002, 0.004)),
         Recipe("lm", "AdamW", 2, 0.01, 0.006, 0.003, (0.003, 0.006), most_worse=0.03),
     )

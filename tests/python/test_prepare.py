@@ -137,6 +137,28 @@ def check_steps_by_hand() -> None:
     )
 
 
+def check_clipping() -> None:
+    """Each rank's gradient is clipped before the momentum, at the norm over the root of P."""
+    ranks, limit = dist.get_world_size(), 0.01
+    make = partial(SGD, lr=0.1, momentum=0.9)
+    ddp = double()
+    optimizer = make(ddp.parameters())
+    norms = []
+    for step in range(12):
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            backward(ddp, step)
+        norms.append(nn.utils.clip_grad_norm_(ddp.parameters(), limit / ranks**0.5))
+        for p in ddp.parameters():
+            assert p.grad is not None
+            dist.all_reduce(p.grad)
+            p.grad /= ranks
+        optimizer.step()
+    assert min(norms) > limit
+    # torch adds 1e-6 to the norm that it divides by.
+    close(trained(make, 12, True, clip_norm=limit, **WHOLE), flat(ddp.parameters()), 1e-4)
+
+
 def check_cycled_momentum() -> None:
     def run(prepared: bool) -> torch.Tensor:
         ddp = double()
@@ -1003,7 +1025,13 @@ def test_density_1_is_the_optimizer_alone() -> None:
 
 
 def test_steps() -> None:
-    checks = (check_sgd_as_torch, check_steps_by_hand, check_cycled_momentum, check_closure)
+    checks = (
+        check_sgd_as_torch,
+        check_steps_by_hand,
+        check_clipping,
+        check_cycled_momentum,
+        check_closure,
+    )
     run_ranks(2, check_all, checks, timeout=110)
 
 
