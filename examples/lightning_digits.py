@@ -30,16 +30,22 @@ import sparsecomm
 
 
 class SparseGradients(lightning.Callback):
-    """Exchanges gradients as a state says; of use with the strategy ``ddp``."""
+    """Prepares the model and its optimizer; of use with the strategy ``ddp``."""
 
-    def __init__(self, state: sparsecomm.CompressionState) -> None:
-        self.state = state
+    state: sparsecomm.CompressionState
+
+    def __init__(self, density: float) -> None:
+        self.density = density
+        self.loaded: dict[str, Any] | None = None
 
     def on_fit_start(
         self, trainer: lightning.Trainer, pl_module: lightning.LightningModule
     ) -> None:
-        assert isinstance(trainer.strategy.model, DistributedDataParallel)
-        sparsecomm.register_comm_hook(trainer.strategy.model, self.state)
+        model, [optimizer] = trainer.strategy.model, trainer.optimizers
+        assert isinstance(model, DistributedDataParallel)
+        self.state = sparsecomm.prepare(model, optimizer, self.density)
+        if self.loaded is not None:
+            self.state.load_state_dict(self.loaded)
 
     def on_save_checkpoint(
         self,
@@ -58,7 +64,8 @@ class SparseGradients(lightning.Callback):
         pl_module: lightning.LightningModule,
         checkpoint: dict[str, Any],
     ) -> None:
-        self.state.load_state_dict(checkpoint["residuals"])
+        """Called before the model is in DistributedDataParallel."""
+        self.loaded = checkpoint["residuals"]
 
 
 class Digits(lightning.LightningModule):
@@ -88,7 +95,7 @@ def train(
     """Trains, with a sparse exchange, or with DDP's own if ``density`` is ``None``."""
     callbacks: list[lightning.Callback] = []
     if density is not None:
-        callbacks.append(SparseGradients(sparsecomm.OkTopkState(density)))
+        callbacks.append(SparseGradients(density))
     trainer = lightning.Trainer(
         accelerator="cpu",
         strategy=DDPStrategy(process_group_backend="gloo"),

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import flat
-from patience import LONG
+from patience import PATIENCE
 from ranks import run_ranks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -81,7 +81,7 @@ def test_accelerate_says_that_one_process_alone_exchanges_nothing() -> None:
         [sys.executable, str(program), "--cpu", "--epochs", "1"],
         capture_output=True,
         text=True,
-        timeout=LONG,
+        timeout=110 * PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
@@ -102,7 +102,7 @@ def test_the_page_saves_and_loads_with_one_process(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=LONG,
+        timeout=110 * PATIENCE,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr
