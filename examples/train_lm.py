@@ -38,7 +38,7 @@ WARMUP = 0.1  # of the steps
 LAST_RATE = 0.1  # of the peak
 EVALUATION_BATCH = 64
 
-# With its momentum before the selection, Adam takes twice dense training's learning rate.
+# With the momentum before the selection, AdamW does best here at twice dense training's rate.
 RATE_OF_RECIPE = 2.0
 
 
