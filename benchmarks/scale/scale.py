@@ -13,6 +13,7 @@ formulas are written. Writes NAME.json, NAME.md and NAME.png.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import math
 import os
@@ -80,13 +81,16 @@ def build() -> Path:
     configure = ["cmake", "-S", str(ROOT / "csrc"), "-B", str(folder)]
     if not (folder / "CMakeCache.txt").exists():
         configure += ["-G", "Ninja"]
-    for command in (
-        [*configure, "-DSPARSECOMM_BUILD_TESTS=ON"],
-        ["cmake", "--build", str(folder), "--target", "scale_ranks", "--parallel"],
-    ):
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "scale.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # CMake replaces what another process's Ninja reads
+        for command in (
+            [*configure, "-DSPARSECOMM_BUILD_TESTS=ON"],
+            ["cmake", "--build", str(folder), "--target", "scale_ranks", "--parallel"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
     return folder / "scale_ranks"
 
 
