@@ -8,7 +8,6 @@ Exchanges the same gradient with the round and without, in turn, beginning with 
 time. A time is that of the slowest rank, from a barrier to the result.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command_line import make_parser
 from hosts import run_benchmark
 
 from sparsecomm import _C, Compression
@@ -55,11 +55,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
     add(

@@ -13,7 +13,6 @@ PowerSGD gets a single bucket, the others DDP's default: it starts each bucket's
 when the first has ended, and over gloo the order of those of several buckets differs between ranks.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command_line import make_parser
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
@@ -138,11 +138,7 @@ class Training:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
     add("--hooks", nargs="+", choices=HOOKS, default=[*HOOKS], help="what to measure")

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command_line import make_parser
 from hosts import run_benchmark
 from torch import Tensor
 
@@ -97,11 +98,7 @@ class Both:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     train_linear.add_training_options(parser)
     parser.set_defaults(features=FEATURES, batch=BATCH)
     add = parser.add_argument

@@ -11,7 +11,6 @@ stopped. All figures go to benchmarks/results/recipes.json, and from there into 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -21,6 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import make_parser
 from goals import difference
 from rank_runs import RANKS, ROOT, Run, make_all
 
@@ -96,11 +96,7 @@ class Record:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--tasks", nargs="+", choices=RECIPES, default=[*RECIPES], help="what to train")
     add("--seeds", nargs="+", type=at_least_1, default=[*SEEDS], help="a run of each")

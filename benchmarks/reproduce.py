@@ -13,7 +13,6 @@ so what was broken off goes on where it stopped; tables and pictures are made fr
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ from pathlib import Path
 
 import goals
 import recipes
+from command_line import make_parser
 from comparison import AT_RECIPES_LR, BASELINE, Results, Task, write_results
 from hosts import missing
 from rank_runs import LINK, RANKS, ROOT, Run, make_all
@@ -75,11 +75,7 @@ STEPS_OBSERVED = 160  # five times the default period of exact thresholds
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--fast", action="store_true", help="few examples, one seed: shows that it works")
     add("--tasks", nargs="+", choices=TASKS, default=[*TASKS], help="what to train")

@@ -9,7 +9,6 @@ Both backends reduce the same tensors in one run, in turn; the first of a round 
 are random and differ between ranks. A time is that of the slowest rank.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command_line import make_parser
 from hosts import run_benchmark
 
 from sparsecomm.cli.bench import at_least_1, write_json
@@ -65,11 +65,7 @@ class Row:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
     add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")

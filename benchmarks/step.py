@@ -37,6 +37,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from command_line import make_parser
 from hosts import INTERFACE, parse_rate, run_benchmark
 from torch.nn.parallel import DistributedDataParallel
 
@@ -175,9 +176,9 @@ class Training:
             return 0
         stayed = 0
         for steps in range(1, MOST_TRIAL_STEPS + 1):
-            former = state.algorithms
+            previous = state.algorithms
             self.step()
-            stayed = stayed + 1 if state.algorithms == former else 0
+            stayed = stayed + 1 if state.algorithms == previous else 0
             if stayed == SETTLED:
                 return steps
         return MOST_TRIAL_STEPS
@@ -193,11 +194,7 @@ def sent_bytes() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0],
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = make_parser(__doc__)
     add = parser.add_argument
     add("--hosts", type=at_least_1, default=2, help="ranks; torchrun brings its own")
     add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")

@@ -27,7 +27,7 @@ from bert.corpus import LARGEST_VOCABULARY, Corpus, prepare, read_vocabulary
 from bert.examples import make_batch
 from bert.model import SIZES, Bert
 from common import training
-from common.documents import FOLDER, PROSE, source
+from common.documents import add_data_option
 from common.errors import DataError
 from common.options import positive
 from common.order import epoch_batches, steps_per_epoch
@@ -58,8 +58,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(epochs=10, batch=8, lr=None, density=0.01)
     add = parser.add_argument
     add("--size", choices=SIZES, default="tiny", help="of the model")
-    data = f"{PROSE} of Python's library, or {FOLDER}FOLDER"
-    add("--data", type=source, default=PROSE, help=data)
+    add_data_option(parser)
     add("--vocabulary", type=positive, default=None, help="tokens (4096, of base 30522)")
     add("--limit", type=positive, default=None, help="use only so many documents")
     add("--cache", default="runs/bert-data", help="folder of the data's tokens, for all ranks")

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from common import training
-from common.documents import FOLDER, PROSE, fingerprint, source
+from common.documents import add_data_option, fingerprint
 from common.options import positive
 from common.order import epoch_batches, steps_per_epoch
 from common.seeds import mix_seed
@@ -53,8 +53,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.set_defaults(epochs=2, lr=None)
     add = parser.add_argument
     add("--size", choices=SIZES, default="tiny", help="of the model")
-    data = f"{PROSE} of Python's library, or {FOLDER}FOLDER"
-    add("--data", type=source, default=PROSE, help=data)
+    add_data_option(parser)
     add("--limit", type=positive, default=None, help="use only the first documents, this number")
     options = training.parse(parser, arguments, {"momentum_correction": True})
     if options.lr is None:

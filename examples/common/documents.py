@@ -40,8 +40,13 @@ _OPENING = re.compile(r'<doc id="[^"]*" (?:revid="[^"]*" )?url=".*" title=".*">'
 _Lines = Iterator[tuple[int, str]]
 
 
-def source(text: str) -> str:
-    """An option's value, `prose` or `text:FOLDER`; raises ArgumentTypeError for another."""
+def add_data_option(parser: argparse.ArgumentParser) -> None:
+    """Adds --data, which :func:`read` takes."""
+    what = f"{PROSE} of Python's library, or {FOLDER}FOLDER"
+    parser.add_argument("--data", type=_source, default=PROSE, help=what)
+
+
+def _source(text: str) -> str:
     if text != PROSE and not (text.startswith(FOLDER) and text != FOLDER):
         raise argparse.ArgumentTypeError(f"{text!r} is neither {PROSE} nor {FOLDER}FOLDER")
     return text
