@@ -17,7 +17,7 @@ TEST_JOBS ?= $(shell expr 2 \* $(JOBS))
 CTEST = ctest --output-on-failure --timeout $$(awk "BEGIN { print 300 * $${SPARSECOMM_TEST_PATIENCE:-1} }")
 # make train
 RANKS ?= 2
-EPOCHS ?= 5
+EPOCHS ?= 3
 DENSITY ?= 0.02
 BATCH ?=
 SEED ?= 1
@@ -93,7 +93,7 @@ tools: build $(VENV)/.tools ## install what tests and checks need beside it
 # ---- use
 
 TRAIN = OMP_NUM_THREADS=1 torchrun --standalone --nproc-per-node $(RANKS) examples/train_vgg16.py \
-  --epochs $(EPOCHS) --seed $(SEED) $(if $(BATCH),--batch $(BATCH))
+  --epochs $(EPOCHS) --lr-warmup 0.25 --seed $(SEED) $(if $(BATCH),--batch $(BATCH))
 
 train: build ## train VGG-16 with dense and with sparse exchange, and compare (RANKS EPOCHS DENSITY BATCH SEED)
 	$(TRAIN) --hook ddp --output runs/vgg16-ddp

@@ -87,6 +87,7 @@ def missing() -> list[str]:
 
 def build_modules() -> list[Path]:
     """Compiles the shared objects of the package, and returns where they are."""
+    import torch
     from torch.utils.cpp_extension import include_paths, library_paths
 
     includes = dict.fromkeys(
@@ -97,6 +98,7 @@ def build_modules() -> list[Path]:
         "SPARSECOMM_TORCH_INCLUDE_DIRS": ";".join(includes),
         "SPARSECOMM_TORCH_LIBRARY_DIRS": ";".join(library_paths()),
         "SPARSECOMM_MODULE_SUFFIX": sysconfig.get_config_var("EXT_SUFFIX"),
+        "SPARSECOMM_CUDA_MODULE": "OFF" if torch.version.cuda is None else "ON",
         "Python3_EXECUTABLE": sys.executable,  # whose packages may hold UCX's headers
     }
     # mpi4py prefers the MPI of the interpreter's environment, and so do we.

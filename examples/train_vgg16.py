@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from common import training
-from common.options import positive
+from common.options import positive, positive_real
 from common.order import epoch_batches, steps_per_epoch
 from common.seeds import mix_seed
 from common.task import Batch, Task
@@ -35,7 +35,6 @@ from vgg16.model import VGG16
 
 MOMENTUM = 0.9
 WEIGHT_DECAY = 1e-4
-WARMUP_EPOCHS = 1
 EVALUATION_BATCH = 64
 # What keeps the accuracy of dense training at a density of 1 to 2 %.
 RECOMMENDED = {"density_warmup": [0.25, 0.0625, 0.04], "momentum_correction": True, "lr": 0.02}
@@ -52,6 +51,13 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--data", default="digits", help="digits, or cifar10:FOLDER (python version)")
     add("--limit", type=positive, default=None, help="use only so many images, for a quick try")
+    add(
+        "--lr-warmup",
+        type=positive_real,
+        default=1.0,
+        metavar="EPOCHS",
+        help="over which the learning rate rises to its peak; less in a short run",
+    )
     return training.parse(parser, arguments, RECOMMENDED)
 
 
@@ -68,7 +74,8 @@ class ImageTask(Task):
             self.images = self.images.limited(options.limit)
         self.data = self.images.name
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-        self.batch, self.epochs, self.lr = options.batch, options.epochs, options.lr
+        self.batch, self.epochs = options.batch, options.epochs
+        self.lr, self.lr_warmup = options.lr, options.lr_warmup
         self.seed = options.seed
         self.model = VGG16()
         self.steps_per_epoch = steps_per_epoch(len(self.images.train), self.batch, self.ranks)
@@ -79,7 +86,9 @@ class ImageTask(Task):
         )
 
     def learning_rate(self, step: int) -> float:
-        return learning_rate(step, self.steps_per_epoch, self.epochs, self.lr)
+        per_epoch = self.steps_per_epoch
+        warmup = round(self.lr_warmup * per_epoch)
+        return learning_rate(step, warmup, self.epochs * per_epoch, self.lr)
 
     def batches(self, epoch: int) -> Iterator[Batch]:
         train = self.images.train
@@ -108,12 +117,11 @@ class ImageTask(Task):
         return {"test_accuracy": sums[0].item() / len(self.images.test)}
 
 
-def learning_rate(step: int, per_epoch: int, epochs: int, peak: float) -> float:
-    """Rises linearly over the first epoch, then falls along a cosine to zero."""
-    warmup = WARMUP_EPOCHS * per_epoch
+def learning_rate(step: int, warmup: int, steps: int, peak: float) -> float:
+    """Rises linearly over the first ``warmup`` steps, then falls along a cosine to zero."""
     if step < warmup:
         return peak * (step + 1) / warmup
-    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (epochs * per_epoch - warmup)))
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 from sparsecomm import _C, torch_release, transports
 
 __version__ = version("sparsecomm")
-# Present where sparsecomm was built with nvcc.
+# Present where sparsecomm was built with nvcc, for a torch with CUDA.
 CUDA_LIBRARY = Path(_C.__file__).with_name("_cuda.so")
 _C.use_cuda_library(str(CUDA_LIBRARY))
 

@@ -10,7 +10,8 @@ namespace sparsecomm {
 namespace {
 
 constexpr std::string_view rebuild =
-    "install sparsecomm anew with nvcc on PATH (CUDA 12.5 or newer), or move the model to the CPU";
+    "install sparsecomm anew with nvcc on PATH (CUDA 12.5 or newer) and a torch with CUDA, or move "
+    "the model to the CPU";
 
 }  // namespace
 

@@ -184,10 +184,10 @@ def check_kernels(info: dict[str, Any], seconds: float) -> Finding:
 
 def check_cuda(info: dict[str, Any], torch_has_device: bool, seconds: float) -> Finding:
     if not info["cuda"]:
-        without = "sparsecomm was built without nvcc"
+        without = "sparsecomm was built without the CUDA kernels"
         if not torch_has_device:
             return Finding("cuda", ABSENT, without)
-        remedy = "gradients on a device need them: install the CUDA toolkit and build it anew"
+        remedy = "gradients on a device need them: build it anew with nvcc on PATH"
         return Finding("cuda", ADVICE, without, remedy)
     if not info["cuda_problem"] and not torch_has_device:
         remedy = "install a torch with CUDA if gradients are to be on the device"

@@ -92,13 +92,21 @@ def test_the_model_has_the_parameters_of_the_literature() -> None:
     assert vgg(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
 
 
-def test_the_learning_rate_rises_for_an_epoch_and_falls_to_zero() -> None:
-    rates = [train_vgg16.learning_rate(step, 10, 5, 0.5) for step in range(50)]
+def test_the_learning_rate_rises_and_falls_to_zero() -> None:
+    rates = [train_vgg16.learning_rate(step, 10, 50, 0.5) for step in range(50)]
     assert rates[:10] == pytest.approx([0.05 * step for step in range(1, 11)])
     assert rates[10] == pytest.approx(0.5)
     assert rates[30] == pytest.approx(0.25)
     assert rates[10:] == sorted(rates[10:], reverse=True)
     assert 0 < rates[-1] < 0.001
+
+
+def test_the_warm_up_of_the_learning_rate_may_be_part_of_an_epoch() -> None:
+    options = train_vgg16.parse_options(["--lr-warmup", "0.25", "--lr", "0.5", "--epochs", "2"])
+    task = object.__new__(train_vgg16.ImageTask)
+    task.lr, task.lr_warmup, task.epochs = options.lr, options.lr_warmup, options.epochs
+    task.steps_per_epoch = 8
+    assert [task.learning_rate(step) for step in range(3)] == [0.25, 0.5, 0.5]
 
 
 # Whole runs
