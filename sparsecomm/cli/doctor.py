@@ -184,7 +184,7 @@ def check_kernels(info: dict[str, Any], seconds: float) -> Finding:
 
 def check_cuda(info: dict[str, Any], torch_has_device: bool, seconds: float) -> Finding:
     if not info["cuda"]:
-        without = "sparsecomm was built without the CUDA kernels"
+        without = "sparsecomm was built without the CUDA kernels (no nvcc, or a torch without CUDA)"
         if not torch_has_device:
             return Finding("cuda", ABSENT, without)
         remedy = "gradients on a device need them: build it anew with nvcc on PATH"

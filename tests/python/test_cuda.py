@@ -28,6 +28,8 @@ from sparsecomm.cli import doctor
 from sparsecomm.fake_kernels import packed_dtype
 
 BUILD = Path(__file__).resolve().parents[2] / "build" / "python" / "tests"
+# `make cuda` compiles them also where the package leaves them out, as torch has no CUDA.
+KERNELS = BUILD.parent / "_cuda.so"
 PROBLEM = (
     "this torch has no CUDA, or no device"
     if not torch.cuda.is_available()
@@ -52,6 +54,11 @@ def test_the_build_says_what_it_has() -> None:
         assert "nvcc" in info["cuda_problem"]
     elif not torch.cuda.is_available():
         assert info["cuda_problem"] == "there is no CUDA device"
+
+
+@pytest.mark.skipif(not KERNELS.exists(), reason="no nvcc has compiled the CUDA kernels")
+def test_the_compiled_kernels_can_be_opened() -> None:
+    assert _C.cuda_problem(str(KERNELS)) in ("", "there is no CUDA device")
 
 
 def test_a_library_that_is_not_there_is_named(tmp_path: Path) -> None:
