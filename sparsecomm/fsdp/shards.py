@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -56,9 +57,9 @@ class ReduceScatterState:
         communicator = Communicator._connected_in(
             "sparsecomm.fsdp.apply_reduce_scatter", info.shard_process_group, options
         )
-        step = _Step()
+        self._step = _Step()
         self._comms = [
-            _SparseReduceScatter(group, names, density, dense_below, communicator, step)
+            _SparseReduceScatter(group, names, density, dense_below, communicator, self._step)
             for _, group in groups
         ]
         for (module, _), comm in zip(groups, self._comms, strict=True):
@@ -70,8 +71,17 @@ class ReduceScatterState:
         return self._density
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's residuals, one of each whole parameter, under a key that names it."""
+        """Returns this rank's residuals, one of each whole parameter, under a key that names it.
+
+        What a backward pass that ended with an exception had delivered goes back into the residuals
+        first.
+
+        Raises:
+            ValueError: a backward pass is in progress; or accelerate's
+                ``register_for_checkpointing``, which keeps rank 0's alone, asks for it.
+        """
         refuse_saver_of_one_rank(self._place[1])
+        self._step.take_back_broken_pass("save the state")
         residuals = {name: r for comm in self._comms for name, r in comm.residuals().items()}
         entry = {"format": _FORMAT, "density": self._density, "residuals": residuals}
         return {rank_key(*self._place): entry}
@@ -86,8 +96,10 @@ class ReduceScatterState:
         number of ranks changes.
 
         Raises:
-            ValueError: not such a state_dict, or of another model or density.
+            ValueError: not such a state_dict, or of another model or density; or a backward pass is
+                in progress.
         """
+        self._step.take_back_broken_pass("load a state")
         entry = entry_of(state_dict, *self._place)
         for key, value in {"format": _FORMAT, "density": self._density}.items():
             if entry.get(key) != value:
@@ -114,22 +126,41 @@ class _Step:
 
     def __init__(self) -> None:
         self._sent: dict[_SparseReduceScatter, sf.SparseVector | None] = {}
+        self._backward: weakref.ref[Callable[[], None]] | None = None  # gone with its pass
 
     def sent(self, comm: _SparseReduceScatter, selected: sf.SparseVector | None) -> None:
         """``None``: nothing, since a gradient was not finite."""
-        if comm in self._sent:
-            self._end(broken_off=True)  # the last backward pass
+        if comm in self._sent or not self._runs():
+            self._take_back()  # the last backward pass
         if not self._sent:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            end = self._end  # an object that the backward pass alone keeps
+            torch.autograd.Variable._execution_engine.queue_callback(end)
+            self._backward = weakref.ref(end)
         self._sent[comm] = selected
 
-    def _end(self, broken_off: bool = False) -> None:
-        if broken_off or any(selected is None for selected in self._sent.values()):
-            for comm, selected in self._sent.items():
-                if selected is not None:
-                    comm.take_back(selected)
-                if not broken_off:
-                    comm.poison()
+    def take_back_broken_pass(self, before_what: str) -> None:
+        """Returns what a backward pass that ended with an exception had delivered."""
+        if self._sent and self._runs():
+            raise ValueError(
+                f"cannot {before_what} in the middle of a backward pass; do it after backward() "
+                "has returned"
+            )
+        self._take_back()
+
+    def _runs(self) -> bool:
+        return self._backward is not None and self._backward() is not None
+
+    def _end(self) -> None:
+        if any(selected is None for selected in self._sent.values()):
+            for comm in self._sent:
+                comm.poison()
+            self._take_back()
+        self._sent.clear()
+
+    def _take_back(self) -> None:
+        for comm, selected in self._sent.items():
+            if selected is not None:
+                comm.take_back(selected)
         self._sent.clear()
 
 

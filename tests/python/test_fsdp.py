@@ -424,6 +424,8 @@ def _check(folder: Path) -> None:
     check_resuming(mesh, folder / "hsdp")
     check_sharded_without_replicas(mesh["shard"])
     check_sharded_non_finite(mesh["shard"])
+    check_sharded_broken_off(mesh["shard"])
+    check_sharded_passes_of_one_module(mesh["shard"])
     check_sharded_resuming(mesh, folder / "fsdp")
     check_sharded_mistakes(mesh)
 
@@ -516,6 +518,91 @@ def check_sharded_non_finite(mesh: DeviceMesh) -> None:
     model.zero_grad()
     model(batch(2)).square().mean().backward()
     assert all(gradient.isfinite().all() for gradient in whole(model).values())
+
+
+class BrokenOffError(Exception):
+    """Raised amid a backward pass."""
+
+
+def break_off(model: Any, step: int, state: Any) -> None:
+    """A backward pass that ends before the first layer's, when the next one has been exchanged.
+
+    Meanwhile nothing can be saved or loaded.
+    """
+    saved = state.state_dict()
+    found = []
+
+    def give_up(_: torch.Tensor) -> None:
+        for use in (state.state_dict, lambda: state.load_state_dict(saved)):
+            with pytest.raises(ValueError, match="in the middle of a backward pass") as error:
+                use()
+            found.append(error.value)
+        raise BrokenOffError
+
+    handle = model[0].register_forward_hook(
+        lambda _, __, output: output.register_hook(give_up) and None
+    )
+    with pytest.raises(BrokenOffError):
+        model(batch(step)).square().mean().backward()
+    handle.remove()
+    assert len(found) == 2
+    model.zero_grad()
+    model.reset_iter_state()  # what is gathered
+
+
+def check_sharded_broken_off(mesh: DeviceMesh) -> None:
+    """What a broken pass delivered is in the residuals that are saved (contract 1)."""
+    model, reference = shard(mesh), make_model()
+    state = sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+    model(batch(0)).square().mean().backward()
+    model.zero_grad()
+    saved = state.state_dict()
+    [before] = saved.values()
+    break_off(model, 1, state)
+    reference(batch(1)).square().mean().backward()
+    after = checkpoint_of(state)["residuals"]
+    for name, p in reference.named_parameters():
+        came = p.grad.reshape(-1) if name.startswith("2.") else torch.zeros(p.numel())
+        torch.testing.assert_close(after[name], before["residuals"][name] + came)
+        assert name[0] != "2" or came.any(), "the pass ended before anything was exchanged"
+    assert same_residuals(state, after), "taken back twice"
+
+    # A state that is loaded after a broken pass owes it nothing.
+    break_off(model, 2, state)
+    state.load_state_dict(saved)
+    assert same_residuals(state, before["residuals"])
+    results = []
+    for _ in range(2):
+        state.load_state_dict(saved)
+        model.zero_grad()
+        model(batch(3)).square().mean().backward()
+        results.append((whole(model), checkpoint_of(state)["residuals"]))
+        break_off(model, 4, state)
+    for one, other in zip(*results, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def check_sharded_passes_of_one_module(mesh: DeviceMesh) -> None:
+    """Those that end well after a broken one keep what they delivered."""
+    model, reference = shard(mesh), make_model()
+    state = sparsecomm.fsdp.apply_reduce_scatter(model, 0.05)
+    break_off(model, 0, state)
+    came = {f"0.{name}": torch.zeros(p.numel()) for name, p in reference[0].named_parameters()}
+    for step in (1, 2):
+        for layer in (model[0], reference[0]):
+            layer.zero_grad()
+            layer(batch(step)).square().mean().backward()
+        for name, p in reference[0].named_parameters():
+            delivered = model[0].get_parameter(name).grad.full_tensor().reshape(-1)
+            came[f"0.{name}"] += summed(p.grad.reshape(-1), mesh) - 2 * delivered
+    kept = checkpoint_of(state)["residuals"]
+    for name, expected in came.items():
+        torch.testing.assert_close(summed(kept[name], mesh), expected, atol=1e-7, rtol=0)
+
+
+def same_residuals(state: Any, expected: dict[str, torch.Tensor]) -> bool:
+    found = checkpoint_of(state)["residuals"]
+    return all(torch.equal(found[name], expected[name]) for name in expected)
 
 
 def check_sharded_resuming(mesh: DeviceMesh, folder: Path) -> None:
