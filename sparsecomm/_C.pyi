@@ -327,6 +327,7 @@ class Workload:
         selects: bool,
         options: ExchangeOptions,
         inner: bool = False,
+        commits: bool = True,
     ) -> None: ...
 
 class SimulatedPlan:

@@ -332,7 +332,9 @@ def explain(
     else:
         raise ValueError(f"union={union!r} is not from 1 to the number of ranks, {ranks}")
 
-    def rows_of(entries: int, k: int, union_nnz: int) -> tuple[Prediction, ...]:
+    def rows_of(
+        entries: int, k: int, union_nnz: int, commits: bool = True
+    ) -> tuple[Prediction, ...]:
         workload = _C.Workload(
             ranks=ranks,
             numel=entries,
@@ -343,6 +345,7 @@ def explain(
             selects=True,
             options=options,
             inner=inner,
+            commits=commits,
         )
         return tuple(Prediction(**row) for row in _C.predictions(figures, workload))
 
@@ -351,11 +354,12 @@ def explain(
     if step_seconds is not None:
         numels = bucket_numels(numel, dtype.itemsize, bucket_cap_mb)
         by_numel = {
-            entries: {row.algorithm: row for row in rows_of(entries, entries, entries)}
+            entries: {row.algorithm: row for row in rows_of(entries, entries, entries, False)}
             for entries in set(numels)
         }
         buckets = [(entries, by_numel[entries]) for entries in numels]
-        steps = _steps(step_seconds, ranking, buckets)
+        last = {row.algorithm: row for row in rows_of(numels[-1], numels[-1], numels[-1])}
+        steps = _steps(step_seconds, ranking, buckets, last)
     return Explanation(numel, density, ranks, union_nnz, figures, ranking, step_seconds, steps)
 
 
@@ -363,6 +367,7 @@ def _steps(
     compute: float,
     ranking: tuple[Prediction, ...],
     buckets: list[tuple[int, dict[str, Prediction]]],
+    last: dict[str, Prediction],
 ) -> tuple[StepPrediction, ...]:
     """The whole steps, the quickest first.
 
@@ -370,6 +375,7 @@ def _steps(
         compute: seconds of the step without any exchange.
         ranking: of the whole gradient.
         buckets: of DDP: the entries of each, and the predictions of its exchange by algorithm.
+        last: the same of the last bucket where it ends a step, which all ranks confirm.
     """
     steps = [
         StepPrediction(row.algorithm, compute, row.select, row.seconds - row.select, 0.0)
@@ -378,8 +384,10 @@ def _steps(
     ]
     for method, algorithm in _OVERLAPPING.items():
         rows = [by_algorithm[algorithm] for _, by_algorithm in buckets]
-        # Plain DDP does not look for NaN.
-        seconds = [row.seconds - (row.select if method == _DDP else 0.0) for row in rows]
+        if method == _DDP:  # it does not look for NaN, and confirms nothing
+            seconds = [row.seconds - row.select for row in rows]
+        else:
+            seconds = [row.seconds for row in (*rows[:-1], last[algorithm])]
         exchange = math.fsum(seconds)
         exposed = exposed_seconds([n for n, _ in buckets], seconds, BACKWARD_SHARE * compute)
         hidden = max(0.0, exchange - exposed)

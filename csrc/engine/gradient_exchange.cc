@@ -236,6 +236,7 @@ Workload GradientExchange<T>::workload() const {
           .element_bytes = sizeof(T),
           .value_bytes = sizeof(V),
           .inner = communicator_->transport().reduces(),
+          .commits = commits(),
           .options = collective_options(options_)};
 }
 

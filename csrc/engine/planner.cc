@@ -60,6 +60,15 @@ std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks) {
   return std::clamp(hit, k, std::min(extent, k * static_cast<std::uint64_t>(ranks)));
 }
 
+Cost operation_cost(AlgorithmEntry const& entry, CostShape const& shape,
+                    AlgorithmOptions const& options, bool commits) {
+  // One rank's gradient is the result of a dense exchange already.
+  bool const nothing = !entry.sparse && shape.ranks == 1;
+  Cost cost = agreement_cost(shape.ranks);
+  if (!nothing) cost = cost + entry.cost(shape, options);
+  return commits ? cost + commit_cost(shape.ranks) : cost;
+}
+
 Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figures const& figures) {
   Link const& link = figures.link;
   Rates const& rates = figures.rates;
@@ -86,15 +95,11 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
     bool const narrow = workload.selects || entry.dense->rounds_once;
     shape.value_bytes = as_double(narrow ? workload.element_bytes : workload.value_bytes);
   }
-  // One rank's gradient is the result of a dense exchange already.
-  bool const nothing = !entry.sparse && workload.ranks == 1;
-  Cost const cost = nothing ? Cost{} : entry.cost(shape, workload.options);
-  Cost const agreement = agreement_cost(workload.ranks);
+  Cost const cost = operation_cost(entry, shape, workload.options, workload.commits);
 
-  prediction.bytes = cost.bytes + agreement.bytes;
-  prediction.messages = cost.messages + agreement.messages;
-  prediction.latency =
-      (cost.rounds + agreement.rounds) * link.round + prediction.messages * link.message;
+  prediction.bytes = cost.bytes;
+  prediction.messages = cost.messages;
+  prediction.latency = cost.rounds * link.round + cost.messages * link.message;
   prediction.transfer = (prediction.bytes + cost.awaited_bytes) * link.byte;
   prediction.compute = cost.entries * rates.merge * as_double(4 + workload.value_bytes) / 8 +
                        cost.dense_entries * rates.reduce * shape.value_bytes / 4;
@@ -304,7 +309,8 @@ double Plan::expected(Workload const& workload, std::uint64_t step) {
 
 std::span<const Prediction> Plan::predictions(Workload const& known) {
   bool const same = known.k == predicted_.k && known.union_nnz == predicted_.union_nnz &&
-                    known.extent == predicted_.extent && known.ranks == predicted_.ranks;
+                    known.extent == predicted_.extent && known.ranks == predicted_.ranks &&
+                    known.commits == predicted_.commits;
   if (same && !predictions_.empty()) return predictions_;
   predictions_.clear();
   for (AlgorithmEntry const& entry : algorithms()) {

@@ -60,6 +60,7 @@ struct Workload {
   bool selects = true;          // selection and error feedback are part of the step
   bool dense_data = true;       // where nothing is selected: of a dense vector, else of pairs
   bool inner = false;           // the transport's engine has an allreduce of its own
+  bool commits = true;          // it ends a step, so that ranks confirm its result
   AlgorithmOptions options;     // the schedule, and how frames are encoded
 };
 
@@ -69,7 +70,7 @@ struct Prediction {
   IndexCodecEntry const* index_codec = nullptr;
   ValueCodecEntry const* value_codec = nullptr;
   double select = 0;    // check for NaN, threshold, the pass that selects (dense: flushes) or packs
-  double latency = 0;   // rounds and messages, the agreement's included
+  double latency = 0;   // rounds and messages, as of operation_cost()
   double transfer = 0;  // bytes
   double compute = 0;   // encoding, decoding, merging
   double apply = 0;     // writing the result, returning what was rejected
@@ -82,6 +83,12 @@ struct Prediction {
 
 // Entries of the union of `ranks` random selections of k out of `extent`.
 std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks);
+
+// An operation's messages and bytes, of one rank: the ranks' agreement, the algorithm and, where it
+// commits, the round after it. The last exchange of a step commits; earlier ones, and allreduces
+// that are no part of a step, do not.
+Cost operation_cost(AlgorithmEntry const& entry, CostShape const& shape,
+                    AlgorithmOptions const& options, bool commits);
 
 Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figures const& figures);
 

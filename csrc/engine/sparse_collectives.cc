@@ -178,6 +178,7 @@ Workload AllreduceOperation<T>::workload(Channel const& channel,
                     .selects = false,
                     .dense_data = problem.dense_data,
                     .inner = may_reduce_inside(channel, problem.reduction),
+                    .commits = false,
                     .options = options_};
   workload.union_nnz =
       std::max(workload.k,

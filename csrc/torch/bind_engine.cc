@@ -162,13 +162,12 @@ py::list describe_algorithms() {
   return rows;
 }
 
-// Upper bounds for one rank and one exchange, with the rounds before and after it: messages sent,
-// bytes received.
+// Upper bounds for one rank and one exchange, which ends a step: messages sent, bytes received.
 std::pair<double, double> cost_of(std::string const& algorithm, int ranks, std::uint64_t extent,
                                   std::uint64_t k, double value_bytes) {
-  Cost const cost = find_algorithm(algorithm).cost({ranks, extent, k, value_bytes}, {});
-  Cost const rounds = agreement_cost(ranks) + commit_cost(ranks);
-  return {cost.messages + rounds.messages, cost.bytes + rounds.bytes};
+  Cost const cost =
+      operation_cost(find_algorithm(algorithm), {ranks, extent, k, value_bytes}, {}, true);
+  return {cost.messages, cost.bytes};
 }
 
 py::dict build_info() {

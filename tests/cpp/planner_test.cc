@@ -233,6 +233,68 @@ TEST(PredictTest, BytesAreThoseThatAreCountedForEveryAlgorithmAndCodec) {
   }
 }
 
+// The messages of the agreement before a step and of the round after it are the transport's, too.
+TEST(PredictTest, MessagesOfADenseExchangeAreThoseThatAreCountedAtTheEndOfAStepAndBefore) {
+  std::uint64_t const extent = 1 << 12;
+  for (int const ranks : {1, 2, 3, 6}) {
+    for (AlgorithmEntry const& entry : algorithms()) {
+      if (entry.sparse || entry.inner) continue;
+      for (bool const ends_step : {true, false}) {
+        SCOPED_TRACE(concat(entry.name, ", P=", ranks, ends_step ? ", ends a step" : ""));
+        double messages = 0;
+        std::mutex mutex;
+        expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+          ExchangeOptions options;
+          options.algorithm = entry.name;
+          auto const exchange =
+              std::make_shared<GradientExchange<float>>("test", extent, options, communicator);
+          std::vector<float> gradient(extent, 1.0f);
+          std::vector<float> residual(extent);
+          exchange->bind({{gradient, residual}}, {}, {}, ends_step);
+          communicator.run(exchange);
+          std::lock_guard const lock(mutex);
+          messages =
+              std::max(messages,
+                       static_cast<double>(Counters::total(communicator.counters().sent_messages)));
+        }));
+        Workload workload = workload_of(ranks, extent, 1);
+        workload.commits = ends_step;
+        EXPECT_EQ(predict(entry, workload, figures_of(1)).messages, messages);
+      }
+    }
+  }
+}
+
+TEST(PredictTest, APlanExpectsTheLastExchangeOfAStepToTakeARoundMore) {
+  constexpr int ranks = 4;
+  CommunicatorOptions link;
+  link.figures = figures_of(1);
+  double expected[2] = {};  // of an exchange before the last, and of the last
+  for (bool const ends_step : {false, true}) {
+    expect_no_errors(run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          ExchangeOptions options;
+          options.algorithm = auto_algorithm;
+          auto const exchange =
+              std::make_shared<GradientExchange<float>>("test", 4096, options, communicator);
+          std::vector<float> gradient(4096, 1.0f);
+          std::vector<float> residual(4096);
+          exchange->bind({{gradient, residual}}, {}, {}, ends_step);
+          communicator.run(exchange);
+          if (communicator.rank() == 0) {
+            expected[ends_step] = exchange->last_step().predicted_seconds.value();
+          }
+        },
+        link));
+  }
+  Cost const commit = commit_cost(ranks);
+  EXPECT_DOUBLE_EQ(expected[true] - expected[false],
+                   commit.rounds * link.figures->link.round +
+                       commit.messages * link.figures->link.message +
+                       commit.bytes * link.figures->link.byte);
+}
+
 TEST(PredictTest, AUnionOfRandomSelectionsIsBetweenOneAndAll) {
   EXPECT_EQ(expected_union(1000, 100, 1), 100u);
   EXPECT_EQ(expected_union(1000, 100, 2), 190u);

@@ -90,6 +90,22 @@ def test_explain_ranks_every_algorithm_by_the_sum_of_its_parts() -> None:
     assert json.loads(json.dumps(plan.to_dict()))["ranks"] == 8
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 64])
+def test_plan_and_bench_count_the_same_messages_and_bytes(ranks: int) -> None:
+    numel = 1 << 20
+    plan = sparsecomm.explain(numel, 0.01, link=sparsecomm.Link.parse("1gbit"), ranks=ranks)
+    dense = {row["name"] for row in _C.algorithms() if not row["sparse"]}
+    shown = {row.algorithm: (row.messages, row.received_bytes) for row in plan.ranking}
+    k = _C.entries_at(0.01, numel)
+    assert {name: shown[name] for name in dense} == {
+        name: _C.cost(name, ranks, numel, k, 4) for name in dense
+    }
+    # Of the sparse ones bench shows bounds.
+    for name in shown.keys() - dense:
+        most = _C.cost(name, ranks, numel, k, 4)
+        assert all(one <= bound for one, bound in zip(shown[name], most, strict=True)), name
+
+
 @pytest.mark.parametrize(("density", "numel", "k"), [(0.5, 5, 3), (0.5, 7, 4), (0.1, 25, 3)])
 def test_a_density_means_the_same_number_of_entries_everywhere(
     density: float, numel: int, k: int
