@@ -16,7 +16,7 @@ std::uint32_t extent_of(Region const& region) {
 template <class V>
 StreamCodec<V>::StreamCodec(AlgorithmOptions const& options) : options_(options) {
   require(options.frame.value_codec == ValueCodec::raw, "value codec ",
-          int(options.frame.value_codec),
+          value_codec_for(options.frame.value_codec, DType::f32).name,
           " rounds, but partial results travel as they are; use raw, or dense_codec where the "
           "result is dense");
   options_.frame.allow_dense = false;  // the form is the stream's choice

@@ -6,6 +6,16 @@
 #include "engine/gradient_exchange.h"
 
 namespace sparsecomm {
+namespace {
+
+std::string_view name(ValueCodec codec) { return value_codec_for(codec, DType::f32).name; }
+
+std::string_view name(IndexCodecChoice choice) {
+  IndexCodecEntry const* const entry = find_index_codec(static_cast<IndexCodec>(choice));
+  return entry != nullptr ? entry->name : "smallest";
+}
+
+}  // namespace
 
 void validate(VelocityRule const& rule) {
   // Velocities may be f32.
@@ -78,18 +88,24 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
                     ExchangeOptions const& options) {
   AlgorithmOptions const& collective = options.collective;
   SelectionRule const& rule = options.rule;
+  // Options that other ranks do not notice are left out: `feedback`, which is of a rank's own
+  // residual; `window`, the messages that a rank sums at once; and how it encodes indices, which
+  // each frame tells. A plan predicts by that, though, and ranks must plan alike.
+  std::string planned;
+  if (options.algorithm == auto_algorithm) {
+    planned = concat(";index_codec=", name(collective.frame.index_codec));
+  }
   return concat("operation=gradient exchange;group=", group, ";numel=", extent,
                 ";dtype=", name(dtype), ";algorithm=", options.algorithm,
                 ";average=", options.average, ";schedule=", name(options.schedule.between), '/',
                 options.schedule.period, ";partition_period=", collective.partition_period,
                 ";balance_factor=", Shortest{collective.balance_factor},
-                ";value_codec=", int(collective.frame.value_codec),
+                ";value_codec=", name(collective.frame.value_codec),
                 ";overlap_chunk=", collective.overlap_chunk, ";delta=", Shortest{collective.delta},
-                ";dense_codec=", find_value_codec(collective.dense_codec)->name,
-                ";seed=", collective.seed, ";dense_steps=", options.warmup.dense_steps,
-                ";bucket=", rule.bucket, ";momentum=", Shortest{rule.momentum},
-                ";gain=", Shortest{rule.gain}, ";nesterov=", rule.nesterov,
-                ";mask_momentum=", rule.mask_momentum,
+                ";dense_codec=", name(collective.dense_codec), planned, ";seed=", collective.seed,
+                ";dense_steps=", options.warmup.dense_steps, ";bucket=", rule.bucket,
+                ";momentum=", Shortest{rule.momentum}, ";gain=", Shortest{rule.gain},
+                ";nesterov=", rule.nesterov, ";mask_momentum=", rule.mask_momentum,
                 ";first_moment=", Shortest{rule.first_moment});
 }
 

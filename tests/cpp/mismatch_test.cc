@@ -138,6 +138,89 @@ TEST(MismatchTest, EveryFieldOfAGradientExchangeThatChangesIsCompared) {
   }
 }
 
+// A codec is a number on the wire only.
+TEST(MismatchTest, RanksThatDisagreeOnACodecReadItsName) {
+  struct Change {
+    std::string_view field, first, other;  // what rank 0 has, and rank 1
+    std::string_view algorithm;
+    void (*make)(ExchangeOptions& options);
+  };
+  Change const changes[] = {
+      {"value_codec", "raw", "qsgd4_512", "oktopk",
+       [](auto& options) { options.collective.frame.value_codec = ValueCodec::qsgd4_512; }},
+      {"dense_codec", "raw", "f16", "dsar_split_allgather",
+       [](auto& options) { options.collective.dense_codec = ValueCodec::f16; }},
+      // Which algorithm is quickest depends on it, so all ranks must plan with the same.
+      {"index_codec", "smallest", "bitmap", auto_algorithm,
+       [](auto& options) { options.collective.frame.index_codec = IndexCodecChoice::bitmap; }},
+  };
+  for (Change const& change : changes) {
+    expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+      ExchangeOptions options;
+      options.algorithm = change.algorithm;
+      if (communicator.rank() == 1) change.make(options);
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
+      std::vector<float> gradient(100, 1.0f), residual(100, 0.0f);
+      exchange->bind({{gradient, residual}});
+      try {
+        communicator.run(exchange);
+        ADD_FAILURE() << "they agreed on " << change.field;
+      } catch (Mismatch const& error) {
+        std::string_view const text = error.what();
+        for (std::string const& part :
+             {concat(' ', change.field, ": "), concat(' ', change.first, " on rank 0"),
+              concat(' ', change.other, " on rank 1")}) {
+          EXPECT_NE(text.find(part), std::string_view::npos) << part << " is not in " << text;
+        }
+      }
+    }));
+  }
+}
+
+// How many messages a rank sums at once, how it encodes indices and whether its residual is taken
+// along are its own affair: the results are the same bits, and nothing is lost.
+TEST(MismatchTest, RanksMayDifferInWhatTheOthersDoNotNotice) {
+  constexpr int ranks = 5;
+  constexpr std::size_t extent = 600;
+  for (AlgorithmEntry const& entry : algorithms()) {
+    if (entry.inner) continue;
+    SCOPED_TRACE(entry.name);
+    std::vector<std::vector<float>> results(ranks);
+    std::vector<double> sums(ranks);  // of what a rank brought less what it kept
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      int const rank = communicator.rank();
+      ExchangeOptions options;
+      options.algorithm = entry.name;
+      options.average = false;
+      options.density = 0.1;
+      options.collective.window = 1 + rank % 3;
+      options.collective.frame.index_codec = static_cast<IndexCodecChoice>(rank % 4);
+      options.feedback = rank % 2 == 0;
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", extent, options, communicator);
+      std::vector<float> residual(extent, 1.0f);
+      for (int step = 0; step < 3; ++step) {
+        std::vector<float> gradient(extent);
+        for (std::size_t i = 0; i < extent; ++i) {
+          gradient[i] = static_cast<float>((i * 7 + static_cast<std::size_t>(rank)) % 50);
+        }
+        for (std::size_t i = 0; i < extent; ++i) sums[rank] += gradient[i] + residual[i];
+        exchange->bind({{gradient, residual}});
+        communicator.run(exchange);
+        for (std::size_t i = 0; i < extent; ++i) sums[rank] -= residual[i];
+        results[rank].insert(results[rank].end(), gradient.begin(), gradient.end());
+      }
+    }));
+    double delivered = 0;
+    for (float const x : results[0]) delivered += x;
+    double brought = 0;
+    for (double const sum : sums) brought += sum;
+    EXPECT_EQ(delivered, brought);
+    for (int rank = 1; rank < ranks; ++rank) EXPECT_EQ(results[rank], results[0]) << rank;
+  }
+}
+
 // The last rank names none from the second step on, as one that has joined.
 TEST(LossScaleTest, RanksThatNameOneMustAgreeAndWhatTheOthersKeepFollows) {
   constexpr std::size_t extent = 100;
