@@ -43,13 +43,28 @@ std::array<double, Figures::count> Figures::values() const {
 Figures Figures::from_values(std::span<const double> values) {
   require(values.size() == count, values.size(), " figures of link and processor are not ",
           std::size_t{count});
-  for (double const value : values) {
-    require(std::isfinite(value) && value >= 0, "a figure of link or processor is ", value,
-            " s, not a time");
+  for (std::size_t i = 0; i < count; ++i) {
+    require(std::isfinite(values[i]) && values[i] >= 0, "figure '", names[i], "' = ", values[i],
+            " s is not a time: it must be finite and not negative");
   }
   return {
       {values[0], values[1], values[2]},
       {values[3], values[4], values[5], values[6], values[7], values[8], values[9], values[10]}};
+}
+
+Figures Figures::from_named(std::map<std::string, double> const& saved) {
+  auto values = Figures{}.values();
+  for (auto const& [name, value] : saved) {
+    auto const known = std::ranges::find(names, name);
+    if (known == names.end()) {
+      std::string all;
+      for (std::string_view const other : names) all += concat(all.empty() ? "" : ", ", other);
+      throw InvalidArgument(concat("figure '", name, "' = ", value, " s is unknown; there are ",
+                                   all, ": load it with the version that saved it"));
+    }
+    values[static_cast<std::size_t>(known - names.begin())] = value;
+  }
+  return from_values(values);
 }
 
 std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks) {

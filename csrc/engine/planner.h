@@ -9,8 +9,10 @@
 
 #include <array>
 #include <cstdint>
+#include <map>
 #include <optional>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -45,8 +47,12 @@ struct Figures {
       "round", "message", "byte",  "check",   "exact", "sample",
       "pass",  "pack",    "merge", "scatter", "reduce"};
   std::array<double, count> values() const;
-  // Throws InvalidArgument unless all are finite and none is negative.
+  // Throws InvalidArgument, which names the figure, unless all are finite and none is negative.
   static Figures from_values(std::span<const double> values);
+  // Reads saved figures. One that they lack, since a version saved them that did not know it, has
+  // its default here: predictions are then those of that version. Throws InvalidArgument as above,
+  // and for a name that is not in `names`.
+  static Figures from_named(std::map<std::string, double> const& saved);
 };
 
 // One step of one group of parameters, or one allreduce of sparse inputs.

@@ -12,14 +12,12 @@ namespace py = pybind11;
 namespace sparsecomm {
 namespace {
 
+// Figures that a caller gives; unlike saved ones they must be complete.
 Figures figures_from(std::map<std::string, double> const& named) {
-  std::vector<double> values;
   for (std::string_view const name : Figures::names) {
-    auto const found = named.find(std::string(name));
-    require(found != named.end(), "the figures lack '", name, "'");
-    values.push_back(found->second);
+    require(named.contains(std::string(name)), "the figures lack '", name, "'");
   }
-  return Figures::from_values(values);
+  return Figures::from_named(named);
 }
 
 std::map<std::string, double> to_map(Figures const& figures) {
@@ -130,7 +128,7 @@ PlanState plan_from_dict(py::handle const& saved) {
     return text.empty() ? nullptr : &find_algorithm(text);
   };
   if (!saved["figures"].is_none()) {
-    state.figures = figures_from(saved["figures"].cast<std::map<std::string, double>>());
+    state.figures = Figures::from_named(saved["figures"].cast<std::map<std::string, double>>());
   }
   state.algorithm = entry(saved["algorithm"]);
   state.steps_with = saved["steps_with"].cast<std::uint64_t>();

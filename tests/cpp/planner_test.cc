@@ -314,6 +314,37 @@ TEST(FiguresTest, ValuesSurviveTheRoundTripAndAreChecked) {
   EXPECT_THROW(Figures::from_values(std::span(values).first(3)), InvalidArgument);
 }
 
+TEST(FiguresTest, SavedOnesMayLackSomeButNotHoldOthersOrWhatIsNoTime) {
+  std::map<std::string, double> saved;
+  auto const values = figures_of(3).values();
+  for (std::size_t i = 0; i < values.size(); ++i) saved.emplace(Figures::names[i], values[i]);
+  EXPECT_EQ(Figures::from_named(saved).values(), values);
+  auto const defaults = Figures{}.values();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    auto older = saved;
+    older.erase(std::string(Figures::names[i]));
+    auto expected = values;
+    expected[i] = defaults[i];
+    EXPECT_EQ(Figures::from_named(older).values(), expected) << Figures::names[i];
+  }
+  EXPECT_EQ(Figures::from_named({}).values(), defaults);
+  for (auto const& [name, value] : {std::pair{"bite", 1.0},
+                                    {"", 1.0},
+                                    {"byte", -1.0},
+                                    {"merge", std::nan("")},
+                                    {"round", std::numeric_limits<double>::infinity()}}) {
+    auto wrong = saved;
+    wrong[name] = value;
+    try {
+      Figures::from_named(wrong);
+      ADD_FAILURE() << name << " = " << value << " was taken";
+    } catch (InvalidArgument const& error) {
+      std::string_view const text = error.what();
+      EXPECT_NE(text.find(concat("figure '", name, "' = ", value)), std::string_view::npos) << text;
+    }
+  }
+}
+
 // A world in which every algorithm takes `factor(entry)` times what the planner predicts.
 class World {
  public:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
+import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -234,14 +237,14 @@ def test_explain_measures_what_all_ranks_agree_on() -> None:
     assert all(value >= 0 for value in figures.values())
 
 
-def _step(model: DistributedDataParallel) -> None:
+def _step(model: DistributedDataParallel, width: int = 300) -> None:
     model.zero_grad()
-    model(torch.randn(8, 300)).square().mean().backward()
+    model(torch.randn(8, width)).square().mean().backward()
 
 
-def _make() -> tuple[DistributedDataParallel, sparsecomm.AutoState]:
+def _make(width: int = 300, out: int = 40) -> tuple[DistributedDataParallel, sparsecomm.AutoState]:
     torch.manual_seed(3)
-    model = DistributedDataParallel(torch.nn.Linear(300, 40))
+    model = DistributedDataParallel(torch.nn.Linear(width, out))
     state = sparsecomm.AutoState(density=0.05)
     sparsecomm.register_comm_hook(model, state)
     torch.manual_seed(dist.get_rank())
@@ -293,6 +296,45 @@ def test_ddp_follows_a_plan_that_its_checkpoint_holds() -> None:
     # Not measured anew.
     figures = run_ranks(2, _resume, [result[1] for result in results])
     assert figures == [group["plan"]["figures"]] * 2
+
+
+# The state_dicts of two ranks after eight steps of _make(30, 4), as a release with eleven figures
+# saved them.
+SAVED = Path(__file__).with_name("saved") / "auto_state.pt"
+
+
+def _load_saved() -> None:
+    saved = torch.load(SAVED, weights_only=True)
+    mine = saved[f"rank_{dist.get_rank()}_of_2"]
+    model, state = _make(30, 4)
+
+    def with_figures(change: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        changed = copy.deepcopy(saved)
+        for entry in changed.values():
+            change(_plan_of(entry)["figures"])
+        return changed  # type: ignore[no-any-return]
+
+    state.load_state_dict(saved)
+    assert checkpoint_of(state)["groups"] == mine["groups"]
+    for name, residual in mine["residuals"].items():
+        assert torch.equal(checkpoint_of(state)["residuals"][name], residual)
+    figures = _plan_of(mine)["figures"]
+    assert len(figures) == 11
+    # Of a release that did not know one of them.
+    for name in figures:
+        state.load_state_dict(with_figures(lambda named, name=name: named.pop(name)))
+        assert _plan_of(checkpoint_of(state))["figures"] == figures | {name: 0.0}
+        _step(model, 30)
+    for name, value in {"bite": 1e-9, "byte": -1.0, "merge": math.nan, "round": math.inf}.items():
+        before = _plan_of(checkpoint_of(state))
+        changed = with_figures(lambda named, new={name: value}: named.update(new))
+        with pytest.raises(ValueError, match=f"figure '{name}'"):
+            state.load_state_dict(changed)
+        assert _plan_of(checkpoint_of(state)) == before
+
+
+def test_a_saved_plan_loads_where_it_lacks_a_figure_and_no_other_is_made_up() -> None:
+    run_ranks(2, _load_saved)
 
 
 def test_python_hook_of_auto() -> None:
