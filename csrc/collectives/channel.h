@@ -75,6 +75,8 @@ class Channel {
     copy.commit_ = nullptr;
     return copy;
   }
+  // For a part that has a deadline of its own, and does not commit.
+  Channel under(Deadline const& deadline) const { return {transport_, operation_, deadline}; }
   // See Deadline::postpone.
   void postpone(Duration time) { deadline_.postpone(time); }
   std::size_t wait(Request& request) {

@@ -8,6 +8,7 @@
 #include <tuple>
 
 #include "base/shortest.h"
+#include "engine/link_model.h"
 #include "engine/mismatch.h"
 
 namespace sparsecomm {
@@ -101,6 +102,7 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       options_(std::move(options)),
       clock_(clock),
       owner_(::getpid()),
+      link_model_(std::make_unique<LinkModel>(clock, options_.timeout, options_.figures)),
       intents_(transport_->size()),
       counters_(transport_->size()),
       watch_(options_.stall.log && transport_->size() > 1
@@ -233,22 +235,6 @@ void Communicator::wait(Handle const& handle, Interrupt& interrupt) {
 Counters Communicator::counters() const {
   std::lock_guard const lock(mutex_);
   return counters_;
-}
-
-Figures const& Communicator::figures(Channel& channel) {
-  if (!options_.figures) {
-    TimePoint const start = clock_.now();
-    Channel measuring(*transport_, channel.operation(), Deadline(clock_, options_.timeout));
-    measuring.postpone(calibration_allowance);
-    options_.figures = calibrate(measuring, clock_, probes_);
-    probes_ = {};
-    channel.postpone(clock_.now() - start);
-  }
-  return *options_.figures;
-}
-
-void Calibration::run(Channel& channel, Agreement const& /*agreement*/) {
-  figures_ = communicator_.figures(channel);
 }
 
 void Communicator::progress() {

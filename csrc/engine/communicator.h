@@ -31,7 +31,6 @@
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,14 +40,15 @@
 #include "collectives/channel.h"
 #include "collectives/figures.h"
 #include "collectives/frame_allgather.h"
-#include "engine/calibration.h"
 #include "engine/observer.h"
-#include "engine/planner.h"
 #include "engine/proposal.h"
 #include "engine/stall.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
+
+struct Figures;   // engine/planner.h
+class LinkModel;  // engine/link_model.h
 
 // What all ranks' proposals come to.
 struct Agreement {
@@ -84,8 +84,9 @@ class Operation {
 struct CommunicatorOptions {
   Duration timeout = std::chrono::minutes(30);  // of one operation, from the moment it starts
   Duration failure_grace =
-      std::chrono::seconds(1);          // how long survivors wait for each other's reports
-  std::optional<Figures> figures = {};  // the same on all ranks; measured on first use if absent
+      std::chrono::seconds(1);  // how long survivors wait for each other's reports
+  // Figures of link and processor, the same on all ranks; null: measured on first use.
+  std::shared_ptr<Figures const> figures = {};
   // Told when an operation waits for other ranks without any progress for longer than the limit,
   // and by whom; nobody: no watch is kept.
   StallOptions stall = {};
@@ -155,9 +156,8 @@ class Communicator final : private Commit {
   Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation.
   Counters counters() const;
-  // For an operation that runs, on all ranks alike: the figures of this transport and processor.
-  // Measures them when first called, see calibrate(), for which the operation gets more time.
-  Figures const& figures(Channel& channel);
+  // The figures of this transport and processor, for an operation that runs.
+  LinkModel& link_model() { return *link_model_; }
 
  private:
   struct Item {
@@ -197,7 +197,7 @@ class Communicator final : private Commit {
   // Of the thread that runs an operation.
   FrameAllgather gather_;
   std::vector<std::byte> frame_;
-  CalibrationBuffers probes_;
+  std::unique_ptr<LinkModel> link_model_;
   FigureExchange<std::byte> round_;
   std::vector<std::uint32_t> intents_;  // [rank], as they came in the fingerprints
   std::atomic<std::uint64_t> next_operation_ = 0;
@@ -220,19 +220,6 @@ class Communicator final : private Commit {
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
   std::once_flag closed_;
   std::unique_ptr<std::thread> thread_;  // last, so that it starts when all else is ready
-};
-
-// Measures the communicator's figures, where no operation has needed them yet.
-class Calibration final : public Operation {
- public:
-  explicit Calibration(Communicator& communicator) : communicator_(communicator) {}
-  Proposal prepare() override { return {.text = "operation=calibration"}; }
-  void run(Channel& channel, Agreement const& agreement) override;
-  Figures const& figures() const { return figures_; }  // once it has ended
-
- private:
-  Communicator& communicator_;
-  Figures figures_;
 };
 
 // The agreement before each operation: one Bruck allgather of fingerprints.

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "base/shortest.h"
+#include "engine/link_model.h"
 
 namespace sparsecomm {
 namespace {
@@ -342,7 +343,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   if (planned_ && !warmup) {
     plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
-      plan_.begin(communicator_->figures(channel), workload(), state_.step);
+      plan_.begin(communicator_->link_model().figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
     }
     predicted = plan_.expected(workload(), state_.step);

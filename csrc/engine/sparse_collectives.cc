@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "collectives/patterns.h"
+#include "engine/link_model.h"
 
 namespace sparsecomm {
 namespace {
@@ -161,7 +162,8 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, Agreement 
     auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
       return can_reduce(entry) && (!entry.inner || given.inner);
     };
-    return rank_algorithms(workload(channel, problem), communicator_.figures(channel), eligible)
+    return rank_algorithms(workload(channel, problem), communicator_.link_model().figures(channel),
+                           eligible)
         .front()
         .algorithm;
   });

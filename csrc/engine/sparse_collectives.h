@@ -16,6 +16,7 @@
 #include "collectives/split_reduce.h"
 #include "engine/choice_cache.h"
 #include "engine/communicator.h"
+#include "engine/planner.h"
 
 namespace sparsecomm {
 

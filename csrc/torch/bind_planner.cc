@@ -2,9 +2,8 @@
 
 #include "bindings.h"
 #include "distributed_error.h"
-#include "engine/calibration.h"
-#include "engine/communicator.h"
 #include "engine/gradient_exchange.h"
+#include "engine/link_model.h"
 #include "planner_dict.h"
 
 namespace py = pybind11;

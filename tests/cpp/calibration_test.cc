@@ -5,6 +5,7 @@
 
 #include <ctime>
 
+#include "engine/link_model.h"
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
 #include "transport/wrapped.h"

@@ -103,7 +103,7 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
     }
   };
   CommunicatorOptions options;
-  options.figures = figures;
+  options.figures = std::make_shared<Figures const>(figures);
   expect_no_errors(run_ranks(c.ranks, body, options));
   return outcomes;
 }

@@ -41,10 +41,11 @@ double widened(T x) {
 // measured.
 CommunicatorOptions with_figures(bool slow_processor = false) {
   CommunicatorOptions options;
-  options.figures = Figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
+  Figures figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
   if (slow_processor) {
-    options.figures = Figures{{1e-7, 0, 1e-12}, {1e-10, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-10}};
+    figures = {{1e-7, 0, 1e-12}, {1e-10, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-3, 1e-10}};
   }
+  options.figures = std::make_shared<Figures const>(figures);
   return options;
 }
 
@@ -59,7 +60,7 @@ void force_switch(GradientExchange<T>& exchange, int step, std::size_t first) {
   }
   auto const& kind = step % 3 == 2 ? dense : sparse;
   ExchangeState state = exchange.state();
-  state.plan.figures = with_figures().figures;
+  state.plan.figures = *with_figures().figures;
   state.plan.algorithm = kind[(first + step - step / 3) % kind.size()];
   state.collective = {};
   exchange.load_state(state);
@@ -431,7 +432,7 @@ TEST_P(ExchangeTest, DensityWarmsUp) {
           for (int step = 0; step < 9; ++step) {
             if (step >= 3 && GetParam() == auto_algorithm) {
               ExchangeState state = exchange->state();
-              state.plan.figures = with_figures().figures;
+              state.plan.figures = *with_figures().figures;
               state.plan.algorithm = &find_algorithm("oktopk");
               exchange->load_state(state);
             }
@@ -814,7 +815,7 @@ TEST(InnerTest, WhereTheTransportHasNoneItIsRefusedAndALoadedPlanBeginsAnew) {
     options.algorithm = auto_algorithm;
     GradientExchange<float> planned("test", 100, options, communicator);
     ExchangeState state;
-    state.plan.figures = with_figures().figures;
+    state.plan.figures = *with_figures().figures;
     state.plan.algorithm = &find_algorithm("dense_inner");
     planned.load_state(state);
     EXPECT_EQ(planned.algorithm(), auto_algorithm);

@@ -102,8 +102,8 @@ TEST(StepRecordTest, IsWhatTheStepAddedToTheTotals) {
 
 TEST(StepRecordTest, HasWhatThePlanExpectsOnceItHasSeenTheAlgorithm) {
   CommunicatorOptions slow_link;
-  slow_link.figures =
-      Figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
+  slow_link.figures = std::make_shared<Figures const>(
+      Figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}});
   std::vector<std::vector<double>> predicted(2);
   expect_no_errors(run_ranks(
       2,

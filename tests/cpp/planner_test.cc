@@ -619,7 +619,7 @@ TEST(PlanTest, RanksDecideAlikeWhateverEachMeasures) {
 TEST(ExchangePlanTest, ALoadedExchangeFollowsThePlanThatWasSaved) {
   std::size_t const numel = 2000;
   CommunicatorOptions communicator_options;
-  communicator_options.figures = figures_of(0.001);
+  communicator_options.figures = std::make_shared<Figures const>(figures_of(0.001));
   expect_no_errors(run_ranks(
       3,
       [&](Communicator& communicator) {
@@ -651,7 +651,8 @@ TEST(ExchangePlanTest, ALoadedExchangeFollowsThePlanThatWasSaved) {
 TEST(ExchangePlanTest, WithdrawingADenseStepKeepsItsGradientInTheResidual) {
   std::size_t const numel = 100;
   CommunicatorOptions communicator_options;
-  communicator_options.figures = Figures{{0, 0, 1e-9}, {0, 0, 0, 1, 1, 1, 1, 0}};  // dense is best
+  communicator_options.figures = std::make_shared<Figures const>(
+      Figures{{0, 0, 1e-9}, {0, 0, 0, 1, 1, 1, 1, 0}});  // dense is best
   expect_no_errors(run_ranks(
       2,
       [&](Communicator& communicator) {

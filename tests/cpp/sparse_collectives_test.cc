@@ -303,7 +303,7 @@ TEST(AutoTest, PredictsWithTheFiguresOfTheCommunicator) {
   auto const received = [&](Figures const& figures, std::uint32_t nnz, bool dense_data) {
     double most = 0;
     CommunicatorOptions options;
-    options.figures = figures;
+    options.figures = std::make_shared<Figures const>(figures);
     std::mutex mutex;
     expect_no_errors(run_ranks(
         ranks,
@@ -360,7 +360,8 @@ TEST(AutoTest, MeasuresTheFiguresOnce) {
 // On one rank, whose algorithms need nobody.
 TEST(AutoTest, PredictsAndAllocatesOnceForAsManyEntries) {
   CommunicatorOptions options;
-  options.figures = Figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
+  options.figures = std::make_shared<Figures const>(
+      Figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}});
   expect_no_errors(run_ranks(
       1,
       [&](Communicator& communicator) {
