@@ -2,12 +2,11 @@
 
 #include <unistd.h>
 
-#include <cmath>
+#include <algorithm>
 #include <cstring>
 #include <functional>
 #include <tuple>
 
-#include "base/shortest.h"
 #include "engine/link_model.h"
 #include "engine/mismatch.h"
 
@@ -16,16 +15,15 @@ namespace {
 
 enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
 
+// A proposal on the wire; the payload follows.
 struct Fingerprint {
-  std::uint64_t hash;
-  std::uint64_t entries;
-  std::uint64_t former_entries;
-  double former_seconds;
-  double loss_scale;
+  std::uint64_t key;
+  std::uint64_t changing;
   std::uint16_t finite;
   std::uint16_t requests;
   Intent intent;
 };
+static_assert(sizeof(Fingerprint) == 24);
 
 constexpr std::size_t max_proposal_bytes = 4096;
 constexpr char const* waits_for_itself =
@@ -345,7 +343,10 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
     if (operation == nullptr) {
       intent = Intent::cancelled;
     } else {
-      proposal = operation->prepare();
+      Proposal const prepared = operation->prepare();
+      require<Error>(prepared.payload.size() <= max_payload_bytes, "a payload of ",
+                     prepared.payload.size(), " bytes; there is room for ", max_payload_bytes);
+      proposal = prepared;
     }
   } catch (...) {
     intent = Intent::failed;
@@ -353,11 +354,8 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
   }
   if (watch_) watch_->propose(proposal.text, proposal.step);
   ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
-  Fingerprint const own{.hash = proposal.digest.value(),
-                        .entries = proposal.entries,
-                        .former_entries = proposal.former_entries,
-                        .former_seconds = proposal.former_seconds,
-                        .loss_scale = proposal.loss_scale,
+  Fingerprint const own{.key = proposal.key,
+                        .changing = proposal.changing,
                         .finite = proposal.finite,
                         .requests = requests_.exchange(false),
                         .intent = intent};
@@ -368,45 +366,44 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
     std::size_t const length = encode_bytes(channel.stamp(), payload, frame_);
     return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
   };
-  auto const frames = allgather(Phase::agree, std::as_bytes(std::span(&own, 1)), sizeof own);
-  Agreement agreement;
+  std::array<std::byte, sizeof own + max_payload_bytes> fingerprint{};
+  std::memcpy(fingerprint.data(), &own, sizeof own);
+  std::ranges::copy(proposal.payload, fingerprint.begin() + sizeof own);
+  auto const frames =
+      allgather(Phase::agree, std::span(fingerprint).first(sizeof own + proposal.payload.size()),
+                fingerprint.size());
+  auto const payload = std::span(payload_).first(proposal.payload.size());
+  std::ranges::fill(payload, std::byte{0});
+  Agreement agreement{.payload = payload};
   bool agreed = true;
   bool requested = false;
   for (int rank = 0; rank < channel.size(); ++rank) {
     Fingerprint other{};
     channel.decode_from(rank, [&] {
-      require<MalformedFrame>(frames[rank].values.size() == sizeof other, "a fingerprint of ",
-                              frames[rank].values.size(), " bytes");
-      std::memcpy(&other, frames[rank].values.data(), sizeof other);
+      auto const bytes = frames[rank].values;
+      require<MalformedFrame>(bytes.size() >= sizeof other && bytes.size() <= fingerprint.size(),
+                              "a fingerprint of ", bytes.size(), " bytes");
+      std::memcpy(&other, bytes.data(), sizeof other);
       require<MalformedFrame>(other.intent <= Intent::cancelled, "an intent of ",
                               static_cast<std::uint32_t>(other.intent));
-      require<MalformedFrame>(std::isfinite(other.former_seconds) && other.former_seconds >= 0,
-                              "a former time of ", other.former_seconds, " s");
-      require<MalformedFrame>(std::isfinite(other.loss_scale) && other.loss_scale >= 0,
-                              "a loss scale of ", other.loss_scale);
-      std::uint64_t const entries = std::max(other.entries, other.former_entries);
-      require<MalformedFrame>(other.hash != own.hash || entries <= proposal.extent,
-                              "a contribution of ", entries, " entries to a vector of ",
-                              proposal.extent);
+      bool same = intent == Intent::go && other.intent == Intent::go && other.key == own.key;
+      if (same) {
+        auto const arrived = bytes.subspan(sizeof other);
+        require<MalformedFrame>(arrived.size() == payload.size(), "a payload of ", arrived.size(),
+                                " bytes instead of ", payload.size());
+        same = operation->merge(payload, arrived);
+      }
+      agreed = agreed && same && other.changing == own.changing;
     });
-    if (agreement.loss_scale == 0) agreement.loss_scale = other.loss_scale;
-    agreed = agreed && other.hash == own.hash && other.intent == Intent::go &&
-             (other.loss_scale == 0 || other.loss_scale == agreement.loss_scale);
     agreement.all_finite = agreement.all_finite && other.finite != 0;
     requested = requested || other.requests != 0;
-    agreement.most_entries = std::max(agreement.most_entries, other.entries);
-    agreement.total_entries += other.entries;
-    agreement.former_seconds = std::max(agreement.former_seconds, other.former_seconds);
-    agreement.former_entries = std::max(agreement.former_entries, other.former_entries);
     intents_[rank] = static_cast<std::uint32_t>(other.intent);
   }
   if (requested) requested_ = true;
   if (agreed) return agreement;
 
   if (intent == Intent::go) {
-    double const scale = proposal.loss_scale > 0 ? proposal.loss_scale : agreement.loss_scale;
-    explanation = shorten_values(
-        concat(proposal.text, operation->changing_fields(), ";loss_scale=", Shortest{scale}));
+    explanation = shorten_values(concat(proposal.text, operation->changing_fields(payload)));
   }
   explanation.resize(std::min(explanation.size(), max_proposal_bytes));
   auto const explained =
@@ -440,6 +437,8 @@ Agreement Communicator::agree(Channel& channel, Operation* operation) {
   throw Mismatch(message);
 }
 
-Cost agreement_cost(int ranks) { return allgather_cost(ranks, header_bytes + sizeof(Fingerprint)); }
+Cost agreement_cost(int ranks, std::size_t payload_bytes) {
+  return allgather_cost(ranks, header_bytes + sizeof(Fingerprint) + payload_bytes);
+}
 
 }  // namespace sparsecomm

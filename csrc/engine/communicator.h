@@ -24,6 +24,7 @@
 
 #include <sys/types.h>
 
+#include <array>
 #include <atomic>
 #include <condition_variable>
 #include <deque>
@@ -31,6 +32,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -53,11 +55,7 @@ class LinkModel;  // engine/link_model.h
 // What all ranks' proposals come to.
 struct Agreement {
   bool all_finite = true;
-  std::uint64_t most_entries = 0;  // of any rank
-  std::uint64_t total_entries = 0;
-  double former_seconds = 0;  // the most of any rank, here and below
-  std::uint64_t former_entries = 0;
-  double loss_scale = 0;  // of all ranks that name one; 0: none does
+  std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
 };
 
 class Operation {
@@ -66,9 +64,18 @@ class Operation {
   // Local preparation on the progress thread, before anything is exchanged. An exception here
   // becomes an error on every rank, and the communicator stays usable.
   virtual Proposal prepare() = 0;
-  // What else ranks must agree on, and may change from one run to the next, in the form of the
-  // proposal's text. Called only to explain a mismatch.
-  virtual std::string changing_fields() const { return {}; }
+  // Merges one rank's payload, as it arrived, into those of the ranks before it. Called for every
+  // rank with the same key, in order, this one included; `into` begins as zeros, and both have the
+  // size of this rank's own. Throws MalformedFrame where a rank cannot have sent such a payload.
+  // Returns false if it belongs to another operation than the others: then ranks disagree, and
+  // `into` serves changing_fields().
+  virtual bool merge(std::span<std::byte> /*into*/, std::span<const std::byte> other) const {
+    require<Error>(other.empty(), "an operation has a payload, but no merge()");
+    return true;
+  }
+  // Lists what ranks must agree on beside the text, in its form. Called only to explain a mismatch,
+  // after merge(), with what that has made of the payloads.
+  virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
   // Whether run() calls channel.commit(), exactly once, so that the operation stands on all
   // survivors of a failure or on none; the same on all ranks.
@@ -199,7 +206,8 @@ class Communicator final : private Commit {
   std::vector<std::byte> frame_;
   std::unique_ptr<LinkModel> link_model_;
   FigureExchange<std::byte> round_;
-  std::vector<std::uint32_t> intents_;  // [rank], as they came in the fingerprints
+  std::array<std::byte, max_payload_bytes> payload_{};  // merged
+  std::vector<std::uint32_t> intents_;                  // [rank], as they came in the fingerprints
   std::atomic<std::uint64_t> next_operation_ = 0;
   std::atomic<bool> requests_ = false, requested_ = false;
   std::string broken_;          // why, once the transport has failed
@@ -222,8 +230,8 @@ class Communicator final : private Commit {
   std::unique_ptr<std::thread> thread_;  // last, so that it starts when all else is ready
 };
 
-// The agreement before each operation: one Bruck allgather of fingerprints.
-Cost agreement_cost(int ranks);
+// The agreement before each operation: one Bruck allgather of fingerprints, each with a payload.
+Cost agreement_cost(int ranks, std::size_t payload_bytes);
 // Communicator::commit(): a dissemination barrier.
 Cost commit_cost(int ranks);
 

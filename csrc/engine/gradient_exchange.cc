@@ -61,7 +61,7 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       extent_(extent),
       options_(options),
       text_(text_of(name_, extent_, dtype_of<T>(), options)),
-      digest_(Digest().add(text_).add(layout_)),
+      key_(Digest().add(text_).add(layout_).value()),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
       local_(local ? std::move(local)
@@ -127,7 +127,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
   accumulated_ = false;
   ready_ = std::move(ready);
   ends_step_ = ends_step;
-  loss_scale_ = loss_scale;
+  payload_.loss_scale = {loss_scale};
 }
 
 template <class T>
@@ -142,7 +142,7 @@ void GradientExchange<T>::set_density(double density) {
 template <class T>
 void GradientExchange<T>::set_layout(std::string text) {
   layout_ = std::move(text);
-  digest_ = Digest().add(text_).add(layout_);
+  key_ = Digest().add(text_).add(layout_).value();
 }
 
 // Those there are belong to another k.
@@ -154,10 +154,10 @@ void GradientExchange<T>::forget_thresholds() {
   if (sparse_) sparse_->load_state(state_.collective);
 }
 
-// Brings what is this rank's alone into the unit of its gradient.
+// Brings what is this rank's alone into the unit of its gradient; 0: it has none.
 template <class T>
 void GradientExchange<T>::follow_gradient(double loss_scale) {
-  if (loss_scale == residual_scale_) return;
+  if (loss_scale == 0 || loss_scale == residual_scale_) return;
   double const ratio = loss_scale / residual_scale_;
   rescale_(ratio);
   residual_scale_ = loss_scale;
@@ -202,8 +202,7 @@ void GradientExchange<T>::restore_state(ExchangeState state) {
     algorithm_ = nullptr;
     if (plan_.algorithm() != nullptr) use(*plan_.algorithm());
   }
-  former_seconds_ = 0;
-  former_selected_ = 0;
+  payload_ = {.loss_scale = payload_.loss_scale};
   threshold_found_.reset();
   local_->reset(state.local_threshold);
   if (sparse_) sparse_->load_state(state.collective);
@@ -252,7 +251,7 @@ std::uint64_t GradientExchange<T>::k_of(double density) const {
 
 // In the order in which prepare() adds them to the digest.
 template <class T>
-std::string GradientExchange<T>::changing_fields() const {
+std::string GradientExchange<T>::changing_fields(std::span<const std::byte> payload) const {
   std::ostringstream text;
   text << ";layout=" << (layout_.empty() ? "row-major" : layout_)
        << ";gradients_of_earlier_passes=" << former_ << ";density=" << Shortest{density()}
@@ -261,6 +260,7 @@ std::string GradientExchange<T>::changing_fields() const {
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   text << ";ends_step=" << ends_step_;
   if (planned_) text << ";planned=" << algorithm();
+  text << payload_.loss_scale.field(read_payload<StepPayload>(payload).loss_scale);
   return text.str();
 }
 
@@ -286,32 +286,30 @@ Proposal GradientExchange<T>::prepare() {
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
   TimePoint const started = communicator_->clock().now();
   Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
-  if (loss_scale_ > 0) follow_gradient(loss_scale_);
+  follow_gradient(payload_.loss_scale.value);
   bool const finite = local_->all_finite();
-  Digest digest = digest_;
-  digest.add(former_)
+  Digest changing;
+  changing.add(former_)
       .add(density())
       .add(step)
       .add(unscaled_global_threshold())
       .add(std::as_bytes(std::span(state_.collective.boundaries)))
       .add(ends_step_);
-  if (planned_) digest.add(algorithm());
+  if (planned_) changing.add(algorithm());
   // Where it is of what will have been added up, or in a unit that others name, this waits for the
   // agreement.
-  if (finite && loss_scale_ > 0 && !options_.rule.accumulates() && !warms_up_densely() &&
-      algorithm_ != nullptr && algorithm_->sparse) {
+  if (finite && payload_.loss_scale.value > 0 && !options_.rule.accumulates() &&
+      !warms_up_densely() && algorithm_ != nullptr && algorithm_->sparse) {
     find_threshold();
   }
   proposed_ = communicator_->clock().now();
   prepared_ = proposed_ - started;
   return {.text = text_,
-          .digest = digest,
+          .key = key_,
+          .changing = changing.value(),
           .step = step,
           .finite = finite,
-          .loss_scale = loss_scale_,
-          .former_seconds = former_seconds_,
-          .former_entries = former_selected_,
-          .extent = extent_};
+          .payload = payload_of(payload_)};
 }
 
 template <class T>
@@ -338,10 +336,11 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   Clock const& clock = communicator_->clock();
   bool const warmup = warms_up_densely();
   stats_.agree += clock.now() - proposed_;
-  if (agreement.loss_scale > 0) follow(agreement.loss_scale);
+  auto const agreed_on = read_payload<StepPayload>(agreement.payload);
+  if (agreed_on.loss_scale.value > 0) follow(agreed_on.loss_scale.value);
   std::optional<double> predicted;
   if (planned_ && !warmup) {
-    plan_.observe(agreement.former_seconds, agreement.former_entries, k(), state_.step);
+    plan_.observe(agreed_on.previous_seconds, agreed_on.previous_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
       plan_.begin(communicator_->link_model().figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
@@ -368,8 +367,8 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   double const seconds = std::chrono::duration<double>(prepared_ + (clock.now() - agreed)).count();
   record(algorithm, predicted, seconds);
   if (planned_ && !warmup) {
-    former_seconds_ = seconds;
-    former_selected_ = algorithm.sparse ? last_.selected : 0;
+    payload_.previous_seconds = static_cast<float>(seconds);
+    payload_.previous_entries = static_cast<std::uint32_t>(algorithm.sparse ? last_.selected : 0);
     if (agreement.all_finite) follow_plan(last_.result_nnz);
     state_.plan = plan_.state();
   }
@@ -479,7 +478,7 @@ void GradientExchange<T>::withdraw() {
   if (unselected_ && keeps_residual()) {
     await_gradient();
     if (local_->all_finite()) {
-      if (loss_scale_ > 0) follow_gradient(loss_scale_);
+      follow_gradient(payload_.loss_scale.value);
       accumulate();
     }
     unselected_ = false;

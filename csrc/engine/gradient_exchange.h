@@ -15,6 +15,7 @@
 #include "compress/excess.h"
 #include "compress/local_gradient.h"
 #include "engine/communicator.h"
+#include "engine/payload.h"
 #include "engine/planner.h"
 #include "engine/step_record.h"
 
@@ -148,7 +149,10 @@ class GradientExchange final : public Operation {
   void show_to(StageObserver& observer) { observer_ = &observer; }
 
   Proposal prepare() override;
-  std::string changing_fields() const override;
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return merge_payload<StepPayload>(into, other, extent_);
+  }
+  std::string changing_fields(std::span<const std::byte> payload) const override;
   void run(Channel& channel, Agreement const& agreement) override;
   bool commits() const override { return ends_step_ && communicator_->size() > 1; }
   void roll_back() noexcept override;
@@ -190,7 +194,7 @@ class GradientExchange final : public Operation {
   ExchangeOptions options_;
   std::string text_;    // of the proposal
   std::string layout_;  // empty: the usual one
-  Digest digest_;       // of both
+  std::uint64_t key_;   // of both
   std::uint64_t former_ = 0;
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
@@ -202,7 +206,6 @@ class GradientExchange final : public Operation {
   Excess<T> excess_;
   std::function<void()> ready_;
   bool ends_step_ = true;
-  double loss_scale_ = 1;      // of the gradient; 0: of the others'
   double residual_scale_ = 1;  // of residual, moment and local threshold
   std::function<void(double)> rescale_ = [](double) {};
   bool accumulated_ = false;
@@ -218,10 +221,10 @@ class GradientExchange final : public Operation {
   ExchangeState state_before_;
   Traffic traffic_before_;
   TimePoint proposed_{};  // when its proposal was ready
-  // Of the last step on this rank, for the plan.
-  Duration prepared_{};
-  double former_seconds_ = 0;
-  std::uint64_t former_selected_ = 0;
+  Duration prepared_{};   // how long that took
+  // Tells the other ranks the scale of this one's gradient, 0 for theirs, and what its last step
+  // says to the plan.
+  StepPayload payload_{.loss_scale = {1}};
   ExchangeState state_;
   ExchangeStats stats_;
   StepRecord last_;

@@ -7,6 +7,7 @@
 
 #include "compress/error_feedback.h"
 #include "engine/communicator.h"
+#include "engine/payload.h"
 
 namespace sparsecomm {
 namespace {
@@ -76,10 +77,10 @@ std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks) {
 }
 
 Cost operation_cost(AlgorithmEntry const& entry, CostShape const& shape,
-                    AlgorithmOptions const& options, bool commits) {
+                    AlgorithmOptions const& options, std::size_t payload_bytes, bool commits) {
   // One rank's gradient is the result of a dense exchange already.
   bool const nothing = !entry.sparse && shape.ranks == 1;
-  Cost cost = agreement_cost(shape.ranks);
+  Cost cost = agreement_cost(shape.ranks, payload_bytes);
   if (!nothing) cost = cost + entry.cost(shape, options);
   return commits ? cost + commit_cost(shape.ranks) : cost;
 }
@@ -110,7 +111,8 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
     bool const narrow = workload.selects || entry.dense->rounds_once;
     shape.value_bytes = as_double(narrow ? workload.element_bytes : workload.value_bytes);
   }
-  Cost const cost = operation_cost(entry, shape, workload.options, workload.commits);
+  std::size_t const payload = workload.selects ? sizeof(StepPayload) : sizeof(EntryCounts);
+  Cost const cost = operation_cost(entry, shape, workload.options, payload, workload.commits);
 
   prediction.bytes = cost.bytes;
   prediction.messages = cost.messages;

@@ -90,11 +90,11 @@ struct Prediction {
 // Entries of the union of `ranks` random selections of k out of `extent`.
 std::uint64_t expected_union(std::uint64_t extent, std::uint64_t k, int ranks);
 
-// An operation's messages and bytes, of one rank: the ranks' agreement, the algorithm and, where it
-// commits, the round after it. The last exchange of a step commits; earlier ones, and allreduces
-// that are no part of a step, do not.
+// An operation's messages and bytes, of one rank: the ranks' agreement, whose payload has that
+// size, the algorithm and, if it commits, the round after it. The last exchange of a step commits;
+// earlier ones, and allreduces that are no part of a step, do not.
 Cost operation_cost(AlgorithmEntry const& entry, CostShape const& shape,
-                    AlgorithmOptions const& options, bool commits);
+                    AlgorithmOptions const& options, std::size_t payload_bytes, bool commits);
 
 Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figures const& figures);
 

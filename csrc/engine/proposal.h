@@ -33,23 +33,23 @@ class Digest {
   std::uint64_t hash_ = 0xcbf29ce484222325u;
 };
 
+// The longest payload.
+inline constexpr std::size_t max_payload_bytes = 24;
+
 struct Proposal {
   // "name=value;name=value": what stays the same from one run of the operation to the next. Stays
   // valid until the operation has ended.
   std::string_view text;
-  // Of the text and of Operation::changing_fields(): ranks must agree on all of it.
-  Digest digest = Digest().add(text);
+  // Identifies the operation: a digest of the text, and of whatever else stays the same. Ranks must
+  // agree on it.
+  std::uint64_t key = Digest().add(text).value();
+  // A digest of what ranks must agree on as well, but may change from one run to the next.
+  std::uint64_t changing = 0;
   std::optional<std::uint64_t> step = {};  // shown when the operation stalls
   bool finite = true;                      // no NaN or Inf in what this rank contributes
-  std::uint64_t entries = 0;               // that this rank contributes; ranks may differ in it
-  // The unit of what this rank contributes. Ranks that name one must agree on it; 0: this one
-  // takes that of the others.
-  double loss_scale = 0;
-  // What this rank found in the former operation of this kind, for a plan; 0: nothing.
-  double former_seconds = 0;
-  std::uint64_t former_entries = 0;
-  // Neither number of entries is larger on any rank; part of the digest in some form.
-  std::uint64_t extent = 0;
+  // Bytes of the operation's own for all ranks, see Operation::merge(). At most max_payload_bytes,
+  // as many on all ranks with the same key; they stay valid until the agreement.
+  std::span<const std::byte> payload = {};
 };
 
 }  // namespace sparsecomm

@@ -61,7 +61,7 @@ Proposal RowAllreduce<T>::prepare() {
   require(contribution_.values.size() == contribution_.positions.size() * config_.width,
           "allreduce: ", contribution_.values.size(), " values do not make ",
           contribution_.positions.size(), " rows of ", config_.width);
-  return {.text = text_, .entries = contribution_.positions.size(), .extent = config_.count};
+  return {.text = text_};
 }
 
 template <class T>

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "engine/communicator.h"
+#include "engine/payload.h"
 
 namespace sparsecomm {
 
@@ -29,16 +30,21 @@ class SelectionExchange final : public Operation {
   std::uint64_t result_nnz() const { return result_nnz_; }
 
   Proposal prepare() override {
+    entries_ = EntryCounts(selection_.nnz());
     return {.text = text_,
-            .digest = Digest().add(text_).add(step_),
+            .changing = Digest().add(step_).value(),
             .step = step_,
-            .entries = selection_.nnz(),
-            .extent = extent_};
+            .payload = payload_of(entries_)};
   }
-  std::string changing_fields() const override { return concat(";step=", step_); }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return merge_payload<EntryCounts>(into, other, extent_);
+  }
+  std::string changing_fields(std::span<const std::byte> /*payload*/) const override {
+    return concat(";step=", step_);
+  }
   void run(Channel& channel, Agreement const& agreement) override {
-    auto const result =
-        allreduce_->run(channel, selection_, {extent_, k_, agreement.most_entries, step_++});
+    std::uint64_t const most = read_payload<EntryCounts>(agreement.payload).most;
+    auto const result = allreduce_->run(channel, selection_, {extent_, k_, most, step_++});
     result_nnz_ = result.reduced.nnz();
   }
 
@@ -48,6 +54,7 @@ class SelectionExchange final : public Operation {
   std::uint64_t step_ = 0;
   std::uint64_t result_nnz_ = 0;
   SparseView<V> selection_;
+  EntryCounts entries_;
   std::unique_ptr<SparseAllreduce<V>> allreduce_;
 };
 

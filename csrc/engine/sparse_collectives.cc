@@ -122,24 +122,22 @@ void AllreduceOperation<T>::bind(std::span<T> data) {
 
 template <class T>
 Proposal AllreduceOperation<T>::prepare() {
-  entries_ = contribution_.nnz();
-  if (is_dense_) {
-    bool const sparse = config_.algorithm == nullptr || config_.algorithm->sparse;
-    entries_ = sparse ? data_.size() - static_cast<std::size_t>(std::ranges::count_if(
-                                           data_, is_neutral<T>(config_.reduction)))
-                      : data_.size();
+  std::uint64_t entries = is_dense_ ? data_.size() : contribution_.nnz();
+  if (is_dense_ && (config_.algorithm == nullptr || config_.algorithm->sparse)) {
+    entries -=
+        static_cast<std::uint64_t>(std::ranges::count_if(data_, is_neutral<T>(config_.reduction)));
   }
-  return {.text = is_dense_ ? dense_text_ : sparse_text_,
-          .entries = entries_,
-          .extent = config_.extent};
+  entries_ = EntryCounts(entries);
+  return {.text = is_dense_ ? dense_text_ : sparse_text_, .payload = payload_of(entries_)};
 }
 
 template <class T>
 void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
+  auto const counts = read_payload<EntryCounts>(agreement.payload);
   AlgorithmEntry const& entry =
-      config_.algorithm != nullptr ? *config_.algorithm : choose(channel, agreement);
+      config_.algorithm != nullptr ? *config_.algorithm : choose(channel, counts);
   if (entry.sparse) {
-    reduce_sparse(channel, agreement, entry);
+    reduce_sparse(channel, counts.most, entry);
   } else {
     reduce_dense(channel, entry);
   }
@@ -147,15 +145,14 @@ void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
 
 // By numbers that all ranks have agreed on, so that all choose alike.
 template <class T>
-AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, Agreement const& agreement) {
+AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCounts const& counts) {
   auto const typical = [&](std::uint64_t entries) {
     return std::min(typical_entries(entries), config_.extent);
   };
   ChoiceProblem const problem{
       .extent = config_.extent,
-      .most_entries = typical(agreement.most_entries),
-      .average_entries =
-          typical(agreement.total_entries / static_cast<std::uint64_t>(channel.size())),
+      .most_entries = typical(counts.most),
+      .average_entries = typical(counts.total / static_cast<std::uint64_t>(channel.size())),
       .reduction = config_.reduction,
       .dense_data = is_dense_};
   return choices_.find(problem, [&] {
@@ -191,9 +188,8 @@ Workload AllreduceOperation<T>::workload(Channel const& channel,
 }
 
 template <class T>
-void AllreduceOperation<T>::reduce_sparse(Channel& channel, Agreement const& agreement,
+void AllreduceOperation<T>::reduce_sparse(Channel& channel, std::uint64_t most,
                                           AlgorithmEntry const& entry) {
-  std::uint64_t const most = agreement.most_entries;
   std::uint64_t const together = most * static_cast<std::uint64_t>(channel.size());
   check_message(std::max<std::uint64_t>(max_sparse_frame_bytes<V>(most, config_.extent),
                                         stream_bytes<V>(together, config_.extent)),
@@ -238,19 +234,20 @@ void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const&
 // The entries that are not neutral, packed without a branch.
 template <class T>
 SparseView<typename AllreduceOperation<T>::V> AllreduceOperation<T>::compress() {
-  indices_.resize(entries_ + 1);  // a neutral one behind the last is written, but not counted
-  values_.resize(entries_ + 1);
+  std::size_t const entries = entries_.most;
+  indices_.resize(entries + 1);  // a neutral one behind the last is written, but not counted
+  values_.resize(entries + 1);
   auto const absent = is_neutral<T>(config_.reduction);
   std::size_t k = 0;
   for (std::size_t i = 0; i < data_.size(); ++i) {
-    std::size_t const place = std::min(k, entries_);
+    std::size_t const place = std::min(k, entries);
     indices_[place] = static_cast<std::uint32_t>(i);
     values_[place] = static_cast<V>(data_[i]);
     k += !absent(data_[i]);
   }
-  require(k == entries_, "allreduce: a vector of ", entries_, " entries has ", k,
+  require(k == entries, "allreduce: a vector of ", entries, " entries has ", k,
           " by now; leave it alone until the operation has ended");
-  return SparseView<V>{indices_, values_}.slice(0, entries_);
+  return SparseView<V>{indices_, values_}.slice(0, entries);
 }
 
 // Writes the result into the dense vector.
@@ -283,9 +280,9 @@ void AllgatherOperation<V>::configure(CollectiveConfig config) {
 
 template <class V>
 void AllgatherOperation<V>::run(Channel& channel, Agreement const& agreement) {
-  check_message(max_sparse_frame_bytes<V>(agreement.most_entries, config_.extent),
-                agreement.most_entries);
-  result_ = gather_.run(channel, contribution_, config_.extent, agreement.most_entries);
+  std::uint64_t const most = read_payload<EntryCounts>(agreement.payload).most;
+  check_message(max_sparse_frame_bytes<V>(most, config_.extent), most);
+  result_ = gather_.run(channel, contribution_, config_.extent, most);
 }
 
 template <class V>
@@ -307,7 +304,7 @@ void ReduceScatterOperation<V>::configure(CollectiveConfig config, int ranks,
 
 template <class V>
 void ReduceScatterOperation<V>::run(Channel& channel, Agreement const& agreement) {
-  std::uint64_t const most = agreement.most_entries;
+  std::uint64_t const most = read_payload<EntryCounts>(agreement.payload).most;
   check_message(stream_bytes<V>(most, config_.extent), most);
   result_ =
       reduce_

@@ -16,6 +16,7 @@
 #include "collectives/split_reduce.h"
 #include "engine/choice_cache.h"
 #include "engine/communicator.h"
+#include "engine/payload.h"
 #include "engine/planner.h"
 
 namespace sparsecomm {
@@ -66,15 +67,18 @@ class AllreduceOperation final : public Operation {
   void bind(std::span<T> data);
 
   Proposal prepare() override;
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return merge_payload<EntryCounts>(into, other, config_.extent);
+  }
   void run(Channel& channel, Agreement const& agreement) override;
 
  private:
-  void reduce_sparse(Channel& channel, Agreement const& agreement, AlgorithmEntry const& entry);
+  void reduce_sparse(Channel& channel, std::uint64_t most, AlgorithmEntry const& entry);
   void reduce_dense(Channel& channel, AlgorithmEntry const& entry);
   SparseView<V> compress();
   void expand(int ranks);
 
-  AlgorithmEntry const& choose(Channel& channel, Agreement const& agreement);
+  AlgorithmEntry const& choose(Channel& channel, EntryCounts const& counts);
   Workload workload(Channel const& channel, ChoiceProblem const& problem) const;
 
   Communicator& communicator_;
@@ -85,7 +89,7 @@ class AllreduceOperation final : public Operation {
   bool is_dense_ = false;
   SparseView<V> contribution_;
   std::span<T> data_;
-  std::uint64_t entries_ = 0;
+  EntryCounts entries_;
   StreamView<V> result_;
   std::vector<std::unique_ptr<SparseAllreduce<V>>> sparse_;  // by line of the table, when needed
   std::vector<std::unique_ptr<DenseAllreduce<T>>> dense_;    // likewise
@@ -107,7 +111,11 @@ class AllgatherOperation final : public Operation {
   std::span<const SparseView<V>> result() const { return result_; }
 
   Proposal prepare() override {
-    return {.text = text_, .entries = contribution_.nnz(), .extent = config_.extent};
+    entries_ = EntryCounts(contribution_.nnz());
+    return {.text = text_, .payload = payload_of(entries_)};
+  }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return merge_payload<EntryCounts>(into, other, config_.extent);
   }
   void run(Channel& channel, Agreement const& agreement) override;
 
@@ -115,6 +123,7 @@ class AllgatherOperation final : public Operation {
   CollectiveConfig config_;
   std::string text_;
   SparseView<V> contribution_;
+  EntryCounts entries_;
   SparseAllgather<V> gather_;
   std::span<const SparseView<V>> result_;
 };
@@ -137,7 +146,11 @@ class ReduceScatterOperation final : public Operation {
   SparseView<V> result() const { return result_; }
 
   Proposal prepare() override {
-    return {.text = text_, .entries = contribution_.nnz(), .extent = config_.extent};
+    entries_ = EntryCounts(contribution_.nnz());
+    return {.text = text_, .payload = payload_of(entries_)};
+  }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return merge_payload<EntryCounts>(into, other, config_.extent);
   }
   void run(Channel& channel, Agreement const& agreement) override;
 
@@ -145,6 +158,7 @@ class ReduceScatterOperation final : public Operation {
   CollectiveConfig config_;
   std::string text_;
   SparseView<V> contribution_;
+  EntryCounts entries_;
   std::vector<Region> regions_;
   SplitReduce<V> reduce_;
   SparseView<V> result_;

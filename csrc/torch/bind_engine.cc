@@ -165,8 +165,8 @@ py::list describe_algorithms() {
 // Upper bounds for one rank and one exchange, which ends a step: messages sent, bytes received.
 std::pair<double, double> cost_of(std::string const& algorithm, int ranks, std::uint64_t extent,
                                   std::uint64_t k, double value_bytes) {
-  Cost const cost =
-      operation_cost(find_algorithm(algorithm), {ranks, extent, k, value_bytes}, {}, true);
+  Cost const cost = operation_cost(find_algorithm(algorithm), {ranks, extent, k, value_bytes}, {},
+                                   sizeof(StepPayload), true);
   return {cost.messages, cost.bytes};
 }
 

@@ -4,6 +4,8 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
 #include "tensor_memory.h"
 
 namespace sparsecomm {
@@ -75,7 +77,7 @@ CooAllreduce::CooAllreduce(at::Tensor tensor, ReduceOp::RedOpType op, Communicat
       op_(op),
       communicator_(communicator),
       pool_(std::move(pool)),
-      loss_scale_(loss_scale),
+      loss_scale_{loss_scale},
       inference_mode_(c10::InferenceMode::is_enabled()) {
   if (!tensor_.device().is_cpu()) {
     stream_ = c10::impl::VirtualGuardImpl(tensor_.device().type()).getStream(tensor_.device());
@@ -98,8 +100,23 @@ Proposal CooAllreduce::prepare() {
   collective_ = pool_->take(request.tensor.scalar_type(), communicator_);
   collective_->bind(std::move(request));
   Proposal proposal = collective_->prepare();
-  proposal.loss_scale = loss_scale_;
+  auto const scale = payload_of(loss_scale_);
+  require<Error>(scale.size() + proposal.payload.size() <= payload_.size(), "a payload of ",
+                 proposal.payload.size(), " bytes leaves no room for a loss scale");
+  auto const end = std::ranges::copy(scale, payload_.begin()).out;
+  std::ranges::copy(proposal.payload, end);
+  proposal.payload = std::span(payload_).first(scale.size() + proposal.payload.size());
   return proposal;
+}
+
+bool CooAllreduce::merge(std::span<std::byte> into, std::span<const std::byte> other) const {
+  constexpr std::size_t first = sizeof(LossScale);
+  bool const same_scale = merge_payload<LossScale>(into.first(first), other.first(first));
+  return collective_->merge(into.subspan(first), other.subspan(first)) && same_scale;
+}
+
+std::string CooAllreduce::changing_fields(std::span<const std::byte> payload) const {
+  return loss_scale_.field(read_payload<LossScale>(payload.first(sizeof(LossScale))));
 }
 
 // On the CPU, coalesced, in a type that is exchanged: complex numbers as rows of two.
@@ -126,7 +143,7 @@ at::Tensor CooAllreduce::from_exchanged(at::Tensor const& reduced) const {
 
 void CooAllreduce::run(Channel& channel, Agreement const& agreement) {
   ThreadState const state(*this);
-  collective_->run(channel, agreement);
+  collective_->run(channel, {agreement.all_finite, agreement.payload.subspan(sizeof(LossScale))});
   tensor_.copy_(from_exchanged(collective_->release().front()));
   if (stream_) stream_->synchronize();
   pool_->give(std::move(collective_));

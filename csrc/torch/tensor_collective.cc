@@ -143,27 +143,31 @@ class TypedCollective final : public TensorCollective {
       flat_ = request_.tensor.contiguous();
       allreduce_.bind(std::span(reinterpret_cast<T*>(flat_.mutable_data_ptr()),
                                 static_cast<std::size_t>(flat_.numel())));
-      return allreduce_.prepare();
+      return propose(allreduce_);
     }
     at::Tensor const& tensor = request_.tensor;
     if (key_->by_rows) {
       rows_.read(key_->shape, tensor);
       row_allreduce_.bind(rows_.view());
-      return row_allreduce_.prepare();
+      return propose(row_allreduce_);
     }
     entries_.read(key_->shape, tensor.layout() == at::kSparse ? tensor : tensor.to_sparse());
     switch (key_->kind) {
       case CollectiveKind::allreduce:
         allreduce_.bind(entries_.view());
-        return allreduce_.prepare();
+        return propose(allreduce_);
       case CollectiveKind::allgather:
         allgather_.bind(entries_.view());
-        return allgather_.prepare();
+        return propose(allgather_);
       case CollectiveKind::reduce_scatter:
         reduce_scatter_.bind(entries_.view());
-        return reduce_scatter_.prepare();
+        return propose(reduce_scatter_);
     }
     throw InvalidArgument(concat("collective ", int(key_->kind), " is unknown"));
+  }
+
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return proposed_->merge(into, other);
   }
 
   void run(Channel& channel, Agreement const& agreement) override {
@@ -228,6 +232,11 @@ class TypedCollective final : public TensorCollective {
     friend bool operator==(Key const&, Key const&) = default;
   };
 
+  Proposal propose(Operation& operation) {
+    proposed_ = &operation;
+    return operation.prepare();
+  }
+
   static CooShape shape_of(at::Tensor const& tensor) {
     return {tensor.sizes(), tensor.layout() == at::kSparse ? tensor.sparse_dim() : tensor.dim()};
   }
@@ -289,6 +298,7 @@ class TypedCollective final : public TensorCollective {
   RowAllreduce<T> row_allreduce_;
   AllgatherOperation<V> allgather_;
   ReduceScatterOperation<V> reduce_scatter_;
+  Operation* proposed_ = nullptr;  // the one of these that is bound
   std::vector<at::Tensor> results_;
 };
 

@@ -51,7 +51,7 @@ TEST_P(BytesAllgatherTest, EveryRankGetsEveryString) {
         EXPECT_EQ(operation->strings[peer], string_of(peer, length[peer])) << "of rank " << peer;
       }
       Cost const bound = allgather_bytes_cost(ranks, *std::max_element(length, length + ranks));
-      Cost const agreement = agreement_cost(ranks);
+      Cost const agreement = agreement_cost(ranks, 0);
       Counters const after = communicator.counters();
       EXPECT_EQ(Counters::total(after.sent_messages) - Counters::total(before.sent_messages),
                 bound.messages + agreement.messages);

@@ -85,7 +85,7 @@ TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
       auto const sent = Counters::total(communicator.counters().sent_messages);
       communicator.run(calibration);
       EXPECT_EQ(Counters::total(communicator.counters().sent_messages) - sent,
-                agreement_cost(ranks).messages)
+                agreement_cost(ranks, 0).messages)
           << "measured a second time";
     }));
     for (int rank = 0; rank < ranks; ++rank) {

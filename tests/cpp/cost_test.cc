@@ -141,7 +141,7 @@ TEST_P(CostTest, CountedMessagesAndBytesEqualTheCostWhereItIsExactAndElseStayUnd
       for (AlgorithmOptions const& options : {AlgorithmOptions{}, in_chunks}) {
         SCOPED_TRACE(concat("P=", ranks, ", chunks of ", options.overlap_chunk));
         Cost const whole = entry.cost({.ranks = ranks, .extent = extent, .k = extent}, options);
-        Cost const cost = whole + agreement_cost(ranks) + commit_cost(ranks);
+        Cost const cost = whole + agreement_cost(ranks, sizeof(StepPayload)) + commit_cost(ranks);
         Counted const counted = most(exchange(entry, ranks, options));
         EXPECT_EQ(counted.messages, cost.messages);
         EXPECT_LE(counted.bytes, cost.bytes);

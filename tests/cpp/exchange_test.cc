@@ -648,6 +648,9 @@ class Counting final : public Operation {
     counting = false;
     return proposal;
   }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return exchange_.merge(into, other);
+  }
   void run(Channel& channel, Agreement const& agreement) override {
     counted = allocations;
     exchange_.run(channel, agreement);
@@ -867,7 +870,7 @@ TEST_P(CostTest, CountedMessagesAndBytesStayUnderTheFormula) {
     Cost cost = entry.cost(
         {ranks, numel, entry.sparse ? std::max(k, std::ranges::max(selected)) : k, sizeof(float)},
         {});
-    cost = cost + agreement_cost(ranks) + commit_cost(ranks);
+    cost = cost + agreement_cost(ranks, sizeof(StepPayload)) + commit_cost(ranks);
     std::uint64_t sent = 0, received = 0;
     for (int rank = 0; rank < ranks; ++rank) {
       SCOPED_TRACE(concat(GetParam(), ", rank ", rank, " of ", ranks));

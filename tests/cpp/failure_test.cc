@@ -239,35 +239,41 @@ TEST(CommunicatorTest, ClosingBreaksOffWhatRunsAndAccusesNobodyElse) {
       << messages[1];
 }
 
-// Says how many entries it contributes to a vector of 100.
+// Says how many entries it contributes, or has contributed, to a vector of 100.
+template <class P>
 class Claiming final : public Operation {
  public:
-  Claiming(std::uint64_t entries, std::uint64_t former_entries)
-      : entries_(entries), former_entries_(former_entries) {}
+  explicit Claiming(P payload) : payload_(payload) {}
   Proposal prepare() override {
-    return {.text = "operation=claim;numel=100",
-            .entries = entries_,
-            .former_entries = former_entries_,
-            .extent = 100};
+    return {.text = "operation=claim;numel=100", .payload = payload_of(payload_)};
+  }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return merge_payload<P>(into, other, std::uint64_t{100});
   }
   void run(Channel&, Agreement const&) override {}
 
  private:
-  std::uint64_t entries_, former_entries_;
+  P payload_;
 };
 
+std::shared_ptr<Operation> claim(bool previous, std::uint64_t entries) {
+  if (!previous) return std::make_shared<Claiming<EntryCounts>>(EntryCounts(entries));
+  return std::make_shared<Claiming<StepPayload>>(
+      StepPayload{.previous_entries = static_cast<std::uint32_t>(entries)});
+}
+
 TEST(CommunicatorTest, ARankThatClaimsMoreEntriesThanThereCanBeIsNamedByAll) {
-  for (bool const former : {false, true}) {
+  for (bool const previous : {false, true}) {
+    std::uint64_t const most =
+        previous ? std::uint64_t{UINT32_MAX} : std::numeric_limits<std::uint64_t>::max();
     auto const errors = run_ranks(3, [&](Communicator& communicator) {
-      communicator.run(std::make_shared<Claiming>(100, 100));
-      std::uint64_t const claimed =
-          communicator.rank() == 1 ? std::numeric_limits<std::uint64_t>::max() : 100;
-      communicator.run(std::make_shared<Claiming>(former ? 1 : claimed, former ? claimed : 1));
+      communicator.run(claim(previous, 100));
+      communicator.run(claim(previous, communicator.rank() == 1 ? most : 100));
     });
     for (std::exception_ptr const& error : errors) {
-      EXPECT_EQ(message_of(error).find("rank 1 broke the exchange: rank 1 sent an invalid message: "
-                                       "a contribution of 18446744073709551615 entries to a vector "
-                                       "of 100"),
+      EXPECT_EQ(message_of(error).find(concat("rank 1 broke the exchange: rank 1 sent an invalid "
+                                              "message: a contribution of ",
+                                              most, " entries to a vector of 100")),
                 0u)
           << message_of(error);
     }
@@ -401,9 +407,7 @@ class Gate final : public Operation {
     open_.wait();
     return {"gate"};
   }
-  void run(Channel&, Agreement const& agreement) override { entries = agreement.total_entries; }
-
-  std::uint64_t entries = 0;
+  void run(Channel&, Agreement const&) override {}
 
  private:
   std::shared_future<void> open_;

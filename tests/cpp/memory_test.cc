@@ -34,6 +34,9 @@ class Starved final : public Operation {
     counting = true;
     return inner_->prepare();
   }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return inner_->merge(into, other);
+  }
   void run(Channel& channel, Agreement const& agreement) override {
     inner_->run(channel, agreement);
   }

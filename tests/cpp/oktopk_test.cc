@@ -238,7 +238,7 @@ TEST(OkTopkTest, NoRankReceivesMoreThanSixKWordsWhereverRanksSelect) {
         // Two words each.
         std::uint64_t const most = 3 * wanted * (ranks - 1) / ranks;
         Cost const cost = find_algorithm("oktopk").cost({ranks, extent, wanted}, call.options) +
-                          agreement_cost(ranks);
+                          agreement_cost(ranks, 0);
         for (int rank = 0; rank < ranks; ++rank) {
           EXPECT_LE(call.pairs[rank], most) << "on rank " << rank;
           EXPECT_LE(call.bytes[rank], cost.bytes) << "on rank " << rank;

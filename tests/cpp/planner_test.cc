@@ -268,7 +268,7 @@ TEST(PredictTest, MessagesOfADenseExchangeAreThoseThatAreCountedAtTheEndOfAStepA
 TEST(PredictTest, APlanExpectsTheLastExchangeOfAStepToTakeARoundMore) {
   constexpr int ranks = 4;
   CommunicatorOptions link;
-  link.figures = figures_of(1);
+  link.figures = std::make_shared<Figures const>(figures_of(1));
   double expected[2] = {};  // of an exchange before the last, and of the last
   for (bool const ends_step : {false, true}) {
     expect_no_errors(run_ranks(

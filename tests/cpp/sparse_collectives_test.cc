@@ -273,7 +273,7 @@ TEST(SparseCostTest, CountedMessagesAndBytesAreThoseOfTheFormula) {
         Counters const before = communicator.counters();
         communicator.run(operation);
         Counters const after = communicator.counters();
-        cost = cost + agreement_cost(ranks);
+        cost = cost + agreement_cost(ranks, sizeof(EntryCounts));
         EXPECT_EQ(Counters::total(after.sent_messages) - Counters::total(before.sent_messages),
                   cost.messages)
             << "P=" << ranks;
@@ -371,11 +371,12 @@ TEST(AutoTest, PredictsAndAllocatesOnceForAsManyEntries) {
         operation.configure({"", 5000});
         bool first = true;
         for (std::uint64_t const entries : {505u, 505u, 500u, 490u}) {
+          EntryCounts const counts(entries);
           operation.bind(pairs.view().slice(0, entries));
           Channel channel(*transports[0], 1, Deadline(steady_clock(), long_time()));
           allocations = 0;
           counting = true;
-          operation.run(channel, {.most_entries = entries, .total_entries = entries});
+          operation.run(channel, {.payload = payload_of(counts)});
           counting = false;
           EXPECT_EQ(allocations > 0, std::exchange(first, false)) << entries;
         }
