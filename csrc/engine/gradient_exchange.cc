@@ -157,7 +157,7 @@ void GradientExchange<T>::forget_thresholds() {
 // Brings what is this rank's alone into the unit of its gradient; 0: it has none.
 template <class T>
 void GradientExchange<T>::follow_gradient(double loss_scale) {
-  if (loss_scale == 0 || loss_scale == residual_scale_) return;
+  if (!(loss_scale > 0) || loss_scale == residual_scale_) return;
   double const ratio = loss_scale / residual_scale_;
   rescale_(ratio);
   residual_scale_ = loss_scale;

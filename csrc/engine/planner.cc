@@ -61,7 +61,7 @@ Figures Figures::from_named(std::map<std::string, double> const& saved) {
       std::string all;
       for (std::string_view const other : names) all += concat(all.empty() ? "" : ", ", other);
       throw InvalidArgument(concat("figure '", name, "' = ", value, " s is unknown; there are ",
-                                   all, ": load it with the version that saved it"));
+                                   all));
     }
     values[static_cast<std::size_t>(known - names.begin())] = value;
   }

@@ -89,7 +89,7 @@ class AllreduceOperation final : public Operation {
   bool is_dense_ = false;
   SparseView<V> contribution_;
   std::span<T> data_;
-  EntryCounts entries_;
+  EntryCounts entries_;  // of this rank
   StreamView<V> result_;
   std::vector<std::unique_ptr<SparseAllreduce<V>>> sparse_;  // by line of the table, when needed
   std::vector<std::unique_ptr<DenseAllreduce<T>>> dense_;    // likewise

@@ -127,7 +127,12 @@ PlanState plan_from_dict(py::handle const& saved) {
     return text.empty() ? nullptr : &find_algorithm(text);
   };
   if (!saved["figures"].is_none()) {
-    state.figures = Figures::from_named(saved["figures"].cast<std::map<std::string, double>>());
+    try {
+      state.figures = Figures::from_named(saved["figures"].cast<std::map<std::string, double>>());
+    } catch (InvalidArgument const& error) {
+      throw InvalidArgument(
+          concat(error.what(), "; load the state with the release of sparsecomm that saved it"));
+    }
   }
   state.algorithm = entry(saved["algorithm"]);
   state.steps_with = saved["steps_with"].cast<std::uint64_t>();

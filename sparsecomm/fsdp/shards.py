@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
@@ -139,13 +140,27 @@ class _Step:
         self._sent[comm] = selected
 
     def take_back_broken_pass(self, before_what: str) -> None:
-        """Returns what a backward pass that ended with an exception had delivered."""
+        """Adds to the residuals what a backward pass that ended with an exception had delivered.
+
+        Raises:
+            ValueError: a backward pass that has delivered something is in progress.
+        """
+        if self._sent:
+            self._await_end_of_broken_pass()
         if self._sent and self._runs():
             raise ValueError(
                 f"cannot {before_what} in the middle of a backward pass; do it after backward() "
                 "has returned"
             )
         self._take_back()
+
+    def _await_end_of_broken_pass(self) -> None:
+        """Waits until a device's thread, too, has let go of a pass that backward() has left."""
+        deadline = time.monotonic() + 0.1
+        while self._runs() and torch._C._current_graph_task_id() == -1:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.001)
 
     def _runs(self) -> bool:
         return self._backward is not None and self._backward() is not None

@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "engine/gradient_exchange.h"
+#include "engine/sparse_collectives.h"
 #include "ranks.h"
 #include "transport/wrapped.h"
 
@@ -275,6 +276,10 @@ TEST(AgreementTest, TakesNoMoreBytesThanItMay) {
         exchange->bind({{gradient, residual}});
         expect(exchange, sizeof(StepPayload), 80);
       }
+      auto const allreduce = std::make_shared<AllreduceOperation<float>>(communicator);
+      allreduce->configure({.vector = "test", .extent = 1000, .algorithm = find_reducing("dense")});
+      allreduce->bind(gradient);
+      expect(allreduce, sizeof(EntryCounts), 80);
       expect(std::make_shared<Telling>("operation=tell", std::vector<std::uint64_t>(3),
                                        [](std::uint64_t&, std::uint64_t) { return true; }),
              24, 88);

@@ -289,10 +289,11 @@ TEST(PredictTest, APlanExpectsTheLastExchangeOfAStepToTakeARoundMore) {
         link));
   }
   Cost const commit = commit_cost(ranks);
-  EXPECT_DOUBLE_EQ(expected[true] - expected[false],
-                   commit.rounds * link.figures->link.round +
-                       commit.messages * link.figures->link.message +
-                       commit.bytes * link.figures->link.byte);
+  EXPECT_NEAR(expected[true] - expected[false],
+              commit.rounds * link.figures->link.round +
+                  commit.messages * link.figures->link.message +
+                  commit.bytes * link.figures->link.byte,
+              1e-12);
 }
 
 TEST(PredictTest, AUnionOfRandomSelectionsIsBetweenOneAndAll) {
