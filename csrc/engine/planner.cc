@@ -60,8 +60,8 @@ Figures Figures::from_named(std::map<std::string, double> const& saved) {
     if (known == names.end()) {
       std::string all;
       for (std::string_view const other : names) all += concat(all.empty() ? "" : ", ", other);
-      throw InvalidArgument(concat("figure '", name, "' = ", value, " s is unknown; there are ",
-                                   all));
+      throw InvalidArgument(
+          concat("figure '", name, "' = ", value, " s is unknown; there are ", all));
     }
     values[static_cast<std::size_t>(known - names.begin())] = value;
   }
