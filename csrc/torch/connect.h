@@ -39,10 +39,4 @@ struct ConnectPlace {
 std::unique_ptr<Transport> connect(ConnectPlace const& place, ConnectOptions const& options,
                                    std::function<void()> const& check);
 
-// Connects when the first message is posted, on the thread that posts it; until then it has the
-// name "unconnected". `connect` is given what throws Aborted once the transport is aborted.
-std::unique_ptr<Transport> make_lazy_transport(
-    int rank, int size,
-    std::function<std::unique_ptr<Transport>(std::function<void()> const& check)> connect);
-
 }  // namespace sparsecomm

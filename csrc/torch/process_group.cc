@@ -11,6 +11,7 @@
 #include "interpreter.h"
 #include "packed_tensors.h"
 #include "signal_check.h"
+#include "transport/lazy.h"
 
 namespace sparsecomm {
 namespace {

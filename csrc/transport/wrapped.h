@@ -19,29 +19,32 @@ class WrappedTransport : public Transport {
       : Transport(inner->rank(), inner->size()), inner_(std::move(inner)) {}
 
   std::string_view name() const override { return inner_->name(); }
-  std::uint32_t run() override { return inner_->run(); }
+  std::uint32_t run() override { return inner().run(); }
   std::size_t wait(Request& request, Deadline const& deadline) override {
-    return inner_->wait(request, deadline);
+    return inner().wait(request, deadline);
   }
   bool interruptible() const override { return inner_->interruptible(); }
   bool reduces() const override { return inner_->reduces(); }
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
                  Deadline const& deadline) override {
-    inner_->allreduce(bytes, dtype, reduction, deadline);
+    inner().allreduce(bytes, dtype, reduction, deadline);
   }
   void interrupt() noexcept override { inner_->interrupt(); }
   void abort() noexcept override { inner_->abort(); }
   Board& board() override { return inner_->board(); }
 
  protected:
+  // For one that overrides inner() and everything that is const or noexcept.
+  WrappedTransport(int rank, int size) : Transport(rank, size) {}
+
+  virtual Transport& inner() { return *inner_; }
+
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    return inner_->isend(peer, tag, bytes);
+    return inner().isend(peer, tag, bytes);
   }
   Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    return inner_->irecv(peer, tag, bytes);
+    return inner().irecv(peer, tag, bytes);
   }
-
-  Transport& inner() { return *inner_; }
 
  private:
   std::unique_ptr<Transport> inner_;

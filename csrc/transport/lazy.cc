@@ -1,15 +1,18 @@
+#include "transport/lazy.h"
+
 #include <atomic>
 #include <mutex>
+#include <utility>
 #include <vector>
 
-#include "connect.h"
+#include "transport/wrapped.h"
 
 namespace sparsecomm {
 namespace {
 
 using Connect = std::function<std::unique_ptr<Transport>(std::function<void()> const& check)>;
 
-// That of a transport, once there is one.
+// The board of a transport, once there is one.
 class LazyBoard final : public Board {
  public:
   explicit LazyBoard(int size) : size_(size) {}
@@ -71,10 +74,11 @@ class LazyBoard final : public Board {
   std::function<void()> alarm_;
 };
 
-class LazyTransport final : public Transport {
+// What it does not override connects first, since inner() does.
+class LazyTransport final : public WrappedTransport {
  public:
   LazyTransport(int rank, int size, Connect connect)
-      : Transport(rank, size),
+      : WrappedTransport(rank, size),
         connect_(std::move(connect)),
         board_(static_cast<std::size_t>(size)) {}
 
@@ -82,13 +86,15 @@ class LazyTransport final : public Transport {
     std::lock_guard const lock(mutex_);
     return transport_ ? transport_->name() : "unconnected";
   }
-
-  std::uint32_t run() override { return size() == 1 ? 0 : connected().run(); }
-
-  std::size_t wait(Request& request, Deadline const& deadline) override {
-    return transport_->wait(request, deadline);
+  std::uint32_t run() override { return size() == 1 ? 0 : WrappedTransport::run(); }
+  bool interruptible() const override {
+    std::lock_guard const lock(mutex_);
+    return transport_ && transport_->interruptible();
   }
-
+  bool reduces() const override {
+    std::lock_guard const lock(mutex_);
+    return transport_ && transport_->reduces();
+  }
   void interrupt() noexcept override {
     aborted_ = true;
     std::lock_guard const lock(mutex_);
@@ -98,19 +104,10 @@ class LazyTransport final : public Transport {
     interrupt();
     if (transport_) transport_->abort();
   }
-
   Board& board() override { return board_; }
 
- protected:
-  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    return connected().isend(peer, tag, bytes);
-  }
-  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    return connected().irecv(peer, tag, bytes);
-  }
-
  private:
-  Transport& connected() {
+  Transport& inner() override {
     if (!transport_) {
       std::unique_ptr<Transport> transport = connect_([this] {
         require<Aborted>(!aborted_, "the group was closed before all ranks had joined it");
