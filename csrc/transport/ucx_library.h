@@ -13,6 +13,7 @@ namespace sparsecomm {
 
 // Every function of libucp and libucs that is used; all are there since 1.13.
 #define SPARSECOMM_UCX_FUNCTIONS(X) \
+  X(ucp_am_send_nbx)                \
   X(ucp_cleanup)                    \
   X(ucp_config_modify)              \
   X(ucp_config_read)                \
@@ -35,6 +36,7 @@ namespace sparsecomm {
   X(ucp_worker_get_efd)             \
   X(ucp_worker_progress)            \
   X(ucp_worker_release_address)     \
+  X(ucp_worker_set_am_recv_handler) \
   X(ucs_global_opts_get_value)      \
   X(ucs_global_opts_set_value)      \
   X(ucs_status_string)

@@ -1,5 +1,5 @@
-// A UCX context, one worker and an endpoint per peer, closed with their owner. Only files named
-// ucx* include this.
+// The ranks of a transport as peers of one UCX worker, with an endpoint for each, closed with their
+// owner. Only files named ucx* include this.
 #pragma once
 
 #include <cstddef>
@@ -8,9 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "transport/fork_guard.h"
 #include "transport/process.h"
-#include "transport/ucx_library.h"
+#include "transport/ucx_worker.h"
 
 namespace sparsecomm {
 
@@ -37,17 +36,16 @@ class UcxLink {
 
   UcxLink(UcxLink&& other) = default;
   UcxLink& operator=(UcxLink&&) = delete;
-  // In a forked child everything is left as it is: it belongs to the parent.
-  ~UcxLink() = default;
+  ~UcxLink();
 
-  UcxLibrary const& ucx() const { return state_->library; }
-  Peer& peer(int rank) { return state_->peers[rank]; }
+  UcxLibrary const& ucx() const { return worker_.ucx(); }
+  Peer& peer(int rank) { return peers_[static_cast<std::size_t>(rank)]; }
   // What a rank says of itself: for introduce() elsewhere, which throws where it is not that.
-  std::string const& introduction() const { return state_->introduction; }
-  void introduce(int rank, std::string const& text) { introduce(*state_, rank, text); }
+  std::string const& introduction() const { return introduction_; }
+  void introduce(int rank, std::string const& text);
   // Makes the endpoint of a peer that has been introduced. False where there is no way to it; then
   // it is marked as failed.
-  bool reach(int rank) { return reach(*state_, rank); }
+  bool reach(int rank);
   // How many of the ranks that were introduced run on this host, this one included.
   int local_ranks() const;
 
@@ -60,52 +58,28 @@ class UcxLink {
   void* receive(ucp_tag_t tag, std::span<std::byte> bytes, ucp_tag_recv_nbx_callback_t done,
                 void* user);
   // Whether anything happened.
-  bool progress() { return state_->progress(); }
+  bool progress() { return worker_.progress(); }
   // Has programs that this process executes close the connections that stand now.
-  void close_on_exec() const noexcept { state_->guard.close_on_exec(); }
+  void close_on_exec() const noexcept { worker_.close_on_exec(); }
   // Sleeps until something may have happened to the worker, to `peer`'s process or to `wake`, but
   // no longer than `limit` (rounded up to milliseconds).
   void sleep(Peer& peer, int wake, Duration limit);
   // Marks a peer on this host as failed if its process has ended.
   static void notice_end(Peer& peer);
 
-  void cancel(void* request) { ucx().ucp_request_cancel(state_->worker, request); }
+  void cancel(void* request) { worker_.cancel(request); }
   // Pushes out what was sent, for as long as `limit`. False: something is left.
-  bool flush(Duration limit) noexcept { return state_->flush(limit); }
-  // Closes the endpoints, which peers on other hosts notice; sends fail from now on. A worker that
-  // has not come to an end of it within `limit` is never destroyed: its memory stays taken.
-  void close(Duration limit) noexcept { state_->close(limit); }
+  bool flush(Duration limit) noexcept { return worker_.flush(limit); }
+  // Closes the endpoints, as UcxWorker::close(); sends fail from now on.
+  void close(Duration limit) noexcept;
 
  private:
-  struct State {
-    UcxLibrary library;
-    ProcessIdentity own;
-    ucp_context_h context = nullptr;
-    ucp_worker_h worker = nullptr;
-    int event = -1;   // the worker's, which closes it
-    ForkGuard guard;  // of the worker's connections
-    std::string introduction;
-    std::vector<Peer> peers;
-    bool settled = true;  // nothing is left to the worker
+  UcxLink(int rank, int size, UcxOptions const& options);
 
-    ~State();
-    bool progress() const { return library.ucp_worker_progress(worker) != 0; }
-    bool flush(Duration limit) const noexcept;
-    void close(Duration limit) noexcept;
-    // False: it has not completed.
-    bool await(void* request, Duration limit) const noexcept;
-  };
-  struct Closer {
-    void operator()(State* state) const;
-  };
-
-  explicit UcxLink(std::unique_ptr<State, Closer> state) : state_(std::move(state)) {}
-  static void make_worker(State& state, UcxOptions const& options, int size);
-  static std::string address_of(State const& state);
-  static void introduce(State& state, int rank, std::string const& text);
-  static bool reach(State& state, int rank);
-
-  std::unique_ptr<State, Closer> state_;
+  UcxWorker worker_;
+  ProcessIdentity own_;
+  std::string introduction_;
+  std::vector<Peer> peers_;
 };
 
 }  // namespace sparsecomm
