@@ -230,6 +230,7 @@ class ProcessGroup(Backend):
         connect: ConnectOptions,
         warn: Callable[[str], None],
         open: OpenCommunicators,
+        engine_timeout: timedelta | None,
     ) -> None: ...
 
 class FrameDecoder:

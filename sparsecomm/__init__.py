@@ -45,7 +45,7 @@ from sparsecomm.hooks import (
     topk_dsa_hook,
     topk_hook,
 )
-from sparsecomm.options import CommunicatorOptions
+from sparsecomm.options import CommunicatorOptions, Options
 from sparsecomm.planning import Explanation, Link, Prediction, StepPrediction, explain
 from sparsecomm.preparation import prepare
 from sparsecomm.reporting import report, report_at_exit, write_stats
@@ -68,6 +68,7 @@ __all__ = [
     "GaussianKState",
     "Link",
     "OkTopkState",
+    "Options",
     "Prediction",
     "QuantizedTopkState",
     "StepPrediction",

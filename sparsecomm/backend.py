@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import _C, transports
+from sparsecomm.options import Options
 
 NAME = "sparsecomm"
 # The communicators of all groups. torch.distributed may keep groups until the interpreter has
@@ -54,8 +55,9 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
         made.group_name = f"{options.group_id}:{NAME}"
         return made
 
+    ours = _options_of(backend_options)
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
-    make_nccl = _nccl_factory(options, backend_options) if has_nccl else None
+    make_nccl = _nccl_factory(options, ours.nccl) if has_nccl else None
     return _C.ProcessGroup(
         gloo,
         make_nccl,
@@ -63,14 +65,29 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
         options.store,
         timeout,
         transports.connect_options(
-            transports.AUTO,
+            ours.communicator.transport,
             timeout,
             call="the first all_reduce of a sparse tensor",
-            stall_limit=transports.STALL_LIMIT,
+            stall_limit=ours.communicator.stall_limit,
             loopback=transports.is_loopback(host),
         ),
         transports.warn,
         _open,
+        ours.communicator.timeout,
+    )
+
+
+def _options_of(backend_options: Any) -> Options:
+    """Returns what ``pg_options`` come to; NCCL's go to it, as with the backend ``"nccl"``."""
+    if backend_options is None:
+        return Options()
+    if isinstance(backend_options, Options):
+        return backend_options
+    if isinstance(backend_options, Backend.Options) and backend_options.backend == "nccl":
+        return Options(nccl=backend_options)
+    raise TypeError(
+        f'pg_options={backend_options!r} cannot be used with the backend "{NAME}"; '
+        "use sparsecomm.Options(...)"
     )
 
 
@@ -81,12 +98,10 @@ def _timeout_of(options: Any) -> timedelta:
     return transports.gloo_timeout(timedelta.max if overflown else options.timeout)
 
 
-def _nccl_factory(options: Any, backend_options: Any) -> Callable[[], Backend]:
+def _nccl_factory(options: Any, nccl_given: Backend.Options | None) -> Callable[[], Backend]:
     def make() -> Backend:
         nccl: Any = dist.ProcessGroupNCCL
-        nccl_options = nccl.Options()
-        if isinstance(backend_options, nccl.Options):
-            nccl_options = backend_options
+        nccl_options: Any = nccl.Options() if nccl_given is None else nccl_given
         nccl_options._timeout = _timeout_of(options)
         nccl_options.global_ranks_in_group = list(options.global_ranks_in_group)
         nccl_options.group_name = options.group_id

@@ -7,7 +7,9 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypedDict
 
+from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import default_pg_timeout
+from typing_extensions import Unpack
 
 from sparsecomm.compression import check_options
 from sparsecomm.transports import AUTO, STALL_LIMIT, names
@@ -96,3 +98,35 @@ def communicator_options(owner: Any, keywords: Mapping[str, Any]) -> Communicato
             f"communicator_options must be CommunicatorOptions, not {type(options).__name__}"
         )
     return replace(options, **fields)
+
+
+class Options(Backend.Options):
+    """The ``pg_options`` of a process group of the backend ``"sparsecomm"``.
+
+    For ``init_process_group``, ``new_group`` and other calls of ``torch.distributed`` that make
+    groups; a group that is split off has those of the group that is split. They are for the
+    allreduce of sparse tensors, whose ``timeout`` is the group's if none is given::
+
+        options = sparsecomm.Options(transport="ucx", stall_limit=timedelta(seconds=10))
+        dist.init_process_group("sparsecomm", pg_options=options)
+
+    Args:
+        nccl: ``ProcessGroupNCCL.Options``, for CUDA tensors.
+        keywords: as :class:`CommunicatorOptions`; ``threads`` are not used.
+
+    Raises:
+        TypeError: an unknown keyword, or one of the wrong kind.
+        ValueError: an argument outside its range.
+    """
+
+    def __init__(
+        self, *, nccl: Backend.Options | None = None, **keywords: Unpack[CommunicatorKeywords]
+    ) -> None:
+        super().__init__("sparsecomm")
+        self.communicator = communicator_options(Options, keywords)
+        if nccl is not None and (not isinstance(nccl, Backend.Options) or nccl.backend != "nccl"):
+            raise TypeError(f"nccl={nccl!r} is no torch.distributed.ProcessGroupNCCL.Options")
+        self.nccl = nccl
+
+    def __repr__(self) -> str:
+        return f"Options(nccl={self.nccl!r}, communicator_options={self.communicator!r})"

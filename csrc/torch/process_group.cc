@@ -241,6 +241,8 @@ ProcessGroup::BackendPtr ProcessGroup::derive(StorePtr const& store, F&& make_gl
 
 ProcessGroup::BackendPtr ProcessGroup::split(StorePtr const& store, std::vector<int> const& ranks,
                                              OptionsPtr const& opts) {
+  TORCH_CHECK(!opts || opts->backend != getBackendName(),
+              "backend sparsecomm: a split has its group's options; new_group takes others");
   return derive(store, [&] { return parts_.gloo->split(store, ranks, opts); });
 }
 
@@ -291,8 +293,20 @@ void OpenCommunicators::close() {
   for (auto const& open : communicators) close_communicator(open.lock());
 }
 
-std::unique_ptr<Transport> ProcessGroup::make_transport() {
-  engine_options_->timeout = parts_.timeout;
+Communicator& ProcessGroup::engine() {
+  TORCH_CHECK(!closed_, "backend sparsecomm: the process group was shut down or aborted");
+  if (!communicator_) {
+    std::chrono::milliseconds const timeout = parts_.engine_timeout.value_or(parts_.timeout);
+    CommunicatorOptions const options{.timeout = timeout, .stall = parts_.connect.stall};
+    auto made = std::make_shared<Communicator>(make_transport(timeout), options);
+    parts_.open->add(made);
+    communicator_ = std::move(made);
+  }
+  return *communicator_;
+}
+
+std::unique_ptr<Transport> ProcessGroup::make_transport(std::chrono::milliseconds timeout) {
+  engine_options_->timeout = timeout;
   ConnectPlace place{getRank(), getSize(), parts_.store,
                      [gloo = parts_.gloo, options = engine_options_](StorePtr const& store) {
                        std::vector<int> ranks(gloo->getSize());
@@ -301,7 +315,7 @@ std::unique_ptr<Transport> ProcessGroup::make_transport() {
                      },
                      parts_.warn};
   ConnectOptions options = parts_.connect;
-  options.timeout = parts_.timeout;
+  options.timeout = timeout;
   return make_lazy_transport(
       getRank(), getSize(),
       [place = std::move(place), options](std::function<void()> const& check) {
@@ -346,17 +360,10 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
   TORCH_CHECK(tensors.size() == 1 && tensors.front().layout() == at::kSparse,
               "backend sparsecomm: allreduce takes one sparse COO tensor at a time");
   std::lock_guard const lock(mutex_);
-  TORCH_CHECK(!closed_, "backend sparsecomm: the process group was shut down or aborted");
-  if (!communicator_) {
-    CommunicatorOptions options;
-    options.timeout = parts_.timeout;
-    auto made = std::make_shared<Communicator>(make_transport(), options);
-    parts_.open->add(made);
-    communicator_ = std::move(made);
-  }
+  Communicator& communicator = engine();
   auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
-  last_ = communicator_->submit(
-      std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, *communicator_, pool_),
+  last_ = communicator.submit(
+      std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, communicator, pool_),
       [work](std::exception_ptr const& error) { work->end(error); });
   work->started(*last_);
   return work;

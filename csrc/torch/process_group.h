@@ -46,7 +46,9 @@ class ProcessGroup final : public c10d::Backend {
     std::function<OptionsPtr()> make_gloo_options;  // for the engine's own gloo group
     StorePtr store;
     std::chrono::milliseconds timeout;
-    ConnectOptions connect;  // the engine; its timeout is the one above
+    // Of what runs on our engine. Its timeout is the group's where none is given.
+    ConnectOptions connect;
+    std::optional<std::chrono::milliseconds> engine_timeout;
     std::function<void(std::string const&)> warn;
     std::shared_ptr<OpenCommunicators> open;
   };
@@ -135,7 +137,9 @@ class ProcessGroup final : public c10d::Backend {
   template <class F>
   BackendPtr derive(StorePtr const& store, F&& make_gloo);
   void close(bool wait);
-  std::unique_ptr<Transport> make_transport();
+  // The communicator of all that runs on our engine, made with the first of it. The lock is held.
+  Communicator& engine();
+  std::unique_ptr<Transport> make_transport(std::chrono::milliseconds timeout);
 
   Parts parts_;
   OptionsPtr engine_options_;

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import time
 import traceback
@@ -19,7 +20,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from patience import LONG, LONG_TIME, PATIENCE
+from logs import Collect
+from patience import LONG, LONG_TIME, PATIENCE, wait_until
 from ranks import RankError, run_ranks
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore, ReduceOp
@@ -746,6 +748,68 @@ def a_rank_that_does_not_join(_: Any) -> None:
             again = raised(lambda group=group: dist.all_reduce(row(0), group=group))  # type: ignore[misc]
             assert "an earlier operation failed" in str(again)
         dist.barrier()
+
+
+@case(smallest=2)
+def options_reach_sparse_allreduces(_: Any) -> None:
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    store = distributed_c10d._get_default_store()
+
+    def group_with(**options: Any) -> Any:
+        made = dist.new_group(backend="sparsecomm", pg_options=sparsecomm.Options(**options))
+        dist.barrier()
+        return made
+
+    group = group_with(stall_limit=timedelta(seconds=0.3))
+    dist.all_reduce(row(0), group=group)  # connects
+    logged = Collect()
+    logging.getLogger("sparsecomm").addHandler(logged)
+    if rank == last:
+        wait_until(lambda: store.check(["stalled"]))
+    work = dist.all_reduce(row(0), group=group, async_op=True)
+    assert work is not None
+    if rank == 0:
+        wait_until(lambda: any(f"rank {last}" in text for text in logged.texts))
+        store.set("stalled", "")
+    work.wait()
+    logging.getLogger("sparsecomm").removeHandler(logged)
+
+    group = group_with(timeout=timedelta(seconds=3 * PATIENCE))
+    start = time.monotonic()
+    if rank < last:
+        error = raised(lambda: dist.all_reduce(row(0), group=group))
+        assert isinstance(error, dist.DistBackendError)
+        assert f"rank {last}" in str(error), error
+        assert time.monotonic() - start < LONG / 2
+    dist.barrier()
+
+    group = group_with(transport="c10d" if rank == 0 else "ucx")
+    text = str(raised(lambda: dist.all_reduce(row(0), group=group)))
+    for name in ("c10d", "ucx"):
+        assert name in text, text
+
+
+@case()
+def options_that_cannot_be_used(ours: Any) -> None:
+    def new_group(options: Any) -> Any:
+        return dist.new_group(backend="sparsecomm", pg_options=options)
+
+    for make, kind, named in (
+        (lambda: sparsecomm.Options(bandwidth=3), TypeError, "bandwidth"),  # type: ignore[call-arg]
+        (lambda: sparsecomm.Options(transport="pigeon"), ValueError, "pigeon"),
+        (lambda: sparsecomm.Options(stall_limit=3), TypeError, "stall_limit"),  # type: ignore[arg-type]
+        (lambda: sparsecomm.Options(nccl="fast"), TypeError, "fast"),  # type: ignore[arg-type]
+        (lambda: new_group({"transport": "ucx"}), TypeError, "{'transport': 'ucx'}"),
+        (lambda: new_group(dist.ProcessGroupGloo._Options()), TypeError, "pg_options"),  # type: ignore[attr-defined]
+    ):
+        error = raised(make)
+        assert isinstance(error, kind), error
+        assert named in str(error), error
+    options = sparsecomm.Options(transport="ucx")
+    assert "ucx" in repr(options)
+    members = list(range(dist.get_world_size()))
+    error = raised(lambda: ours.split_group(members, opts=options, group_name="with-options"))
+    assert "new_group" in str(error), error
 
 
 @case()
