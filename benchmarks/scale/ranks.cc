@@ -138,6 +138,7 @@ Measured run_dense(Simulated& simulated, AlgorithmEntry const& entry, Run const&
     Channel channel(simulated.transport(), static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
     allreduce->run(channel, data, Reduction::sum, 1.0f);
+    allreduce->write(data);
   });
 }
 

@@ -21,29 +21,16 @@ enum class Phase : std::uint8_t {
   threshold,
   balance,
   gather,
-  commit  // the last
+  confirm  // the last
 };
 inline constexpr int phase_bits = 3;
-static_assert(static_cast<unsigned>(Phase::commit) < 1u << phase_bits,
+static_assert(static_cast<unsigned>(Phase::confirm) < 1u << phase_bits,
               "Channel::tag() has too few bits for a phase");
-
-class Channel;
-
-// See Communicator::commit().
-class Commit {
- public:
-  virtual void commit(Channel& channel) = 0;
-
- protected:
-  ~Commit() = default;
-};
 
 class Channel {
  public:
-  // `commit`: of an operation that stands on all ranks or on none; null for others.
-  Channel(Transport& transport, std::uint32_t operation, Deadline const& deadline,
-          Commit* commit = nullptr)
-      : transport_(transport), operation_(operation), deadline_(deadline), commit_(commit) {}
+  Channel(Transport& transport, std::uint32_t operation, Deadline const& deadline)
+      : transport_(transport), operation_(operation), deadline_(deadline) {}
 
   int rank() const { return transport_.rank(); }
   int size() const { return transport_.size(); }
@@ -64,18 +51,7 @@ class Channel {
   Request irecv(int peer, Phase phase, std::span<std::byte> buffer) {
     return transport_.irecv(peer, tag(phase), buffer);
   }
-  // Called when the result is there, before the caller's data is changed in a way that cannot be
-  // undone. Returns if the result is to be used.
-  void commit() {
-    if (commit_ != nullptr) commit_->commit(*this);
-  }
-  // For a step of an algorithm that is an allreduce itself.
-  Channel without_commit() const {
-    Channel copy = *this;
-    copy.commit_ = nullptr;
-    return copy;
-  }
-  // For a part that has a deadline of its own, and does not commit.
+  // For a part that has a deadline of its own.
   Channel under(Deadline const& deadline) const { return {transport_, operation_, deadline}; }
   // See Deadline::postpone.
   void postpone(Duration time) { deadline_.postpone(time); }
@@ -122,7 +98,6 @@ class Channel {
   Transport& transport_;
   std::uint32_t operation_;
   Deadline deadline_;
-  Commit* commit_;
 };
 
 }  // namespace sparsecomm

@@ -30,33 +30,36 @@ class Pairwise : public DenseAllreduce<T> {
 
   Pairwise(std::uint64_t chunk, int window) : chunk_(chunk), window_(window) {}
 
-  void run(Channel& channel, std::span<T> data, Reduction reduction, V divisor) override {
+  void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
     std::uint64_t const chunks = std::max<std::uint64_t>(1, (data.size() + chunk_ - 1) / chunk_);
     auto const first = [&](std::uint64_t chunk) { return even_split(data.size(), chunks, chunk); };
     auto const part_of = [&](std::uint64_t chunk) {
       return Chunk{first(chunk), data.subspan(first(chunk), first(chunk + 1) - first(chunk))};
     };
-    // What comes later may fail, and data must be as it was then.
-    std::span<T> const result = chunks == 1 ? data : result_.take(data.size());
+    // One chunk stays in the frames of its parts.
+    result_ = chunks == 1 ? std::span<T>() : gathered_.take(data.size());
     start(channel, part_of(0), stages_[0]);
     for (std::uint64_t chunk = 0; chunk < chunks; ++chunk) {
       Stage& stage = stages_[chunk % 2];
       reduce(channel, part_of(chunk), reduction, divisor, stage);
       if (chunk + 1 < chunks) start(channel, part_of(chunk + 1), stages_[(chunk + 1) % 2]);
-      gather(channel, part_of(chunk), result, chunks == 1);
+      gather(channel, part_of(chunk));
+      if (chunks > 1) copy_parts(result_.subspan(first(chunk), first(chunk + 1) - first(chunk)));
     }
-    if (chunks == 1) return;
-    channel.commit();
-    std::ranges::copy(result, data.begin());
+  }
+
+  void write(std::span<T> out) override {
+    if (result_.empty()) return copy_parts(out);
+    std::ranges::copy(result_, out.begin());
   }
 
  private:
   struct Chunk {
     std::uint64_t first;
-    std::span<T> data;
+    std::span<const T> data;
 
     std::uint64_t begin(int part, int size) const { return even_split(data.size(), size, part); }
-    std::span<T> region(int part, int size) const {
+    std::span<const T> region(int part, int size) const {
       return data.subspan(begin(part, size), begin(part + 1, size) - begin(part, size));
     }
     std::uint64_t first_of(int part, int size) const { return first + begin(part, size); }
@@ -103,14 +106,15 @@ class Pairwise : public DenseAllreduce<T> {
         DenseFrames<T>::encode_as_is(channel, first, finished_, own_.take(chunk.max_frame(size)));
   }
 
-  void gather(Channel& channel, Chunk const& chunk, std::span<T> result, bool commits) {
+  // Leaves the finished parts as valid frames in parts_.
+  void gather(Channel& channel, Chunk const& chunk) {
     int const size = channel.size();
-    auto const frames = gather_.run(channel, Phase::gather, share_, chunk.max_frame(size));
+    parts_ = gather_.run(channel, Phase::gather, share_, chunk.max_frame(size));
     for (int part = 0; part < size; ++part) {
       // parse_frame has vouched for the payload; a region of another place or size is caught before
       // any write.
       channel.decode_from(part, [&] {
-        FrameHeader const& header = frames[part].header;
+        FrameHeader const& header = parts_[part].header;
         require<MalformedFrame>(header.kind == FrameKind::dense && header.dtype == dtype_of<T>() &&
                                     header.first_index == chunk.first_of(part, size) &&
                                     header.count == chunk.region(part, size).size(),
@@ -120,11 +124,13 @@ class Pairwise : public DenseAllreduce<T> {
                                 " elements of ", name(dtype_of<T>()));
       });
     }
-    if (commits) channel.commit();
-    for (int part = 0; part < size; ++part) {
-      DenseFrames<T>::copy(
-          channel, part, frames[part], chunk.first_of(part, size),
-          result.subspan(chunk.first_of(part, size), chunk.region(part, size).size()));
+  }
+
+  void copy_parts(std::span<T> out) const {
+    for (FrameView const& part : parts_) {
+      std::uint32_t const count = part.header.count;
+      decode_dense<T>(part, part.header.first_index, out.first(count));
+      out = out.subspan(count);
     }
   }
 
@@ -135,7 +141,9 @@ class Pairwise : public DenseAllreduce<T> {
   std::span<const std::byte> share_;
   std::vector<V> sum_;
   std::vector<T> finished_;
-  Buffer<T> result_;
+  std::span<const FrameView> parts_;
+  Buffer<T> gathered_;
+  std::span<T> result_;  // of several chunks
   DenseFrames<T> frames_;
   FrameAllgather gather_;
 };

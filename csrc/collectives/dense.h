@@ -20,10 +20,13 @@ template <class T>
 class DenseAllreduce {
  public:
   virtual ~DenseAllreduce() = default;
-  // Replaces data by the reduction over all ranks, divided by `divisor`. On an exception data is as
-  // it was. Calls channel.commit(). A frame of more than 2^32 - 1 bytes throws InvalidArgument.
-  virtual void run(Channel& channel, std::span<T> data, Reduction reduction,
+  // Reduces data over all ranks and divides by `divisor`; the result stays here until write().
+  // A frame of more than 2^32 - 1 bytes throws InvalidArgument.
+  virtual void run(Channel& channel, std::span<const T> data, Reduction reduction,
                    accumulate_t<T> divisor) = 0;
+  // Writes the result of the last run() to `out`, which may be its data; that must not have changed
+  // since. Sends and allocates nothing, and does not fail.
+  virtual void write(std::span<T> out) = 0;
 };
 
 template <class T>

@@ -2,7 +2,7 @@
 //
 // 1. The data is copied, since it must be as it was if the engine fails half-way.
 // 2. The engine reduces the copy in place.
-// 3. The result is divided and written to the data.
+// 3. The result is divided where it is written.
 //
 // Gloo's is a ring of segments of at most 1 MiB, which sums in T. As with torch's, the min or max
 // of a NaN and a number need not be NaN. What it sends is not counted. Source: Patarasuk and Yuan
@@ -25,21 +25,26 @@ class Inner final : public DenseAllreduce<T> {
 
   explicit Inner(AlgorithmOptions const&) {}
 
-  void run(Channel& channel, std::span<T> data, Reduction reduction, V divisor) override {
-    std::span<T> result = data;
-    if (channel.size() > 1 && !data.empty()) {
-      // Data must be as it was if the engine fails half-way.
-      result = result_.take(data.size());
-      std::ranges::copy(data, result.begin());
-      channel.allreduce(std::as_writable_bytes(result), dtype_of<T>(), reduction);
-    }
-    channel.commit();
-    std::ranges::transform(result, data.begin(),
-                           [=](T x) { return static_cast<T>(static_cast<V>(x) / divisor); });
+  void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
+    reduced_ = data;
+    divisor_ = divisor;
+    if (channel.size() == 1 || data.empty()) return;
+    std::span<T> const copy = copy_.take(data.size());
+    std::ranges::copy(data, copy.begin());
+    channel.allreduce(std::as_writable_bytes(copy), dtype_of<T>(), reduction);
+    reduced_ = copy;
+  }
+
+  void write(std::span<T> out) override {
+    std::ranges::transform(reduced_, out.begin(), [divisor = divisor_](T x) {
+      return static_cast<T>(static_cast<V>(x) / divisor);
+    });
   }
 
  private:
-  Buffer<T> result_;
+  Buffer<T> copy_;
+  std::span<const T> reduced_;
+  V divisor_{1};
 };
 
 constexpr DenseMakers makers =

@@ -50,13 +50,14 @@ class Rabenseifner final : public DenseAllreduce<T> {
 
   explicit Rabenseifner(AlgorithmOptions const&) {}
 
-  void run(Channel& channel, std::span<T> data, Reduction reduction, V divisor) override {
+  void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
     Fold const fold{channel.size()};
     int const rank = channel.rank();
     Range const whole{0, data.size()};
     auto const outgoing = send_.take(Frames::bytes(data.size()));
     auto const incoming = receive_.take(Frames::bytes(data.size()));
-    std::span<T> const result = result_.take(data.size());
+    std::span<T> const result = finished_.take(data.size());
+    result_ = result;
 
     if (!fold.works(rank)) {  // steps 1 and 4
       int const partner = rank + 1;
@@ -66,8 +67,6 @@ class Rabenseifner final : public DenseAllreduce<T> {
       FrameView const frame = channel.wait_frame(receive, partner, incoming);
       Frames::copy(channel, partner, frame, 0, result);
       channel.wait(send);
-      channel.commit();
-      std::ranges::copy(result, data.begin());
       return;
     }
 
@@ -117,9 +116,9 @@ class Rabenseifner final : public DenseAllreduce<T> {
                                    Frames::encode_as_is(channel, 0, result, outgoing));
       channel.wait(send);
     }
-    channel.commit();
-    std::ranges::copy(result, data.begin());
   }
+
+  void write(std::span<T> out) override { std::ranges::copy(result_, out.begin()); }
 
  private:
   struct Half {
@@ -129,7 +128,8 @@ class Rabenseifner final : public DenseAllreduce<T> {
 
   ByteBuffer send_, receive_;
   Buffer<V> sum_;
-  Buffer<T> result_;
+  Buffer<T> finished_;
+  std::span<T> result_;
   std::vector<Half> halves_;
   Frames frames_;
 };

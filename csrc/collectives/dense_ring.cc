@@ -27,7 +27,7 @@ class Ring final : public DenseAllreduce<T> {
 
   explicit Ring(AlgorithmOptions const&) {}
 
-  void run(Channel& channel, std::span<T> data, Reduction reduction, V divisor) override {
+  void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
     int const size = channel.size();
     int const rank = channel.rank();
     auto const first = [&](int part) { return even_split(data.size(), size, part); };
@@ -56,27 +56,28 @@ class Ring final : public DenseAllreduce<T> {
       channel.wait(send);
     }
 
-    std::span<T> const result = result_.take(data.size());
-    Frames::finish(part_of(rank + 1, sum), divisor, part_of(rank + 1, result));
+    result_ = finished_.take(data.size());
+    Frames::finish(part_of(rank + 1, sum), divisor, part_of(rank + 1, result_));
     // Step 2.
     for (int step = 0; step < size - 1; ++step) {
       Request receive = channel.irecv(left, Phase::gather, incoming);
       int const sent = rank + 1 - step;
       Request send = channel.isend(
           right, Phase::gather,
-          Frames::encode_as_is(channel, first_of(sent), part_of(sent, result), outgoing));
+          Frames::encode_as_is(channel, first_of(sent), part_of(sent, result_), outgoing));
       FrameView const frame = channel.wait_frame(receive, left, incoming);
-      Frames::copy(channel, left, frame, first_of(rank - step), part_of(rank - step, result));
+      Frames::copy(channel, left, frame, first_of(rank - step), part_of(rank - step, result_));
       channel.wait(send);
     }
-    channel.commit();
-    std::ranges::copy(result, data.begin());
   }
+
+  void write(std::span<T> out) override { std::ranges::copy(result_, out.begin()); }
 
  private:
   ByteBuffer send_, receive_;
   Buffer<V> sum_;
-  Buffer<T> result_;
+  Buffer<T> finished_;
+  std::span<T> result_;
   Frames frames_;
 };
 

@@ -36,8 +36,8 @@ void RegionSearch::count(Channel& channel, std::span<const std::uint32_t> indice
       begin = end;
     }
   }
-  Channel counting = channel.without_commit();
-  sum_->run(counting, counts_, Reduction::sum, 1);
+  sum_->run(channel, counts_, Reduction::sum, 1);
+  sum_->write(counts_);
 }
 
 void RegionSearch::run(Channel& channel, std::span<const std::uint32_t> indices,

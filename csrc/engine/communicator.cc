@@ -308,12 +308,12 @@ void Communicator::execute(Operation& operation, bool cancelled, Interrupt* inte
   ObservedStage const whole(operation.observer(), Stage::whole);
   InProgress const in_progress(*this);
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
-                  Deadline(clock_, options_.timeout, interrupt),
-                  operation.commits() ? this : nullptr);
+                  Deadline(clock_, options_.timeout, interrupt));
   StallWatch::Operation const watched(watch_.get(), next_operation_);
   try {
     require_no_alarm();
-    Agreement const agreement = agree(channel, cancelled ? nullptr : &operation);
+    Agreement agreement = agree(channel, cancelled ? nullptr : &operation);
+    if (operation.commits()) agreement.committer = this;
     operation.run(channel, agreement);
     require<Error>(!operation.commits() || committing(), "an operation ended without commit()");
   } catch (Mismatch const&) {

@@ -8,7 +8,7 @@
 // stays usable. When a peer is lost or a deadline passes, every surviving rank throws PeerLost or
 // Timeout with the same culprits, and the communicator is done: later operations throw Aborted.
 //
-// An operation that ends with commit() stands on all survivors of a failure or on none:
+// An operation that ends with Agreement::commit() stands on all survivors of a failure or on none:
 //
 // 1. A rank that has its result, and no other, begins one more round of messages. A rank that gets
 //    through it knows that all ranks have theirs.
@@ -52,10 +52,26 @@ namespace sparsecomm {
 struct Figures;   // engine/planner.h
 class LinkModel;  // engine/link_model.h
 
+// See Communicator::commit().
+class Commit {
+ public:
+  virtual void commit(Channel& channel) = 0;
+
+ protected:
+  ~Commit() = default;
+};
+
 // What all ranks' proposals come to.
 struct Agreement {
   bool all_finite = true;
   std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
+  Commit* committer = nullptr;              // of an operation that commits()
+
+  // Called when the result is there, before the caller's data is changed in a way that cannot be
+  // undone. Returns if the result is to be used.
+  void commit(Channel& channel) const {
+    if (committer != nullptr) committer->commit(channel);
+  }
 };
 
 class Operation {
@@ -77,7 +93,7 @@ class Operation {
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
-  // Whether run() calls channel.commit(), exactly once, so that the operation stands on all
+  // Whether run() calls agreement.commit(), exactly once, so that the operation stands on all
   // survivors of a failure or on none; the same on all ranks.
   virtual bool commits() const { return false; }
   // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
@@ -232,7 +248,7 @@ class Communicator final : private Commit {
 
 // The agreement before each operation: one Bruck allgather of fingerprints, each with a payload.
 Cost agreement_cost(int ranks, std::size_t payload_bytes);
-// Communicator::commit(): a dissemination barrier.
+// Agreement::commit(): a dissemination barrier.
 Cost commit_cost(int ranks);
 
 }  // namespace sparsecomm

@@ -115,7 +115,7 @@ void Communicator::commit(Channel& channel) {
       // engine does not say how many bytes came.
       std::array const word{static_cast<std::byte>(number)};
       int const source = rotated_source(rank(), distance, size());
-      round_.run(channel, Phase::commit, rotated_destination(rank(), distance, size()), word,
+      round_.run(channel, Phase::confirm, rotated_destination(rank(), distance, size()), word,
                  source, heard);
       channel.decode_from(source, [&] {
         require<MalformedFrame>(heard == word, "message ", std::to_integer<int>(heard[0]),

@@ -41,18 +41,6 @@ ThresholdSchedule local_schedule(AlgorithmEntry const& algorithm, ExchangeOption
 
 }  // namespace
 
-ExchangeStats& ExchangeStats::operator+=(ExchangeStats const& other) {
-  steps = std::max(steps, other.steps);
-  selected += other.selected;
-  result_nnz += other.result_nnz;
-  numel += other.numel;
-  agree += other.agree;
-  select += other.select;
-  exchange += other.exchange;
-  apply += other.apply;
-  return *this;
-}
-
 template <class T>
 GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
                                       ExchangeOptions const& options, Communicator& communicator,
@@ -352,15 +340,15 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   if (!agreement.all_finite) {
     // Somebody's overflow: all ranks see it, and no residual is touched.
     unselected_ = false;
-    channel.commit();
+    agreement.commit(channel);
     V const nan = std::numeric_limits<V>::quiet_NaN();
     local_->fill(static_cast<T>(nan));
   } else if (warmup) {
-    run_dense(channel, *warmup_, true);
+    run_dense(channel, agreement, *warmup_, true);
   } else if (algorithm_->sparse) {
-    run_sparse(channel);
+    run_sparse(channel, agreement);
   } else {
-    run_dense(channel, *dense_, planned_ || options_.feedback);
+    run_dense(channel, agreement, *dense_, planned_ || options_.feedback);
   }
   delivered_ = agreement.all_finite;
   // Without the wait for ranks that came late, which is no algorithm's doing.
@@ -413,7 +401,7 @@ void GradientExchange<T>::follow_plan(std::uint64_t result_nnz) {
 }
 
 template <class T>
-void GradientExchange<T>::run_sparse(Channel& channel) {
+void GradientExchange<T>::run_sparse(Channel& channel, Agreement const& agreement) {
   SparseView<V> selection;
   {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
@@ -436,7 +424,7 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
   local_->keep(result.rejected);
   local_->mask(result.reduced);
   AlgorithmState next = sparse_->state();
-  channel.commit();
+  agreement.commit(channel);
   local_->store(result.reduced, divisor());
   state_.collective = std::move(next);
   if (!result.reduced.is_dense) received_ = result.reduced.sparse.indices;
@@ -445,7 +433,8 @@ void GradientExchange<T>::run_sparse(Channel& channel) {
 }
 
 template <class T>
-void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback) {
+void GradientExchange<T>::run_dense(Channel& channel, Agreement const& agreement,
+                                    DenseAllreduce<T>& dense, bool feedback) {
   if (feedback) {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
     if (options_.rule.accumulates()) accumulate();
@@ -455,7 +444,10 @@ void GradientExchange<T>::run_dense(Channel& channel, DenseAllreduce<T>& dense, 
   Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
   // The sum and the average of one gradient are the gradient.
   if (communicator_->size() > 1) {
-    dense.run(channel, local_->gather(), Reduction::sum, divisor());
+    std::span<T> const gradient = local_->gather();
+    dense.run(channel, gradient, Reduction::sum, divisor());
+    agreement.commit(channel);
+    dense.write(gradient);
     local_->spread();
   }
   stats_.selected += extent_;

@@ -57,18 +57,6 @@ struct ExchangeState {
   PlanState plan;  // of "auto" alone
 };
 
-// Sums over all calls so far.
-struct ExchangeStats {
-  std::uint64_t steps = 0;
-  std::uint64_t selected = 0;    // entries this rank packed
-  std::uint64_t result_nnz = 0;  // entries of the results
-  std::uint64_t numel = 0;       // entries of the gradients
-  Duration agree{}, select{}, exchange{}, apply{};
-
-  // Of several groups; as many steps as the one that has made most.
-  ExchangeStats& operator+=(ExchangeStats const& other);
-};
-
 // Exchanges a gradient that lies in segments: afterwards every rank's gradient holds the same bits,
 // the average of what was exchanged, and the residuals hold what was not. Contracts 1, 2, 4, 5, 6
 // and 7 of docs/architecture.md are kept here. T is the gradient's type, accumulate_t<T> the
@@ -169,8 +157,9 @@ class GradientExchange final : public Operation {
   void await_gradient();
   void find_threshold();
   void record(AlgorithmEntry const& algorithm, std::optional<double> predicted, double seconds);
-  void run_dense(Channel& channel, DenseAllreduce<T>& dense, bool feedback);
-  void run_sparse(Channel& channel);
+  void run_dense(Channel& channel, Agreement const& agreement, DenseAllreduce<T>& dense,
+                 bool feedback);
+  void run_sparse(Channel& channel, Agreement const& agreement);
   void forget_thresholds();
   void restore_state(ExchangeState state);
   void follow_gradient(double loss_scale);

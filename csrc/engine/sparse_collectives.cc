@@ -214,6 +214,7 @@ void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const&
     if (!dense_[line]) dense_[line] = entry.dense->make<T>(options_);
     dense_[line]->run(channel, data_, config_.reduction,
                       config_.average ? static_cast<V>(channel.size()) : V{1});
+    dense_[line]->write(data_);
     return;
   }
   expanded_.resize(config_.extent);
@@ -227,6 +228,7 @@ void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const&
   }
   if (!wide_dense_[line]) wide_dense_[line] = entry.dense->make<V>(options_);
   wide_dense_[line]->run(channel, expanded_, config_.reduction, V{1});
+  wide_dense_[line]->write(expanded_);
   result_ = {.dense = expanded_, .is_dense = true};
   if (is_dense_) expand(channel.size());
 }

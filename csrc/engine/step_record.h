@@ -1,6 +1,7 @@
-// What the last step of one group came to on this rank.
+// The last step of one group on this rank, and sums over its steps.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -9,6 +10,28 @@
 #include "transport/transport.h"
 
 namespace sparsecomm {
+
+// Sums over all calls so far.
+struct ExchangeStats {
+  std::uint64_t steps = 0;
+  std::uint64_t selected = 0;    // entries this rank packed
+  std::uint64_t result_nnz = 0;  // entries of the results
+  std::uint64_t numel = 0;       // entries of the gradients
+  Duration agree{}, select{}, exchange{}, apply{};
+
+  // Adds another group's; the steps are those of the one that has made most.
+  ExchangeStats& operator+=(ExchangeStats const& other) {
+    steps = std::max(steps, other.steps);
+    selected += other.selected;
+    result_nnz += other.result_nnz;
+    numel += other.numel;
+    agree += other.agree;
+    select += other.select;
+    exchange += other.exchange;
+    apply += other.apply;
+    return *this;
+  }
+};
 
 struct StepRecord {
   std::string_view algorithm;  // that ran; empty before the first step

@@ -10,7 +10,7 @@ namespace {
 class EndOfStep final : public Operation {
  public:
   Proposal prepare() override { return {.text = "operation=end of a step"}; }
-  void run(Channel& channel, Agreement const& /*agreement*/) override { channel.commit(); }
+  void run(Channel& channel, Agreement const& agreement) override { agreement.commit(channel); }
   bool commits() const override { return true; }
 };
 

@@ -24,6 +24,7 @@ class DenseCall final : public Operation {
   Proposal prepare() override { return {}; }
   void run(Channel& channel, Agreement const&) override {
     dense_->run(channel, data_, reduction_, divisor_);
+    dense_->write(data_);
   }
 
  private:

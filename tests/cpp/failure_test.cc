@@ -285,8 +285,8 @@ class Committing final : public Operation {
  public:
   explicit Committing(int times, bool throws = false) : times_(times), throws_(throws) {}
   Proposal prepare() override { return {}; }
-  void run(Channel& channel, Agreement const&) override {
-    for (int time = 0; time < times_; ++time) channel.commit();
+  void run(Channel& channel, Agreement const& agreement) override {
+    for (int time = 0; time < times_; ++time) agreement.commit(channel);
     if (throws_ && channel.rank() == 1) throw InvalidArgument("no memory, say");
   }
   bool commits() const override { return true; }

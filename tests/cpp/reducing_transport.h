@@ -22,7 +22,9 @@ class ReducingTransport final : public WrappedTransport {
     auto const reduce = [&]<class T>() {
       Channel channel(*this, ++operation_, deadline);
       std::span const data(reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T));
-      find_algorithm("dense").dense->make<T>({})->run(channel, data, reduction, 1);
+      auto const dense = find_algorithm("dense").dense->make<T>({});
+      dense->run(channel, data, reduction, 1);
+      dense->write(data);
     };
     if (dtype == DType::i32) return reduce.template operator()<std::int32_t>();
     if (dtype == DType::i64) return reduce.template operator()<std::int64_t>();
