@@ -1,4 +1,4 @@
-// What a selection by buckets (SelectionRule::bucket) needs, in any memory.
+// Steps of a selection by buckets (SelectionRule::bucket) in any memory.
 #pragma once
 
 #include <cstddef>
@@ -17,17 +17,19 @@ inline std::size_t of_each_bucket(std::uint64_t extent, std::size_t bucket, std:
   return each;
 }
 
-// All residuals, which buckets may reach over. Throws InvalidArgument unless they are one piece.
-template <class T>
-std::span<accumulate_t<T>> joined_residual(std::span<const Segment<T>> segments,
-                                           std::uint64_t extent) {
+// That part of all segments, which buckets may reach over. Throws InvalidArgument unless they are
+// one piece.
+template <class T, class E>
+std::span<E> joined(std::span<const Segment<T>> segments, std::span<E> Segment<T>::* part,
+                    std::uint64_t extent) {
   if (segments.empty()) return {};
   for (std::size_t i = 1; i < segments.size(); ++i) {
-    auto const former = segments[i - 1].residual;
-    require(former.data() + former.size() == segments[i].residual.data(),
-            "buckets need the residuals of a group in one piece");
+    auto const former = segments[i - 1].*part;
+    require(former.data() + former.size() == (segments[i].*part).data(),
+            "buckets need the residuals of a group in one piece: segment ", i,
+            " does not begin where the one before it ends");
   }
-  return {segments.front().residual.data(), extent};
+  return {(segments.front().*part).data(), extent};
 }
 
 }  // namespace sparsecomm

@@ -20,6 +20,7 @@ class DeviceGradient final : public LocalGradient<T> {
                  DeviceQueue queue)
       : extent_(extent),
         rule_(rule),
+        selector_(selector_of(rule)),
         queue_(std::move(queue)),
         stream_(queue_.stream),
         find_(queue_) {
@@ -68,46 +69,18 @@ class DeviceGradient final : public LocalGradient<T> {
     cuda::Packed<V> const nowhere{indices_.take(queue_, 1), values_.take(queue_, 1)};
     Threshold<V> const none{std::numeric_limits<V>::max(), 0};
     library().begin(cuda::begin_selection(none, 0), state, stream_);
-    enqueue_selection(state, nowhere, moment_, rule_.gain, selection_workspace());
+    enqueue_selection(state, nowhere, moment_, rule_.velocity.gain, selection_workspace());
   }
 
   void find_threshold(std::uint64_t k, std::uint64_t step) override {
-    if (rule_.bucket > 0) return;
-    ThresholdSource const source = schedule_.local_at(step, threshold_.magnitude > 0);
-    if (source == ThresholdSource::reused) {
-      threshold_.ties = k;
-      return;
-    }
-    if (source == ThresholdSource::gaussian) {
-      threshold_ = find_.gaussian(segments_, k);
-    } else if (source == ThresholdSource::sampled) {
-      threshold_ = find_.sampled(segments_, k, threshold_stride, step);
-    } else {
-      threshold_ = find_.exact(segments_, k);
-    }
+    if (selector_->find_threshold != nullptr) (this->*selector_->find_threshold)(k, step);
   }
 
   SparseView<V> select(std::uint64_t k) override {
     OnDevice const on(queue_);
     residual_is_clear_ = false;
     whole_ = k >= extent_;
-    if (rule_.bucket > 0) return select_of_buckets(k);
-    std::uint64_t const limit = selection_limit(extent_, k);
-    // All memory first: once the residual has changed, what was taken out of it must reach the
-    // host.
-    cuda::SelectionState* const state = state_.take(queue_, 1);
-    cuda::Packed<V> const out{indices_.take(queue_, limit), values_.take(queue_, limit)};
-    auto const indices = host_indices_.take(queue_, limit);
-    auto const values = host_values_.take(queue_, limit);
-    host_state_.take(queue_, 1);
-    void* const workspace = selection_workspace();
-    library().begin(cuda::begin_selection(threshold_, limit), state, stream_);
-    enqueue_selection(state, out, {}, 1, workspace);
-    std::size_t const count = fetch(queue_, state, host_state_).count();
-    runtime().copy(indices.data(), out.indices, count * sizeof(std::uint32_t), stream_);
-    runtime().copy(values.data(), out.values, count * sizeof(V), stream_);
-    runtime().synchronize(stream_);
-    selection_ = {indices.first(count), values.first(count)};
+    (this->*selector_->pack)(k);
     return selection_;
   }
 
@@ -142,7 +115,7 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
   void mask(StreamView<V> const& reduced) override {
-    if (rule_.momentum == 0 || !rule_.mask_momentum || whole_) return;
+    if (!rule_.masks() || whole_) return;
     to_mask_.clear();
     delivered(selection_.indices, reduced, to_mask_);
     if (to_mask_.empty()) return;
@@ -202,7 +175,10 @@ class DeviceGradient final : public LocalGradient<T> {
 
   void follow(ThresholdSchedule schedule) override { schedule_ = schedule; }
 
-  void set_velocity(VelocityRule const& rule) override { rule_.set_velocity(rule); }
+  void set_velocity(VelocityRule const& rule) override {
+    rule_.velocity = rule;
+    selector_ = selector_of(rule_);
+  }
 
   void reset(double threshold) override {
     threshold_ = {static_cast<V>(threshold), 0};
@@ -258,6 +234,12 @@ class DeviceGradient final : public LocalGradient<T> {
   }
 
  private:
+  // The functions of a selector; see ErrorFeedback.
+  struct Row {
+    Selector id;
+    void (DeviceGradient::*find_threshold)(std::uint64_t k, std::uint64_t step);
+    void (DeviceGradient::*pack)(std::uint64_t k);
+  };
   struct Flags {
     std::uint32_t not_finite, outside;
   };
@@ -273,8 +255,58 @@ class DeviceGradient final : public LocalGradient<T> {
   cuda::Runtime const& runtime() const { return library().runtime; }
   std::uint32_t* outside() { return &flags_.take(queue_, 1)->outside; }
 
-  SparseView<V> select_of_buckets(std::uint64_t k) {
-    auto const residual = joined_residual<T>(segments_, extent_);
+  static Row const* selector_of(SelectionRule const& rule) {
+    using G = DeviceGradient;
+    static constexpr Row rows[] = {
+        {Selector::fused, &G::search, &G::pack_by_threshold},
+        {Selector::accumulated, &G::search, &G::pack_by_threshold},
+        {Selector::bucket, nullptr, &G::pack_buckets},
+    };
+    SelectorEntry const& entry = find_selector(rule);
+    Row const* const row = find_row(rows, entry.id);
+    require(row != nullptr, "on CUDA devices nothing is selected by ", entry.name,
+            " yet; choose another selection, or keep the model on the CPU");
+    return row;
+  }
+
+  void search(std::uint64_t k, std::uint64_t step) {
+    switch (schedule_.local_at(step, threshold_.magnitude > 0)) {
+      case ThresholdSource::exact:
+        threshold_ = find_.exact(segments_, k);
+        break;
+      case ThresholdSource::sampled:
+        threshold_ = find_.sampled(segments_, k, threshold_stride, step);
+        break;
+      case ThresholdSource::gaussian:
+        threshold_ = find_.gaussian(segments_, k);
+        break;
+      case ThresholdSource::reused:
+        threshold_.ties = k;
+        break;
+    }
+  }
+
+  void pack_by_threshold(std::uint64_t k) {
+    std::uint64_t const limit = selection_limit(extent_, k);
+    // All memory first: once the residual has changed, what was taken out of it must reach the
+    // host.
+    cuda::SelectionState* const state = state_.take(queue_, 1);
+    cuda::Packed<V> const out{indices_.take(queue_, limit), values_.take(queue_, limit)};
+    auto const indices = host_indices_.take(queue_, limit);
+    auto const values = host_values_.take(queue_, limit);
+    host_state_.take(queue_, 1);
+    void* const workspace = selection_workspace();
+    library().begin(cuda::begin_selection(threshold_, limit), state, stream_);
+    enqueue_selection(state, out, {}, 1, workspace);
+    std::size_t const count = fetch(queue_, state, host_state_).count();
+    runtime().copy(indices.data(), out.indices, count * sizeof(std::uint32_t), stream_);
+    runtime().copy(values.data(), out.values, count * sizeof(V), stream_);
+    runtime().synchronize(stream_);
+    selection_ = {indices.first(count), values.first(count)};
+  }
+
+  void pack_buckets(std::uint64_t k) {
+    auto const residual = joined<T>(segments_, &Segment<T>::residual, extent_);
     std::size_t const each = of_each_bucket(extent_, rule_.bucket, k);
     std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, each);
     cuda::Packed<V> const out{indices_.take(queue_, count), values_.take(queue_, count)};
@@ -302,7 +334,6 @@ class DeviceGradient final : public LocalGradient<T> {
       runtime().copy(out.indices, indices.data(), taken * sizeof(std::uint32_t), stream_);
       runtime().copy(out.values, values.data(), taken * sizeof(V), stream_);
     }
-    return selection_;
   }
 
   // For any of the segments.
@@ -327,9 +358,9 @@ class DeviceGradient final : public LocalGradient<T> {
       arguments.scale = static_cast<V>(gain);
       if (!momentum.empty()) {
         arguments.momentum = momentum.data() + first;
-        arguments.momentum_factor = static_cast<V>(rule_.momentum);
+        arguments.momentum_factor = static_cast<V>(rule_.velocity.momentum);
         arguments.mask_momentum = false;
-        arguments.nesterov = rule_.nesterov;
+        arguments.nesterov = rule_.velocity.nesterov;
       }
       kernels().fused_error_feedback(arguments, state, out, workspace, stream_);
       first += arguments.size;
@@ -368,6 +399,7 @@ class DeviceGradient final : public LocalGradient<T> {
 
   std::uint64_t extent_;
   SelectionRule rule_;
+  Row const* selector_;  // the rule's
   DeviceQueue queue_;
   cuda::Stream stream_;
   DeviceThreshold<T> find_;

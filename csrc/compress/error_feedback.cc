@@ -65,7 +65,24 @@ template void delivered(std::span<const std::uint32_t>, StreamView<double> const
 template <class T>
 ErrorFeedback<T>::ErrorFeedback(ThresholdSchedule schedule, SelectionRule const& rule,
                                 std::uint64_t extent, Executor const& executor)
-    : schedule_(schedule), rule_(rule), extent_(extent), executor_(executor) {}
+    : schedule_(schedule),
+      rule_(rule),
+      selector_(selector_of(rule)),
+      extent_(extent),
+      executor_(executor) {}
+
+template <class T>
+typename ErrorFeedback<T>::Row const* ErrorFeedback<T>::selector_of(SelectionRule const& rule) {
+  using F = ErrorFeedback;
+  static constexpr Row rows[] = {
+      {Selector::fused, &F::find_in_sums, &F::pack_fused},
+      {Selector::accumulated, &F::find_in_keys, &F::pack_by_threshold},
+      {Selector::bucket, nullptr, &F::pack_buckets},
+  };
+  static_assert(std::ranges::all_of(
+      selectors, [](SelectorEntry const& entry) { return find_row(rows, entry.id) != nullptr; }));
+  return find_row(rows, rule.selector());
+}
 
 template <class T>
 void ErrorFeedback<T>::bind_moment(std::span<V> moment) {
@@ -78,17 +95,18 @@ void ErrorFeedback<T>::bind_moment(std::span<V> moment) {
 template <class T>
 void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
   residual_is_clear_ = false;
+  VelocityRule const& velocity = rule_.velocity;
   auto const decay = static_cast<V>(rule_.first_moment);
   std::size_t first = 0;
   for (Segment<T> const& segment : segments) {
     std::size_t const size = segment.gradient.size();
     FusedArguments<T> arguments{segment.gradient, segment.residual};
-    arguments.scale = static_cast<V>(rule_.gain);
-    if (rule_.momentum > 0) {
+    arguments.scale = static_cast<V>(velocity.gain);
+    if (velocity.momentum > 0) {
       arguments.momentum = moment_.subspan(first, size);
-      arguments.factor = static_cast<V>(rule_.momentum);
+      arguments.factor = static_cast<V>(velocity.momentum);
       arguments.mask_momentum = false;
-      arguments.nesterov = rule_.nesterov;
+      arguments.nesterov = velocity.nesterov;
     } else if (rule_.first_moment > 0) {
       auto const moment = moment_.subspan(first, size);
       for (std::size_t i = 0; i < size; ++i) {
@@ -103,26 +121,29 @@ void ErrorFeedback<T>::accumulate(std::span<const Segment<T>> segments) {
 }
 
 template <class T>
-std::span<const Segment<accumulate_t<T>>> ErrorFeedback<T>::keys(
-    std::span<const Segment<T>> segments) {
-  keys_.clear();
-  if (rule_.first_moment > 0) {
-    keys_.push_back({moment_, {}});
-  } else {
-    for (Segment<T> const& segment : segments) keys_.push_back({segment.residual, {}});
-  }
-  return keys_;
+void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
+                                      std::uint64_t step) {
+  if (selector_->find_threshold == nullptr) return;
+  (this->*selector_->find_threshold)(segments, k, step);
 }
 
 template <class T>
-void ErrorFeedback<T>::find_threshold(std::span<const Segment<T>> segments, std::uint64_t k,
-                                      std::uint64_t step) {
-  if (rule_.bucket > 0) return;
-  if (rule_.accumulates()) {
-    search<V>(keys(segments), k, step);
-  } else {
-    search<T>(segments, k, step);
-  }
+SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>> segments,
+                                                     std::uint64_t k) {
+  residual_is_clear_ = false;
+  whole_ = k >= extent_;
+  (this->*selector_->pack)(segments, k);
+  return selection_;
+}
+
+template <class T>
+void ErrorFeedback<T>::find_in_sums(Segments segments, std::uint64_t k, std::uint64_t step) {
+  search<T>(segments, k, step);
+}
+
+template <class T>
+void ErrorFeedback<T>::find_in_keys(Segments segments, std::uint64_t k, std::uint64_t step) {
+  search<V>(keys(segments), k, step);
 }
 
 template <class T>
@@ -147,14 +168,7 @@ void ErrorFeedback<T>::search(std::span<const Segment<S>> segments, std::uint64_
 }
 
 template <class T>
-SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>> segments,
-                                                     std::uint64_t k) {
-  residual_is_clear_ = false;
-  whole_ = k >= extent_;
-  if (rule_.accumulates()) {
-    return take(segments,
-                rule_.bucket > 0 ? pack_buckets(segments, k) : pack_by_threshold(segments, k));
-  }
+void ErrorFeedback<T>::pack_fused(Segments segments, std::uint64_t k) {
   std::uint64_t const limit = selection_limit(extent_, k);
   auto const indices = indices_.take(limit);
   auto const values = values_.take(limit);
@@ -170,13 +184,10 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::select(std::span<const Segment<T>>
     // After each, since the next may want for memory, and what is selected must be put back.
     selection_ = {indices.first(count), values.first(count)};
   }
-  return selection_;
 }
 
-// The indices of those that pass.
 template <class T>
-std::size_t ErrorFeedback<T>::pack_by_threshold(std::span<const Segment<T>> segments,
-                                                std::uint64_t k) {
+void ErrorFeedback<T>::pack_by_threshold(Segments segments, std::uint64_t k) {
   std::uint64_t const limit = selection_limit(extent_, k);
   auto const indices = indices_.take(limit);
   auto const values = values_.take(limit);
@@ -190,25 +201,34 @@ std::size_t ErrorFeedback<T>::pack_by_threshold(std::span<const Segment<T>> segm
                  .count;
     first_index += static_cast<std::uint32_t>(key.gradient.size());
   }
-  return count;
+  take(segments, count);
 }
 
-// The indices of the largest of each bucket, which may reach over segments.
 template <class T>
-std::size_t ErrorFeedback<T>::pack_buckets(std::span<const Segment<T>> segments, std::uint64_t k) {
-  std::span<const V> const key =
-      rule_.first_moment > 0 ? moment_ : joined_residual<T>(segments, extent_);
+void ErrorFeedback<T>::pack_buckets(Segments segments, std::uint64_t k) {
+  std::span<const V> const key = joined<V>(keys(segments), &Segment<V>::gradient, extent_);
   std::size_t const each = of_each_bucket(extent_, rule_.bucket, k);
   std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, each);
   top_k_per_bucket<V>(key, extent_, rule_.bucket, each, {indices_.take(count), values_.take(count)},
                       executor_);
-  return count;
+  take(segments, count);
+}
+
+// The magnitudes that entries are chosen by if the rule accumulates.
+template <class T>
+std::span<const Segment<accumulate_t<T>>> ErrorFeedback<T>::keys(Segments segments) {
+  keys_.clear();
+  if (rule_.first_moment > 0) {
+    keys_.push_back({moment_, {}});
+  } else {
+    for (Segment<T> const& segment : segments) keys_.push_back({segment.residual, {}});
+  }
+  return keys_;
 }
 
 // Packs the residuals at the first `count` indices, but for zeros, and clears them.
 template <class T>
-SparseView<accumulate_t<T>> ErrorFeedback<T>::take(std::span<const Segment<T>> segments,
-                                                   std::size_t count) {
+void ErrorFeedback<T>::take(Segments segments, std::size_t count) {
   auto const indices = indices_.take(count);
   auto const values = values_.take(count);
   std::size_t taken = 0;
@@ -219,12 +239,11 @@ SparseView<accumulate_t<T>> ErrorFeedback<T>::take(std::span<const Segment<T>> s
     values[taken++] = value;
   });
   selection_ = {indices.first(taken), values.first(taken)};
-  return selection_;
 }
 
 template <class T>
 void ErrorFeedback<T>::mask(StreamView<V> const& reduced) {
-  if (rule_.momentum == 0 || !rule_.mask_momentum || whole_) return;
+  if (!rule_.masks() || whole_) return;
   delivered(selection_.indices, reduced, masked_);
   masked_moments_.reserve(masked_.size());
   for (std::uint32_t const index : masked_) {

@@ -45,7 +45,7 @@ class ErrorFeedback {
   // The rule's u or m, of as many entries as the segments together; empty where it has none.
   void bind_moment(std::span<V> moment);
 
-  // Where rule.accumulates(), before all that follows: adds the gradient to the residual, by way of
+  // If rule.accumulates(), before all that follows: adds the gradient to the residual, by way of
   // u where there is one, and zeroes it.
   void accumulate(std::span<const Segment<T>> segments);
 
@@ -82,7 +82,10 @@ class ErrorFeedback {
   void follow(ThresholdSchedule schedule) { schedule_ = schedule; }
 
   // From the next step on; whether momentum is above 0 must not change.
-  void set_velocity(VelocityRule const& rule) { rule_.set_velocity(rule); }
+  void set_velocity(VelocityRule const& rule) {
+    rule_.velocity = rule;
+    selector_ = selector_of(rule_);
+  }
 
   // The residual is another one; `threshold`: the last one's magnitude, 0 for none.
   void reset(double threshold) {
@@ -94,18 +97,35 @@ class ErrorFeedback {
   double threshold() const { return static_cast<double>(threshold_.magnitude); }
 
  private:
+  using Segments = std::span<const Segment<T>>;
+
+  // The functions of a selector.
+  struct Row {
+    Selector id;
+    // Null: it needs none.
+    void (ErrorFeedback::*find_threshold)(Segments, std::uint64_t k, std::uint64_t step);
+    // Takes what is selected out of the residual, into selection_.
+    void (ErrorFeedback::*pack)(Segments, std::uint64_t k);
+  };
+  static Row const* selector_of(SelectionRule const& rule);
+
+  void find_in_sums(Segments segments, std::uint64_t k, std::uint64_t step);
+  void find_in_keys(Segments segments, std::uint64_t k, std::uint64_t step);
+  void pack_fused(Segments segments, std::uint64_t k);
+  void pack_by_threshold(Segments segments, std::uint64_t k);
+  void pack_buckets(Segments segments, std::uint64_t k);
+
   template <class S>
   void search(std::span<const Segment<S>> segments, std::uint64_t k, std::uint64_t step);
-  std::span<const Segment<V>> keys(std::span<const Segment<T>> segments);
-  SparseView<V> take(std::span<const Segment<T>> segments, std::size_t count);
-  std::size_t pack_buckets(std::span<const Segment<T>> segments, std::uint64_t k);
-  std::size_t pack_by_threshold(std::span<const Segment<T>> segments, std::uint64_t k);
+  std::span<const Segment<V>> keys(Segments segments);
+  void take(Segments segments, std::size_t count);
 
   ThresholdSchedule schedule_;
   SelectionRule rule_;
+  Row const* selector_;  // the rule's
   std::uint64_t extent_;
   std::span<V> moment_;
-  std::vector<Segment<V>> keys_;  // what entries are chosen by, where the rule accumulates
+  std::vector<Segment<V>> keys_;  // see keys()
   Threshold<V> threshold_;
   Buffer<std::uint32_t> indices_;
   Buffer<V> values_;

@@ -1,7 +1,9 @@
-// What a rank selects of its gradient beside a share of it by magnitude.
+// The rule by which a rank selects of its gradient, and the selectors, of which it takes one.
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string_view>
 
 namespace sparsecomm {
 
@@ -17,31 +19,62 @@ struct VelocityRule {
   bool operator==(VelocityRule const&) const = default;
 };
 
+enum class Selector : std::uint8_t { fused, accumulated, bucket };
+
 struct SelectionRule {
   // The largest entries of each bucket of so many consecutive ones (SparCML section 8); 0: about k
   // of the whole, by a threshold.
   std::size_t bucket = 0;
-  double momentum = 0;  // see VelocityRule
+  VelocityRule velocity = {};  // with first_moment: none
   // An entry whose sum was delivered loses its u (factor masking), unless every entry was wanted.
   // Source: Lin et al. 2018, section 3.2.
   bool mask_momentum = true;
   // Entries are chosen by the magnitude of m = first_moment * m + gradient, Adam's first moment but
   // for a factor, in place of that of what is sent; 0: not.
   double first_moment = 0;
-  double gain = 1;  // see VelocityRule; with first_moment: 1
-  bool nesterov = false;
 
-  VelocityRule velocity() const { return {momentum, gain, nesterov}; }
-  void set_velocity(VelocityRule const& rule) {
-    momentum = rule.momentum;
-    gain = rule.gain;
-    nesterov = rule.nesterov;
-  }
   // A buffer as large as the residual goes with it: u or m.
-  bool has_moment() const { return momentum > 0 || first_moment > 0; }
+  bool has_moment() const { return velocity.momentum > 0 || first_moment > 0; }
+  bool masks() const { return velocity.momentum > 0 && mask_momentum; }
+  Selector selector() const;
   // The gradient is added to the residual first, and what is selected is chosen after that: what it
   // is chosen by is no plain sum of gradient and residual.
-  bool accumulates() const { return bucket > 0 || has_moment() || gain != 1; }
+  bool accumulates() const { return selector() != Selector::fused; }
 };
+
+// A way to choose entries. ErrorFeedback has a row of functions for each, DeviceGradient for those
+// that devices have.
+struct SelectorEntry {
+  Selector id;
+  std::string_view name;
+  bool (*applies)(SelectionRule const& rule);
+};
+
+// The first that applies is taken.
+inline constexpr SelectorEntry selectors[] = {
+    {Selector::bucket, "the largest of each bucket",
+     [](SelectionRule const& rule) { return rule.bucket > 0; }},
+    {Selector::accumulated, "a threshold of what is accumulated",
+     [](SelectionRule const& rule) { return rule.has_moment() || rule.velocity.gain != 1; }},
+    {Selector::fused, "a threshold of gradient + residual, in the pass that adds them",
+     [](SelectionRule const&) { return true; }},
+};
+
+inline SelectorEntry const& find_selector(SelectionRule const& rule) {
+  SelectorEntry const* entry = selectors;
+  while (!entry->applies(rule)) ++entry;
+  return *entry;
+}
+
+inline Selector SelectionRule::selector() const { return find_selector(*this).id; }
+
+// The row of that selector in a table whose rows have an `id`; null if there is none.
+template <class Row, std::size_t size>
+constexpr Row const* find_row(Row const (&rows)[size], Selector id) {
+  for (Row const& row : rows) {
+    if (row.id == id) return &row;
+  }
+  return nullptr;
+}
 
 }  // namespace sparsecomm

@@ -53,12 +53,13 @@ void validate(ExchangeOptions const& options) {
   SelectionRule const& rule = options.rule;
   require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
           ", or 0 for none");
-  validate(rule.velocity());
+  validate(rule.velocity);
   require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
           " is not in [0, 1): give it the first beta of Adam, or 0 for none");
-  require(rule.momentum == 0 || rule.first_moment == 0, "momentum = ", rule.momentum,
+  VelocityRule const& velocity = rule.velocity;
+  require(velocity.momentum == 0 || rule.first_moment == 0, "momentum = ", velocity.momentum,
           " (for SGD) and first_moment = ", rule.first_moment, " (for Adam) exclude each other");
-  require(rule.gain == 1 || rule.first_moment == 0, "gain = ", rule.gain,
+  require(velocity.gain == 1 || rule.first_moment == 0, "gain = ", velocity.gain,
           " and first_moment = ", rule.first_moment,
           " exclude each other: a gain is of the velocity, or of what is added without one");
   require(
@@ -104,8 +105,9 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
                 ";overlap_chunk=", collective.overlap_chunk, ";delta=", Shortest{collective.delta},
                 ";dense_codec=", name(collective.dense_codec), planned, ";seed=", collective.seed,
                 ";dense_steps=", options.warmup.dense_steps, ";bucket=", rule.bucket,
-                ";momentum=", Shortest{rule.momentum}, ";gain=", Shortest{rule.gain},
-                ";nesterov=", rule.nesterov, ";mask_momentum=", rule.mask_momentum,
+                ";momentum=", Shortest{rule.velocity.momentum},
+                ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
+                ";mask_momentum=", rule.mask_momentum,
                 ";first_moment=", Shortest{rule.first_moment});
 }
 

@@ -83,7 +83,7 @@ class GradientExchange final : public Operation {
   // A valid rule, between steps; whether momentum is above 0 must not change. Ranks compare it when
   // they meet, so in their first exchange and after reconnect(), not whenever it changes.
   void set_velocity(VelocityRule const& rule) {
-    options_.rule.set_velocity(rule);
+    options_.rule.velocity = rule;
     local_->set_velocity(rule);
   }
   // How entries are ordered, in words: ranks must agree on it.

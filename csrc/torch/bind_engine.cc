@@ -137,8 +137,8 @@ ExchangeOptions make_exchange_options(
   options.collective.seed = seed;
   options.collective.overlap_chunk = overlap_chunk;
   options.average = average;
-  options.rule = {bucket, momentum, mask_momentum, first_moment};
-  options.rule.nesterov = nesterov;
+  options.rule = {
+      bucket, {.momentum = momentum, .nesterov = nesterov}, mask_momentum, first_moment};
   options.warmup = {dense_steps, warmup_steps, std::move(warmup_densities)};
   validate(options);
   return options;

@@ -173,7 +173,7 @@ std::optional<double> HookState::density_of(at::Tensor const& parameter) const {
 
 VelocityRule HookState::velocity_of(void const* parameter) const {
   auto const own = velocities_.find(parameter);
-  return own == velocities_.end() ? options_.exchange.rule.velocity() : own->second;
+  return own == velocities_.end() ? options_.exchange.rule.velocity : own->second;
 }
 
 ExchangeOptions HookState::options_of(at::Tensor const& parameter) const {
@@ -183,7 +183,7 @@ ExchangeOptions HookState::options_of(at::Tensor const& parameter) const {
 ExchangeOptions HookState::options_at(std::optional<double> density,
                                       VelocityRule const& velocity) const {
   ExchangeOptions options = options_.exchange;
-  options.rule.set_velocity(velocity);
+  options.rule.velocity = velocity;
   if (!density) return options;
   options.density = *density;
   if (*density < 1) return options;

@@ -188,7 +188,7 @@ void ParameterGroup::lay_out(std::size_t member, at::Tensor const& parameter) {
 
 void ParameterGroup::set_velocity(VelocityRule const& rule) {
   require_idle();
-  rule_.set_velocity(rule);
+  rule_.velocity = rule;
   set_velocity_of_exchange(rule);
 }
 

@@ -103,7 +103,7 @@ class ParameterGroup {
   virtual ExchangeStats const& stats() const = 0;
   virtual StepRecord const& last_step() const = 0;
   virtual void set_density(double density) = 0;
-  VelocityRule velocity() const { return rule_.velocity(); }
+  VelocityRule velocity() const { return rule_.velocity; }
   // Between steps; see GradientExchange.
   void set_velocity(VelocityRule const& rule);
   virtual std::string_view algorithm() const = 0;
@@ -148,11 +148,13 @@ class ParameterGroup {
   void require_idle() const;
   void withhold(Arrival const& arrival);
   void continue_moments();
-  double decay() const { return rule_.momentum > 0 ? rule_.momentum : rule_.first_moment; }
+  double decay() const {
+    return rule_.velocity.momentum > 0 ? rule_.velocity.momentum : rule_.first_moment;
+  }
   // How much of the moment is in what the rule adds to the residual.
   double share_of_moment() const {
-    if (rule_.nesterov) return rule_.momentum;
-    return rule_.momentum > 0 ? 1 : 0;
+    if (rule_.velocity.nesterov) return rule_.velocity.momentum;
+    return rule_.velocity.momentum > 0 ? 1 : 0;
   }
   void give_back();
 

@@ -146,7 +146,7 @@ TEST(CudaExchange, EveryThresholdSource) {
 
 TEST(CudaExchange, MomentumCorrection) {
   for (bool const mask : {true, false}) {
-    SelectionRule const rule{.momentum = 0.5, .mask_momentum = mask};
+    SelectionRule const rule{.velocity = {.momentum = 0.5}, .mask_momentum = mask};
     for (std::string const algorithm : {"oktopk", "topk_dsa", "auto"}) {
       for (double const density : {0.05, 1.0}) {
         check<float>({algorithm, 2, 3000, density, {}, 3, 6, rule});
@@ -159,8 +159,9 @@ TEST(CudaExchange, MomentumCorrection) {
 
 TEST(CudaExchange, NesterovAndGain) {
   for (SelectionRule const& rule :
-       {SelectionRule{.momentum = 0.5, .gain = 0.3, .nesterov = true}, SelectionRule{.gain = 0.3},
-        SelectionRule{.bucket = 64, .momentum = 0.9, .gain = 3}}) {
+       {SelectionRule{.velocity = {.momentum = 0.5, .gain = 0.3, .nesterov = true}},
+        SelectionRule{.velocity = {.gain = 0.3}},
+        SelectionRule{.bucket = 64, .velocity = {.momentum = 0.9, .gain = 3}}}) {
     for (std::string const algorithm : {"oktopk", "auto"}) {
       for (double const density : {0.05, 1.0}) {
         check<float>({algorithm, 2, 3000, density, {}, 3, 6, rule});
@@ -173,7 +174,7 @@ TEST(CudaExchange, NesterovAndGain) {
 
 TEST(CudaExchange, TheLargestOfEachBucket) {
   for (SelectionRule const& rule :
-       {SelectionRule{.bucket = 64}, SelectionRule{.bucket = 512, .momentum = 0.5}}) {
+       {SelectionRule{.bucket = 64}, SelectionRule{.bucket = 512, .velocity = {.momentum = 0.5}}}) {
     for (std::size_t const numel : {0, 1, 40, 3000}) {
       for (double const density : {0.05, 1.0}) {
         check<float>({"topk_a", 2, numel, density, {}, 3, 6, rule});

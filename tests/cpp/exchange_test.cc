@@ -84,9 +84,10 @@ struct Case {
   std::string text() const {
     return concat(algorithm, forced ? " forced" : "", ", P=", ranks, ", N=", numel, ", density ",
                   density, ", ", name(schedule.between), '/', schedule.period, ", ", pattern.name,
-                  ", segments ", segments, ", bucket ", rule.bucket, ", momentum ", rule.momentum,
-                  rule.mask_momentum ? " masked" : "", rule.nesterov ? " of Nesterov" : "",
-                  ", gain ", rule.gain, ", first moment ", rule.first_moment);
+                  ", segments ", segments, ", bucket ", rule.bucket, ", momentum ",
+                  rule.velocity.momentum, rule.mask_momentum ? " masked" : "",
+                  rule.velocity.nesterov ? " of Nesterov" : "", ", gain ", rule.velocity.gain,
+                  ", first moment ", rule.first_moment);
   }
 };
 
@@ -150,17 +151,17 @@ void check_one(Case const& c) {
       ASSERT_EQ(outcomes[step][rank].algorithm, algorithm.name) << "rank " << rank;
       auto const gradient = c.pattern.make(rank, c.ranks, c.numel, step);
       for (std::size_t i = 0; i < c.numel; ++i) {
-        double const scaled = c.rule.gain * gradient[i];
+        double const scaled = c.rule.velocity.gain * gradient[i];
         double added = scaled;
         if (c.rule.has_moment()) {
-          double const decay = c.rule.momentum + c.rule.first_moment;
+          double const decay = c.rule.velocity.momentum + c.rule.first_moment;
           double const before = step > 0 ? outcomes[step - 1][rank].moment[i] : 0;
           double const moment = decay * before + scaled;
-          if (c.rule.momentum > 0) added = moment;
-          if (c.rule.nesterov) added = scaled + c.rule.momentum * moment;
+          if (c.rule.velocity.momentum > 0) added = moment;
+          if (c.rule.velocity.nesterov) added = scaled + c.rule.velocity.momentum * moment;
           double const after = outcomes[step][rank].moment[i];
           bool const masked =
-              after == 0 && c.rule.momentum > 0 && c.rule.mask_momentum && c.density < 1;
+              after == 0 && c.rule.velocity.momentum > 0 && c.rule.mask_momentum && c.density < 1;
           ASSERT_TRUE(after == moment || masked) << after << " in place of " << moment;
         }
         carried[i] += added;
@@ -284,14 +285,14 @@ TEST_P(ExchangeTest, RulesOfSelectionKeepTheContracts) {
   SelectionRule const rules[] = {
       {.bucket = 16},
       {.bucket = 512},
-      {.momentum = 0.5},
-      {.momentum = 0.5, .mask_momentum = false},
-      {.momentum = 0.5, .nesterov = true},
-      {.momentum = 0.5, .mask_momentum = false, .gain = 2, .nesterov = true},
-      {.gain = 0.5},
-      {.bucket = 64, .momentum = 0.5, .gain = 0.5},
+      {.velocity = {.momentum = 0.5}},
+      {.velocity = {.momentum = 0.5}, .mask_momentum = false},
+      {.velocity = {.momentum = 0.5, .nesterov = true}},
+      {.velocity = {.momentum = 0.5, .gain = 2, .nesterov = true}, .mask_momentum = false},
+      {.velocity = {.gain = 0.5}},
+      {.bucket = 64, .velocity = {.momentum = 0.5, .gain = 0.5}},
       {.first_moment = 0.5},
-      {.bucket = 64, .momentum = 0.5},
+      {.bucket = 64, .velocity = {.momentum = 0.5}},
       {.bucket = 64, .first_moment = 0.5},
   };
   if (GetParam() != auto_algorithm && !find_algorithm(GetParam()).sparse) {
@@ -351,7 +352,7 @@ TEST(RuleTest, AWithdrawnStepGivesBackWhatWasSelectedAndItsMomentum) {
   expect_no_errors(run_ranks(2, [](Communicator& communicator) {
     ExchangeOptions options;
     options.algorithm = "topk_a";
-    options.rule.momentum = 0.5;
+    options.rule.velocity.momentum = 0.5;
     auto const exchange =
         std::make_shared<GradientExchange<float>>("test", 200, options, communicator);
     std::vector<float> residual(200), moment(200);
@@ -371,7 +372,7 @@ TEST(RuleTest, AWithdrawnStepGivesBackWhatNesterovsRuleMade) {
   expect_no_errors(run_ranks(2, [](Communicator& communicator) {
     ExchangeOptions options;
     options.algorithm = "topk_a";
-    options.rule = {.momentum = 0.5, .nesterov = true};
+    options.rule = {.velocity = {.momentum = 0.5, .nesterov = true}};
     auto const exchange =
         std::make_shared<GradientExchange<float>>("test", 200, options, communicator);
     std::vector<float> residual(200), moment(200), expected(200), velocity(200);
@@ -397,8 +398,10 @@ TEST(RuleTest, AWithdrawnStepGivesBackWhatNesterovsRuleMade) {
 TEST(RuleTest, VelocityRulesOutOfRangeAreRefused) {
   double const infinity = std::numeric_limits<double>::infinity();
   for (SelectionRule const& rule :
-       {SelectionRule{.gain = 0}, SelectionRule{.gain = -1}, SelectionRule{.gain = infinity},
-        SelectionRule{.nesterov = true}, SelectionRule{.first_moment = 0.5, .gain = 2}}) {
+       {SelectionRule{.velocity = {.gain = 0}}, SelectionRule{.velocity = {.gain = -1}},
+        SelectionRule{.velocity = {.gain = infinity}},
+        SelectionRule{.velocity = {.nesterov = true}},
+        SelectionRule{.velocity = {.gain = 2}, .first_moment = 0.5}}) {
     ExchangeOptions options;
     options.rule = rule;
     EXPECT_THROW(validate(options), InvalidArgument);
@@ -406,7 +409,7 @@ TEST(RuleTest, VelocityRulesOutOfRangeAreRefused) {
   ExchangeOptions options;
   options.algorithm = "dense";
   options.density = 1;
-  options.rule.gain = 2;
+  options.rule.velocity.gain = 2;
   EXPECT_THROW(validate(options), InvalidArgument);
   options.feedback = true;
   EXPECT_NO_THROW(validate(options));
@@ -527,7 +530,7 @@ TEST_P(ExchangeTest, WhatTheTypeCannotHoldStaysInTheResiduals) {
       options.algorithm = GetParam();
       options.density = density;
       options.average = average;
-      options.rule.momentum = momentum;
+      options.rule.velocity.momentum = momentum;
       auto const exchange =
           std::make_shared<GradientExchange<Half>>("test", numel, options, communicator);
       auto gradient =

@@ -32,14 +32,14 @@ struct NamedRule {
 
 constexpr NamedRule rules[] = {
     {"plain", {}},
-    {"gain", {.gain = 0.75}},
+    {"gain", {.velocity = {.gain = 0.75}}},
     {"bucket", {.bucket = 64}},
-    {"momentum", {.momentum = 0.9}},
-    {"unmasked", {.momentum = 0.9, .mask_momentum = false}},
-    {"nesterov", {.momentum = 0.9, .gain = 0.25, .nesterov = true}},
+    {"momentum", {.velocity = {.momentum = 0.9}}},
+    {"unmasked", {.velocity = {.momentum = 0.9}, .mask_momentum = false}},
+    {"nesterov", {.velocity = {.momentum = 0.9, .gain = 0.25, .nesterov = true}}},
     {"first_moment", {.first_moment = 0.9}},
-    {"bucket, gain", {.bucket = 100, .gain = 0.75}},
-    {"bucket, nesterov", {.bucket = 64, .momentum = 0.9, .nesterov = true}},
+    {"bucket, gain", {.bucket = 100, .velocity = {.gain = 0.75}}},
+    {"bucket, nesterov", {.bucket = 64, .velocity = {.momentum = 0.9, .nesterov = true}}},
     {"bucket, first_moment", {.bucket = 64, .first_moment = 0.9}},
 };
 
@@ -113,7 +113,7 @@ void add_steps(Digest& all, Use const& use, SelectionRule const& rule, int ranks
     Digest& digest = digests[communicator.rank()];
     for (int step = 0; step < steps; ++step) {
       if (use.changes && (step == 17 || step == 34)) {
-        VelocityRule velocity = rule.velocity();
+        VelocityRule velocity = rule.velocity;
         if (step == 17) velocity.gain = 0.5;
         exchange->set_velocity(velocity);
       }
@@ -217,6 +217,14 @@ TEST_P(SelectionBits, AreThoseThatWereRecorded) {
   auto const found = std::ranges::find(recorded(), use.name, &Recorded::use);
   ASSERT_NE(found, recorded().end()) << "{\"" << use.name << "\", {" << line << "}},";
   EXPECT_EQ(bits, found->bits) << "{\"" << use.name << "\", {" << line << "}},";
+}
+
+TEST(Selectors, EachHasARuleWhoseBitsAreRecorded) {
+  for (SelectorEntry const& entry : selectors) {
+    EXPECT_TRUE(std::ranges::any_of(rules, [&](NamedRule const& named) {
+      return named.rule.selector() == entry.id;
+    })) << entry.name;
+  }
 }
 
 }  // namespace
