@@ -154,6 +154,13 @@ def collectives(tensor: Tensor) -> None:
         sparsecomm.allreduce(tensor, comunicator=communicator)  # type: ignore[call-overload]
 
 
+def groups() -> sparsecomm.Options:
+    options = sparsecomm.Options(transport="ucx", stall_limit=None)
+    sparsecomm.Options(bandwidth=3)  # type: ignore[call-arg]
+    dist.init_process_group("sparsecomm", pg_options=options)
+    return options
+
+
 def planning() -> list[str]:
     link = sparsecomm.Link.parse("25gbit", latency="20us")
     plan = sparsecomm.explain(1_000_000, 0.01, link=link, ranks=8)
