@@ -99,7 +99,7 @@ class ErrorFeedback {
  private:
   using Segments = std::span<const Segment<T>>;
 
-  // The functions of a selector.
+  // The functions of a selector, found once for a rule.
   struct Row {
     Selector id;
     // Null: it needs none.

@@ -46,9 +46,8 @@ class ProcessGroup final : public c10d::Backend {
     std::function<OptionsPtr()> make_gloo_options;  // for the engine's own gloo group
     StorePtr store;
     std::chrono::milliseconds timeout;
-    // Of what runs on our engine. Its timeout is the group's where none is given.
-    ConnectOptions connect;
-    std::optional<std::chrono::milliseconds> engine_timeout;
+    ConnectOptions connect;  // the engine, whose timeout is not the one in there
+    std::optional<std::chrono::milliseconds> engine_timeout;  // the group's if there is none
     std::function<void(std::string const&)> warn;
     std::shared_ptr<OpenCommunicators> open;
   };
@@ -137,7 +136,8 @@ class ProcessGroup final : public c10d::Backend {
   template <class F>
   BackendPtr derive(StorePtr const& store, F&& make_gloo);
   void close(bool wait);
-  // The communicator of all that runs on our engine, made with the first of it. The lock is held.
+  // Returns the communicator of all that runs on our engine, and makes it for the first of that.
+  // The lock is held.
   Communicator& engine();
   std::unique_ptr<Transport> make_transport(std::chrono::milliseconds timeout);
 

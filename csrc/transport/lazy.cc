@@ -74,7 +74,7 @@ class LazyBoard final : public Board {
   std::function<void()> alarm_;
 };
 
-// What it does not override connects first, since inner() does.
+// Connects in every call that it does not override, since inner() does.
 class LazyTransport final : public WrappedTransport {
  public:
   LazyTransport(int rank, int size, Connect connect)

@@ -12,7 +12,7 @@
 namespace sparsecomm {
 namespace {
 
-// What UCX does otherwise: fail endpoints that go through shared memory when asked to report
+// Settings in place of UCX's own, which fail endpoints through shared memory that are to report
 // failures (1.13 leaves shared memory out altogether), and go over to a handshake from 8 KiB on,
 // which costs a TCP message of 16 KiB five times as long.
 constexpr std::array<std::pair<char const*, char const*>, 2> defaults{
