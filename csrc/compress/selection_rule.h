@@ -69,8 +69,8 @@ inline SelectorEntry const& find_selector(SelectionRule const& rule) {
 inline Selector SelectionRule::selector() const { return find_selector(*this).id; }
 
 // The row of that selector in a table whose rows have an `id`; null if there is none.
-template <class Row, std::size_t size>
-constexpr Row const* find_row(Row const (&rows)[size], Selector id) {
+template <class Row, std::size_t N>
+constexpr Row const* find_row(Row const (&rows)[N], Selector id) {
   for (Row const& row : rows) {
     if (row.id == id) return &row;
   }
