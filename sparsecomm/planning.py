@@ -314,11 +314,12 @@ def explain(
         value_codec=value_codec,
         average=True,
     )
-    inner = False  # a link by itself says nothing of a library that reduces over it
+    native_allreduce = False  # a link by itself says nothing of a library that reduces over it
     k = _C.entries_at(density, numel)
     if link is None or ranks is None:
         communicator = _C.Communicator(connect(process_group, _TIMEOUT, transport), _TIMEOUT)
-        figures, ranks, inner = communicator.figures(), communicator.size, communicator.reduces
+        figures, ranks = communicator.figures(), communicator.size
+        native_allreduce = "native_allreduce" in communicator.services()
     else:
         figures = dict(_C.measure_rates() if rates is None else rates) | {
             "round": link.latency,
@@ -344,7 +345,7 @@ def explain(
             value_bytes=max(4, dtype.itemsize),
             selects=True,
             options=options,
-            inner=inner,
+            native_allreduce=native_allreduce,
             commits=commits,
         )
         return tuple(Prediction(**row) for row in _C.predictions(figures, workload))

@@ -26,10 +26,10 @@ FOLDERS = (
     "sparse",
     "compress",
     "transport",
-    "collectives",
     "ina",
-    "engine",
     "daemon",
+    "collectives",
+    "engine",
     "torch",
 )
 TORCH = {"torch", "ATen", "c10", "pybind11", "caffe2", "Python.h"}

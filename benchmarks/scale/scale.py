@@ -121,7 +121,7 @@ def available_bytes() -> float:
 
 def simulated() -> list[dict[str, Any]]:
     """The table's algorithms but for the allreduce of an engine, which MPI's transport lacks."""
-    return [row for row in _C.algorithms() if not row["inner"]]
+    return [row for row in _C.algorithms() if row["needs"] == "nothing"]
 
 
 def simulate(

@@ -28,13 +28,6 @@ std::span<const AlgorithmEntry> algorithms() {
   return table;
 }
 
-std::string problem(AlgorithmEntry const& entry, Transport const& transport) {
-  if (!entry.inner || transport.reduces() || transport.size() == 1) return {};
-  return concat("algorithm '", entry.name, "' is the allreduce of the transport's engine, and ",
-                transport.name(),
-                R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
-}
-
 AlgorithmEntry const& find_algorithm(std::string_view name) {
   std::string known;
   for (AlgorithmEntry const& entry : algorithms()) {

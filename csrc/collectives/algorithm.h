@@ -13,6 +13,7 @@
 
 #include "collectives/channel.h"
 #include "collectives/dense.h"
+#include "collectives/services.h"
 #include "compress/schedule.h"
 #include "sparse/stream.h"
 
@@ -137,7 +138,8 @@ std::uint64_t sparse_limit(AlgorithmOptions const& options, std::uint64_t extent
 }
 
 template <class V>
-using MakeAllreduce = std::unique_ptr<SparseAllreduce<V>> (*)(AlgorithmOptions const&);
+using MakeAllreduce = std::unique_ptr<SparseAllreduce<V>> (*)(AlgorithmOptions const&,
+                                                              Services const&);
 
 // One sparse allreduce for every type of value; those of integers are null unless it is lossless.
 struct SparseMakers {
@@ -159,27 +161,25 @@ struct AlgorithmEntry {
   DenseMakers const* dense = nullptr;  // if not sparse
   // Replaces the schedule's source of the local threshold.
   std::optional<ThresholdSource> selection = {};
-  bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
-  // The allreduce of the transport's engine: only if Transport::reduces(), and not counted.
-  bool inner = false;
+  bool rounds = false;           // values may travel in a lossy codec; the errors are rejected
+  Needs needs = Needs::nothing;  // on more than one rank
 
   // The result is the exact reduction of the contributions, for every reduction; with raw values.
   bool lossless() const { return make.i32 != nullptr; }
 };
 
 std::span<const AlgorithmEntry> algorithms();
-// Why these ranks cannot run the entry, and what to do; empty where they can.
-std::string problem(AlgorithmEntry const& entry, Transport const& transport);
 // Throws InvalidArgument that lists the names there are.
 AlgorithmEntry const& find_algorithm(std::string_view name);
 
 template <class V>
 std::unique_ptr<SparseAllreduce<V>> make_sparse_allreduce(AlgorithmEntry const& entry,
-                                                          AlgorithmOptions const& options) {
-  if constexpr (std::is_same_v<V, float>) return entry.make.f32(options);
-  if constexpr (std::is_same_v<V, double>) return entry.make.f64(options);
-  if constexpr (std::is_same_v<V, std::int32_t>) return entry.make.i32(options);
-  if constexpr (std::is_same_v<V, std::int64_t>) return entry.make.i64(options);
+                                                          AlgorithmOptions const& options,
+                                                          Services const& services = {}) {
+  if constexpr (std::is_same_v<V, float>) return entry.make.f32(options, services);
+  if constexpr (std::is_same_v<V, double>) return entry.make.f64(options, services);
+  if constexpr (std::is_same_v<V, std::int32_t>) return entry.make.i32(options, services);
+  if constexpr (std::is_same_v<V, std::int64_t>) return entry.make.i64(options, services);
 }
 
 // The cost of a Bruck allgather whose frames have at most `frame_bytes` bytes.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <span>
+#include <string_view>
 #include <vector>
 
 #include "base/buffer.h"
@@ -29,6 +30,21 @@ static_assert(static_cast<unsigned>(Phase::confirm) < 1u << phase_bits,
 
 class Channel {
  public:
+  // As long as it lives, other threads see what this one waits for.
+  class Wait {
+   public:
+    template <class Awaited>
+    Wait(Transport& transport, Awaited awaited) : transport_(transport) {
+      transport_.begin_wait(awaited);
+    }
+    ~Wait() { transport_.end_wait(); }
+    Wait(Wait const&) = delete;
+    Wait& operator=(Wait const&) = delete;
+
+   private:
+    Transport& transport_;
+  };
+
   Channel(Transport& transport, std::uint32_t operation, Deadline const& deadline)
       : transport_(transport), operation_(operation), deadline_(deadline) {}
 
@@ -39,11 +55,7 @@ class Channel {
   FrameStamp stamp() const { return {operation_, transport_.run()}; }
 
   Transport const& transport() const { return transport_; }
-  // See Transport::allreduce.
-  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction) {
-    Wait const waiting(transport_, everybody);
-    transport_.allreduce(bytes, dtype, reduction, deadline_);
-  }
+  Deadline const& deadline() const { return deadline_; }
 
   Request isend(int peer, Phase phase, std::span<const std::byte> frames) {
     return transport_.isend(peer, tag(phase), frames);
@@ -55,6 +67,10 @@ class Channel {
   Channel under(Deadline const& deadline) const { return {transport_, operation_, deadline}; }
   // See Deadline::postpone.
   void postpone(Duration time) { deadline_.postpone(time); }
+  // Around a wait that is not the channel's: for a rank, for everybody, or for a service, whose
+  // name stands in reports of stalls.
+  [[nodiscard]] Wait waiting_for(int peer) { return {transport_, peer}; }
+  [[nodiscard]] Wait waiting_for(std::string_view service) { return {transport_, service}; }
   std::size_t wait(Request& request) {
     Wait const waiting(transport_, request.peer);
     return transport_.wait(request, deadline_);
@@ -79,18 +95,6 @@ class Channel {
   [[noreturn]] void blame(int peer, std::exception const& error) const;
 
  private:
-  // Lets other threads see it.
-  class Wait {
-   public:
-    Wait(Transport& transport, int peer) : transport_(transport) { transport_.begin_wait(peer); }
-    ~Wait() { transport_.end_wait(); }
-    Wait(Wait const&) = delete;
-    Wait& operator=(Wait const&) = delete;
-
-   private:
-    Transport& transport_;
-  };
-
   Tag tag(Phase phase) const {
     return ((operation_ & 0x0fffffffu) << phase_bits) | static_cast<Tag>(phase);
   }

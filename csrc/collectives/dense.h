@@ -10,6 +10,7 @@
 
 #include "base/dtype.h"
 #include "collectives/channel.h"
+#include "collectives/services.h"
 #include "sparse/reduction.h"
 
 namespace sparsecomm {
@@ -30,7 +31,7 @@ class DenseAllreduce {
 };
 
 template <class T>
-using MakeDense = std::unique_ptr<DenseAllreduce<T>> (*)(AlgorithmOptions const&);
+using MakeDense = std::unique_ptr<DenseAllreduce<T>> (*)(AlgorithmOptions const&, Services const&);
 
 // One dense allreduce for every element type.
 struct DenseMakers {
@@ -45,13 +46,14 @@ struct DenseMakers {
   bool rounds_once;  // half precision, to T; otherwise at each step
 
   template <class T>
-  std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options) const {
-    if constexpr (dtype_of<T>() == DType::f32) return f32(options);
-    if constexpr (dtype_of<T>() == DType::f64) return f64(options);
-    if constexpr (dtype_of<T>() == DType::f16) return f16(options);
-    if constexpr (dtype_of<T>() == DType::bf16) return bf16(options);
-    if constexpr (dtype_of<T>() == DType::i32) return i32(options);
-    if constexpr (dtype_of<T>() == DType::i64) return i64(options);
+  std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options,
+                                          Services const& services = {}) const {
+    if constexpr (dtype_of<T>() == DType::f32) return f32(options, services);
+    if constexpr (dtype_of<T>() == DType::f64) return f64(options, services);
+    if constexpr (dtype_of<T>() == DType::f16) return f16(options, services);
+    if constexpr (dtype_of<T>() == DType::bf16) return bf16(options, services);
+    if constexpr (dtype_of<T>() == DType::i32) return i32(options, services);
+    if constexpr (dtype_of<T>() == DType::i64) return i64(options, services);
   }
 };
 

@@ -66,12 +66,14 @@ class DenseFrames {
   std::vector<T> rounded_, incoming_;
 };
 
-// The makers of an algorithm whose class template is A<T>, constructed from the options.
+// The makers of an algorithm whose class template is A<T>, constructed from the options and, if it
+// takes them, the services.
 template <template <class> class A>
 struct MakeDenseOf {
   template <class T>
-  static std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options) {
-    return std::make_unique<A<T>>(options);
+  static std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options,
+                                                 Services const& services) {
+    return make_algorithm<A<T>>(options, services);
   }
   static constexpr DenseMakers makers(std::uint64_t (*largest)(std::uint64_t, int),
                                       bool rounds_once = false) {

@@ -1,4 +1,4 @@
-// The allreduce of the transport's engine, if it has one (Transport::reduces()).
+// The allreduce of the transport's engine, if it has one (Transport::native()).
 //
 // 1. The data is copied, since it must be as it was if the engine fails half-way.
 // 2. The engine reduces the copy in place.
@@ -23,15 +23,20 @@ class Inner final : public DenseAllreduce<T> {
  public:
   using V = accumulate_t<T>;
 
-  explicit Inner(AlgorithmOptions const&) {}
+  Inner(AlgorithmOptions const&, Services const& services) : native_(services.native) {}
 
   void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
     reduced_ = data;
     divisor_ = divisor;
     if (channel.size() == 1 || data.empty()) return;
+    require<Error>(native_ != nullptr, "dense_inner was made without the transport's allreduce");
     std::span<T> const copy = copy_.take(data.size());
     std::ranges::copy(data, copy.begin());
-    channel.allreduce(std::as_writable_bytes(copy), dtype_of<T>(), reduction);
+    {
+      auto const waiting = channel.waiting_for(everybody);
+      native_->allreduce(std::as_writable_bytes(copy), dtype_of<T>(), reduction,
+                         channel.deadline());
+    }
     reduced_ = copy;
   }
 
@@ -42,6 +47,7 @@ class Inner final : public DenseAllreduce<T> {
   }
 
  private:
+  NativeAllreduce* native_;
   Buffer<T> copy_;
   std::span<const T> reduced_;
   V divisor_{1};
@@ -72,7 +78,7 @@ AlgorithmEntry const dense_inner = {
     .source = "Patarasuk and Yuan 2009",
     .cost = cost,
     .dense = &makers,
-    .inner = true,
+    .needs = Needs::native_allreduce,
 };
 
 }  // namespace sparsecomm

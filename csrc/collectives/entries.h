@@ -23,12 +23,14 @@ extern AlgorithmEntry const gaussian_k;
 extern AlgorithmEntry const gtopk;
 extern AlgorithmEntry const oktopk;
 
-// The makers of an algorithm whose class template is A<V>, constructed from the options.
+// The makers of an algorithm whose class template is A<V>, constructed from the options and, if it
+// takes them, the services.
 template <template <class> class A>
 struct MakeSparseOf {
   template <class V>
-  static std::unique_ptr<SparseAllreduce<V>> make(AlgorithmOptions const& options) {
-    return std::make_unique<A<V>>(options);
+  static std::unique_ptr<SparseAllreduce<V>> make(AlgorithmOptions const& options,
+                                                  Services const& services) {
+    return make_algorithm<A<V>>(options, services);
   }
   // For a lossless algorithm.
   static constexpr SparseMakers all{make<float>, make<double>, make<std::int32_t>,

@@ -230,6 +230,12 @@ void Communicator::wait(Handle const& handle, Interrupt& interrupt) {
   }
 }
 
+std::string Communicator::missing(AlgorithmEntry const& entry) const {
+  if (size() == 1) return {};
+  std::string const why = services().missing(entry.needs, transport_name());
+  return why.empty() ? why : concat("algorithm '", entry.name, "' cannot run here: ", why);
+}
+
 Counters Communicator::counters() const {
   std::lock_guard const lock(mutex_);
   return counters_;

@@ -45,6 +45,7 @@
 #include "engine/observer.h"
 #include "engine/proposal.h"
 #include "engine/stall.h"
+#include "transport/interruptible.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
@@ -113,6 +114,8 @@ struct CommunicatorOptions {
   // Told when an operation waits for other ranks without any progress for longer than the limit,
   // and by whom; nobody: no watch is kept.
   StallOptions stall = {};
+  // What operations may wait for beside the ranks: interrupted when the transport is.
+  std::vector<std::shared_ptr<Interruptible>> interruptibles = {};
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
@@ -169,6 +172,10 @@ class Communicator final : private Commit {
   int size() const { return transport_->size(); }
   std::string_view transport_name() const { return transport_->name(); }
   Transport const& transport() const { return *transport_; }
+  // For algorithms. A transport that connects when it is first used has none before.
+  Services services() const { return {.native = transport_->native()}; }
+  // Why these ranks cannot run the algorithm, and what to do; empty if they can.
+  std::string missing(AlgorithmEntry const& entry) const;
   // Lets every rank know, with the agreement of the next operation, that this one has a request,
   // whatever ranks use that for.
   void request() { requests_ = true; }
@@ -211,6 +218,7 @@ class Communicator final : private Commit {
   [[noreturn]] void throw_failure();
   void wait(Handle const& handle, Interrupt& interrupt);
   void break_off(char const* why);
+  void interrupt_waits() noexcept;
   void require_own_process() const;
 
   std::unique_ptr<Transport> transport_;

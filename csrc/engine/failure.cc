@@ -72,7 +72,13 @@ void Communicator::break_off(char const* why) {
     report->text = why;
     transport_->board().post_failure(*report);
   }
+  interrupt_waits();
+}
+
+// From any thread.
+void Communicator::interrupt_waits() noexcept {
   transport_->interrupt();
+  for (auto const& interruptible : options_.interruptibles) interruptible->interrupt();
 }
 
 // On a thread of the board's.
@@ -87,7 +93,7 @@ void Communicator::alarm() {
   if (idle) {
     transport_->board().post_failure(*idle);
   } else {
-    transport_->interrupt();
+    interrupt_waits();
   }
 }
 

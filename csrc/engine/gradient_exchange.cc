@@ -90,10 +90,11 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
   sparse_.reset();
   dense_.reset();
   if (!algorithm.sparse) {
-    dense_ = algorithm.dense->make<T>(collective_options(options_));
+    dense_ = algorithm.dense->make<T>(collective_options(options_), communicator_->services());
     return;
   }
-  sparse_ = make_sparse_allreduce<V>(algorithm, collective_options(options_));
+  sparse_ =
+      make_sparse_allreduce<V>(algorithm, collective_options(options_), communicator_->services());
   local_->follow(local_schedule(algorithm, options_));
   local_->reset(state_.local_threshold);
 }
@@ -200,13 +201,14 @@ void GradientExchange<T>::restore_state(ExchangeState state) {
 template <class T>
 void GradientExchange<T>::require_possible(Communicator const& communicator) const {
   if (algorithm_ == nullptr) return;
-  std::string const reason = problem(*algorithm_, communicator.transport());
+  std::string const reason = communicator.missing(*algorithm_);
   require(reason.empty(), reason);
 }
 
 template <class T>
 void GradientExchange<T>::reconnect(Communicator& communicator) {
   communicator_ = &communicator;
+  if (!planned_) use(*algorithm_);  // made with the former communicator's services
   text_ = text_of(name_, extent_, dtype_of<T>(), options_);
   set_layout(std::move(layout_));
   // Thresholds, boundaries and plans are of those ranks.
@@ -223,7 +225,7 @@ Workload GradientExchange<T>::workload() const {
           .k = k(),
           .element_bytes = sizeof(T),
           .value_bytes = sizeof(V),
-          .inner = communicator_->transport().reduces(),
+          .native_allreduce = communicator_->services().native != nullptr,
           .commits = commits(),
           .options = collective_options(options_)};
 }

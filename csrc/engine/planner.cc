@@ -152,13 +152,14 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
 }
 
 bool delivers_exact_entries(AlgorithmEntry const& entry) {
-  return !entry.inner && (!entry.sparse || entry.lossless() || entry.top_k_result);
+  return entry.needs == Needs::nothing && (!entry.sparse || entry.lossless() || entry.top_k_result);
 }
 
 bool is_candidate(AlgorithmEntry const& entry, Workload const& workload) {
   // An engine sums halves as halves, which may overflow.
   bool const sums_wide = workload.element_bytes == workload.value_bytes;
-  return entry.inner ? workload.inner && sums_wide : delivers_exact_entries(entry);
+  if (entry.needs == Needs::nothing) return delivers_exact_entries(entry);
+  return workload.meets(entry.needs) && sums_wide;
 }
 
 std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const& figures,

@@ -62,12 +62,14 @@ struct Workload {
   std::uint64_t k = 0;          // the largest contribution of any rank
   std::uint64_t union_nnz = 0;  // of all contributions; 0: as if positions were random
   std::size_t element_bytes = 4;
-  std::size_t value_bytes = 4;  // of a residual, and of a sparse value
-  bool selects = true;          // selection and error feedback are part of the step
-  bool dense_data = true;       // where nothing is selected: of a dense vector, else of pairs
-  bool inner = false;           // the transport's engine has an allreduce of its own
-  bool commits = true;          // it ends a step, so that ranks confirm its result
-  AlgorithmOptions options;     // the schedule, and how frames are encoded
+  std::size_t value_bytes = 4;    // of a residual, and of a sparse value
+  bool selects = true;            // selection and error feedback are part of the step
+  bool dense_data = true;         // where nothing is selected: of a dense vector, else of pairs
+  bool native_allreduce = false;  // the transport's engine has one
+  bool commits = true;            // it ends a step, so that ranks confirm its result
+  AlgorithmOptions options;       // the schedule, and how frames are encoded
+
+  bool meets(Needs needs) const { return needs == Needs::nothing || native_allreduce; }
 };
 
 struct Prediction {

@@ -15,13 +15,13 @@ class SelectionExchange final : public Operation {
   // `k`: entries wanted in a result that is cut. Throws InvalidArgument where the algorithm
   // exchanges no selections.
   SelectionExchange(AlgorithmEntry const& algorithm, std::uint64_t extent, std::uint64_t k,
-                    AlgorithmOptions const& options)
+                    AlgorithmOptions const& options, Services const& services)
       : extent_(extent),
         k_(k),
         text_(concat("operation=exchange of a selection;algorithm=", algorithm.name,
                      ";numel=", extent, ";k=", k)) {
     require(algorithm.sparse, "algorithm ", algorithm.name, " exchanges no selections");
-    allreduce_ = make_sparse_allreduce<V>(algorithm, options);
+    allreduce_ = make_sparse_allreduce<V>(algorithm, options, services);
   }
 
   // Of the next submission; its memory stays until that has ended.

@@ -34,9 +34,9 @@ void check_message(std::uint64_t bytes, std::uint64_t entries) {
 }
 
 // An engine may lose a NaN in min and max; whoever names its allreduce gets what torch gives.
-bool may_reduce_inside(Channel const& channel, Reduction reduction) {
+bool may_reduce_natively(Services const& services, Reduction reduction) {
   bool const orders = reduction == Reduction::min || reduction == Reduction::max;
-  return channel.transport().reduces() && !orders;
+  return services.native != nullptr && !orders;
 }
 
 // Of a stream in which at most `entries` came together, sent as pairs or, beyond delta, dense.
@@ -157,7 +157,7 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCount
       .dense_data = is_dense_};
   return choices_.find(problem, [&] {
     auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
-      return can_reduce(entry) && (!entry.inner || given.inner);
+      return can_reduce(entry) && given.meets(entry.needs);
     };
     return rank_algorithms(workload(channel, problem), communicator_.link_model().figures(channel),
                            eligible)
@@ -169,16 +169,17 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCount
 template <class T>
 Workload AllreduceOperation<T>::workload(Channel const& channel,
                                          ChoiceProblem const& problem) const {
-  Workload workload{.ranks = channel.size(),
-                    .extent = problem.extent,
-                    .k = std::max<std::uint64_t>(problem.most_entries, 1),
-                    .element_bytes = problem.dense_data ? sizeof(T) : sizeof(V),
-                    .value_bytes = sizeof(V),
-                    .selects = false,
-                    .dense_data = problem.dense_data,
-                    .inner = may_reduce_inside(channel, problem.reduction),
-                    .commits = false,
-                    .options = options_};
+  Workload workload{
+      .ranks = channel.size(),
+      .extent = problem.extent,
+      .k = std::max<std::uint64_t>(problem.most_entries, 1),
+      .element_bytes = problem.dense_data ? sizeof(T) : sizeof(V),
+      .value_bytes = sizeof(V),
+      .selects = false,
+      .dense_data = problem.dense_data,
+      .native_allreduce = may_reduce_natively(communicator_.services(), problem.reduction),
+      .commits = false,
+      .options = options_};
   workload.union_nnz =
       std::max(workload.k,
                expected_union(problem.extent, std::max<std::uint64_t>(problem.average_entries, 1),
@@ -195,7 +196,7 @@ void AllreduceOperation<T>::reduce_sparse(Channel& channel, std::uint64_t most,
                                         stream_bytes<V>(together, config_.extent)),
                 together);
   auto& algorithm = sparse_[static_cast<std::size_t>(&entry - algorithms().data())];
-  if (!algorithm) algorithm = make_sparse_allreduce<V>(entry, options_);
+  if (!algorithm) algorithm = make_sparse_allreduce<V>(entry, options_, communicator_.services());
   result_ = algorithm
                 ->run(channel, is_dense_ ? compress() : contribution_,
                       {config_.extent, most, most, 0, config_.reduction})
@@ -205,13 +206,13 @@ void AllreduceOperation<T>::reduce_sparse(Channel& channel, std::uint64_t most,
 
 template <class T>
 void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const& entry) {
-  std::string const reason = problem(entry, channel.transport());
+  std::string const reason = communicator_.missing(entry);
   require<Mismatch>(reason.empty(), reason);
   auto const line = static_cast<std::size_t>(&entry - algorithms().data());
   std::uint64_t const entries = entry.dense->largest_message(config_.extent, channel.size());
   check_message(header_bytes + entries * sizeof(V), entries);
   if (is_dense_ && (std::is_same_v<T, V> || entry.dense->rounds_once)) {
-    if (!dense_[line]) dense_[line] = entry.dense->make<T>(options_);
+    if (!dense_[line]) dense_[line] = entry.dense->make<T>(options_, communicator_.services());
     dense_[line]->run(channel, data_, config_.reduction,
                       config_.average ? static_cast<V>(channel.size()) : V{1});
     dense_[line]->write(data_);
@@ -226,7 +227,8 @@ void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const&
       expanded_[contribution_.indices[i]] = contribution_.values[i];
     }
   }
-  if (!wide_dense_[line]) wide_dense_[line] = entry.dense->make<V>(options_);
+  if (!wide_dense_[line])
+    wide_dense_[line] = entry.dense->make<V>(options_, communicator_.services());
   wide_dense_[line]->run(channel, expanded_, config_.reduction, V{1});
   wide_dense_[line]->write(expanded_);
   result_ = {.dense = expanded_, .is_dense = true};

@@ -36,8 +36,9 @@ std::string name_operation(Whereabouts const& at) {
   return concat("operation ", at.operation, at.what.empty() ? "" : concat(" (", at.what, ")"));
 }
 
-std::string name_awaited(int awaited) {
-  return awaited == everybody ? std::string("the others") : concat("rank ", awaited);
+std::string name_awaited(Whereabouts const& at) {
+  if (at.awaited == a_service) return at.service;
+  return at.awaited == everybody ? std::string("the others") : concat("rank ", at.awaited);
 }
 
 std::string describe(int rank, std::optional<Whereabouts> const& at, std::uint64_t operation) {
@@ -54,8 +55,7 @@ std::string describe(int rank, std::optional<Whereabouts> const& at, std::uint64
     return concat(name, " is in no operation", since, ", its last was ", name_operation(*at));
   }
   if (at->awaited == nobody) return concat(name, " computes in ", name_operation(*at), since);
-  return concat(name, " waits", since, " for ", name_awaited(at->awaited), " in ",
-                name_operation(*at));
+  return concat(name, " waits", since, " for ", name_awaited(*at), " in ", name_operation(*at));
 }
 
 // The ranks that keep this one waiting, as far as is known.
@@ -80,7 +80,8 @@ std::set<int> find_missing(int rank, Whereabouts const& own,
     if (!others[peer]) missing.insert(peer);
   }
   if (!missing.empty()) return missing;
-  // Everybody waits: a message is on its way, or lost.
+  // Everybody waits: a message is on its way, or lost, or it is the service that has not come.
+  if (own.awaited == a_service) return {};
   if (own.awaited >= 0) return {own.awaited};
   for (int peer = 0; peer < static_cast<int>(others.size()); ++peer) {
     if (peer != rank) missing.insert(peer);
@@ -94,6 +95,7 @@ std::string serialize_whereabouts(Whereabouts const& whereabouts) {
   std::ostringstream out;
   out << whereabouts.operation << ' ' << whereabouts.running << ' ' << whereabouts.awaited << ' '
       << whereabouts.seconds << '\n'
+      << whereabouts.service << '\n'
       << whereabouts.what;
   return std::move(out).str();
 }
@@ -102,10 +104,11 @@ std::optional<Whereabouts> parse_whereabouts(std::string_view bytes, int size) {
   std::istringstream in{std::string(bytes)};
   Whereabouts at;
   in >> at.operation >> at.running >> at.awaited >> at.seconds;
-  if (!in || at.awaited < everybody || at.awaited >= size || !(at.seconds >= 0)) {
+  if (!in || at.awaited < a_service || at.awaited >= size || !(at.seconds >= 0)) {
     return std::nullopt;
   }
   in.get();
+  std::getline(in, at.service);
   at.what.assign(std::istreambuf_iterator<char>(in), {});
   return at;
 }
@@ -126,8 +129,12 @@ std::string describe_stall(int rank, Whereabouts const& own,
   for (int const peer : missing) {
     reasons += concat(reasons.empty() ? "" : "; ", describe(peer, others[peer], own.operation));
   }
+  std::string awaited = missing.empty() ? "" : concat(join_ranks(missing), ": ", reasons);
+  if (own.awaited == a_service) {
+    awaited = concat(own.service, awaited.empty() ? "" : " and for ", awaited);
+  }
   return concat("rank ", rank, " has waited for ", rounded(own.seconds), " in ",
-                name_operation(own), " for ", join_ranks(missing), ": ", reasons,
+                name_operation(own), " for ", awaited,
                 timeout < longest_duration
                     ? concat(". The operation fails after ", rounded(seconds(timeout)))
                     : std::string());
@@ -223,8 +230,12 @@ void StallWatch::watch() {
 }
 
 void StallWatch::report(std::unique_lock<std::mutex>& lock, Place const& seen, Duration stalled) {
-  Whereabouts const own{seen.operation, seen.running, seen.awaited, seconds(stalled),
-                        describe_proposal(step_ ? concat(proposal_, ";step=", *step_) : proposal_)};
+  Whereabouts const own{seen.operation,
+                        seen.running,
+                        seen.awaited,
+                        seconds(stalled),
+                        describe_proposal(step_ ? concat(proposal_, ";step=", *step_) : proposal_),
+                        seen.awaited == a_service ? transport_.awaited_service() : ""};
   post(lock, serialize_whereabouts(own));
   if (!seen.running || seen.awaited == nobody) return;
   if (!asks(transport_.rank(), transport_.size())) return;

@@ -28,6 +28,7 @@ struct Whereabouts {
   int awaited = nobody;         // the peer that it waits for
   double seconds = 0;           // without any progress, when it said so
   std::string what;             // the operation, in words; empty where it is still being prepared
+  std::string service = {};     // that it waits for, if `awaited` says so
 };
 
 std::string serialize_whereabouts(Whereabouts const& whereabouts);

@@ -74,10 +74,29 @@ class Exchange {
   std::unique_ptr<ParameterGroup> group_;
 };
 
-// Runs a measurement of an exchange alone. Blocks; returns the result's number of entries.
-std::uint64_t exchange_selection(Communicator& communicator,
-                                 std::shared_ptr<SelectionExchange<float>> const& exchange,
-                                 at::Tensor const& indices, at::Tensor const& values) {
+// Measures an exchange alone.
+class Selection {
+ public:
+  Selection(std::shared_ptr<Communicator> communicator, std::int64_t numel, std::int64_t k,
+            ExchangeOptions const& options)
+      : communicator_(std::move(communicator)) {
+    require(numel >= 0 && k >= 1, "numel = ", numel, " and k = ", k, " must be at least 0 and 1");
+    AlgorithmOptions collective = options.collective;
+    collective.schedule = options.schedule;
+    exchange_ = std::make_shared<SelectionExchange<float>>(
+        find_algorithm(options.algorithm), static_cast<std::uint64_t>(numel),
+        static_cast<std::uint64_t>(k), collective, communicator_->services());
+  }
+
+  // Blocks; returns the result's number of entries.
+  std::uint64_t run(at::Tensor const& indices, at::Tensor const& values);
+
+ private:
+  std::shared_ptr<Communicator> communicator_;
+  std::shared_ptr<SelectionExchange<float>> exchange_;
+};
+
+std::uint64_t Selection::run(at::Tensor const& indices, at::Tensor const& values) {
   for (at::Tensor const& tensor : {indices, values}) {
     require(tensor.is_contiguous() && tensor.device().is_cpu() &&
                 tensor.numel() == indices.numel() && tensor.dim() == 1,
@@ -88,14 +107,14 @@ std::uint64_t exchange_selection(Communicator& communicator,
           "indices must be int32 and values float32, not ", at::toString(indices.scalar_type()),
           " and ", at::toString(values.scalar_type()));
   auto const nnz = static_cast<std::size_t>(indices.numel());
-  exchange->bind({{reinterpret_cast<std::uint32_t const*>(indices.const_data_ptr<int>()), nnz},
-                  {values.const_data_ptr<float>(), nnz}});
+  exchange_->bind({{reinterpret_cast<std::uint32_t const*>(indices.const_data_ptr<int>()), nnz},
+                   {values.const_data_ptr<float>(), nnz}});
   try {
-    communicator.run(exchange);
+    communicator_->run(exchange_);
   } catch (...) {
     std::rethrow_exception(as_distributed_error(std::current_exception()));
   }
-  return exchange->result_nnz();
+  return exchange_->result_nnz();
 }
 
 py::dict stats_of(ExchangeStats const& stats) {
@@ -156,7 +175,7 @@ py::list describe_algorithms() {
     row["top_k_result"] = entry.top_k_result;
     row["exact"] = can_reduce(entry);
     row["rounds"] = entry.rounds;
-    row["inner"] = entry.inner;
+    row["needs"] = name(entry.needs);
     rows.append(row);
   }
   return rows;
@@ -217,8 +236,18 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)
-      .def_property_readonly("reduces",
-                             [](Communicator const& self) { return self.transport().reduces(); })
+      .def("services",
+           [](Communicator const& self) {
+             py::list names;
+             if (self.services().native != nullptr) names.append(name(Needs::native_allreduce));
+             return names;
+           })
+      .def(
+          "missing",
+          [](Communicator const& self, std::string const& algorithm) {
+            return self.missing(find_algorithm(algorithm));
+          },
+          py::arg("algorithm"))
       .def("close", &close_communicator)
       .def("figures", &figures_of, py::call_guard<py::gil_scoped_release>())
       .def("counters", [](Communicator const& self) { return counters_of(self.counters()); });
@@ -239,26 +268,12 @@ void bind_engine(py::module_& module) {
       .def_property_readonly("settled", &Exchange::settled)
       .def("threshold", [](Exchange const& self) { return self.state().local_threshold; });
 
-  py::class_<SelectionExchange<float>, std::shared_ptr<SelectionExchange<float>>>(
-      module, "SelectionExchange")
-      .def(py::init([](std::int64_t numel, std::int64_t k, ExchangeOptions const& options) {
-             require(numel >= 0 && k >= 1, "numel = ", numel, " and k = ", k,
-                     " must be at least 0 and 1");
-             AlgorithmOptions collective = options.collective;
-             collective.schedule = options.schedule;
-             return std::make_shared<SelectionExchange<float>>(
-                 find_algorithm(options.algorithm), static_cast<std::uint64_t>(numel),
-                 static_cast<std::uint64_t>(k), collective);
-           }),
-           py::arg("numel"), py::arg("k"), py::arg("options"))
-      .def(
-          "run",
-          [](std::shared_ptr<SelectionExchange<float>> const& self, Communicator& communicator,
-             at::Tensor const& indices, at::Tensor const& values) {
-            return exchange_selection(communicator, self, indices, values);
-          },
-          py::arg("communicator"), py::arg("indices"), py::arg("values"),
-          py::call_guard<py::gil_scoped_release>());
+  py::class_<Selection>(module, "SelectionExchange")
+      .def(py::init<std::shared_ptr<Communicator>, std::int64_t, std::int64_t,
+                    ExchangeOptions const&>(),
+           py::arg("communicator"), py::arg("numel"), py::arg("k"), py::arg("options"))
+      .def("run", &Selection::run, py::arg("indices"), py::arg("values"),
+           py::call_guard<py::gil_scoped_release>());
 
   module.def("algorithms", &describe_algorithms);
   module.def("cost", &cost_of, py::arg("algorithm"), py::arg("ranks"), py::arg("extent"),

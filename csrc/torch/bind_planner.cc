@@ -28,7 +28,7 @@ std::map<std::string, double> to_map(Figures const& figures) {
 
 Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int64_t union_nnz,
                        std::size_t element_bytes, std::size_t value_bytes, bool selects,
-                       ExchangeOptions const& options, bool inner, bool commits) {
+                       ExchangeOptions const& options, bool native_allreduce, bool commits) {
   require(ranks >= 1, "ranks = ", ranks, " is below 1");
   require(extent >= 1 && extent < UINT32_MAX, "numel = ", extent, " is not from 1 to 2^32 - 2");
   require(k >= 1 && k <= extent, "k = ", k, " is not from 1 to numel = ", extent);
@@ -43,7 +43,7 @@ Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int6
   workload.element_bytes = element_bytes;
   workload.value_bytes = value_bytes;
   workload.selects = selects;
-  workload.inner = inner;
+  workload.native_allreduce = native_allreduce;
   workload.commits = commits;
   workload.options = options.collective;
   workload.options.schedule = options.schedule;
@@ -165,7 +165,7 @@ void bind_planner(py::module_& module) {
   py::class_<Workload>(module, "Workload")
       .def(py::init(&make_workload), py::kw_only(), py::arg("ranks"), py::arg("numel"),
            py::arg("k"), py::arg("union_nnz"), py::arg("element_bytes"), py::arg("value_bytes"),
-           py::arg("selects"), py::arg("options"), py::arg("inner") = false,
+           py::arg("selects"), py::arg("options"), py::arg("native_allreduce") = false,
            py::arg("commits") = true);
   py::class_<SimulatedPlan>(module, "SimulatedPlan")
       .def(py::init<std::map<std::string, double> const&, Workload const&>(), py::arg("figures"),

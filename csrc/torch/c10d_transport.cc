@@ -57,7 +57,7 @@ std::chrono::milliseconds time_left(Deadline const& deadline) {
                   std::chrono::milliseconds(1));
 }
 
-class C10dTransport final : public Transport {
+class C10dTransport final : public Transport, private NativeAllreduce {
  public:
   C10dTransport(c10::intrusive_ptr<c10d::Backend> group, c10::intrusive_ptr<c10d::Store> store,
                 std::uint32_t run, std::vector<ForkGuard> guards)
@@ -94,7 +94,7 @@ class C10dTransport final : public Transport {
     throw PeerLost(concat("the connection to rank ", slot.peer, " broke: ", reason), {slot.peer});
   }
 
-  bool reduces() const override { return true; }
+  NativeAllreduce* native() override { return this; }
 
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
                  Deadline const& deadline) override {

@@ -91,9 +91,10 @@ class LazyTransport final : public WrappedTransport {
     std::lock_guard const lock(mutex_);
     return transport_ && transport_->interruptible();
   }
-  bool reduces() const override {
+  // Null until it has connected: from then on, what that transport has.
+  NativeAllreduce* native() override {
     std::lock_guard const lock(mutex_);
-    return transport_ && transport_->reduces();
+    return transport_ ? transport_->native() : nullptr;
   }
   void interrupt() noexcept override {
     aborted_ = true;

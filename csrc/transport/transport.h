@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <span>
 #include <string>
 #include <string_view>
@@ -22,7 +23,7 @@ namespace sparsecomm {
 using Tag = std::uint32_t;
 
 // In place of a peer that is waited for.
-inline constexpr int nobody = -1, everybody = -2;
+inline constexpr int nobody = -1, everybody = -2, a_service = -3;
 
 // A posted send or receive. Trivially copyable; owned by the transport, released by wait().
 struct Request {
@@ -41,6 +42,19 @@ struct Counters {
     for (std::uint64_t const n : per_peer) sum += n;
     return sum;
   }
+};
+
+// An engine's own allreduce.
+class NativeAllreduce {
+ public:
+  // Replaces `bytes`, elements of `dtype`, by their reduction over all ranks, the same bits on
+  // each. What travels is not counted. Throws as Transport::wait() does, against all ranks that it
+  // may have waited for; the elements are then of no use.
+  virtual void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
+                         Deadline const& deadline) = 0;
+
+ protected:
+  ~NativeAllreduce() = default;
 };
 
 class Transport {
@@ -87,15 +101,9 @@ class Transport {
   // Whether wait() asks Deadline::poll_interrupt() now and then.
   virtual bool interruptible() const { return false; }
 
-  // Whether the engine has an allreduce of its own; the same on all ranks.
-  virtual bool reduces() const { return false; }
-  // That allreduce: replaces `bytes`, elements of `dtype`, by their reduction over all ranks, the
-  // same bits on each. What travels is not counted. Throws as wait() does, against all ranks that
-  // it may have waited for; the elements are then of no use. InvalidArgument where there is none.
-  virtual void allreduce(std::span<std::byte> /*bytes*/, DType /*dtype*/, Reduction /*reduction*/,
-                         Deadline const& /*deadline*/) {
-    throw InvalidArgument(concat("transport ", name(), " has no allreduce of its own"));
-  }
+  // The engine's own allreduce, which lives as long as the transport; null on all ranks if it has
+  // none. Used by one thread at a time with the transport.
+  virtual NativeAllreduce* native() { return nullptr; }
 
   // Ends the wait in progress, if any, and every later call with Interrupted. From any thread;
   // never throws. Peers notice nothing before abort().
@@ -115,6 +123,18 @@ class Transport {
   void begin_wait(int peer) {
     awaited_.store(peer, std::memory_order_relaxed);
     waits_.store(waits() + 1, std::memory_order_relaxed);
+  }
+  // The same for what is no rank: awaited() is then a_service, and awaited_service() its name.
+  void begin_wait(std::string_view service) {
+    {
+      std::lock_guard const lock(service_mutex_);
+      service_ = service;
+    }
+    begin_wait(a_service);
+  }
+  std::string awaited_service() const {
+    std::lock_guard const lock(service_mutex_);
+    return service_;
   }
   void end_wait() { awaited_.store(nobody, std::memory_order_relaxed); }
 
@@ -139,6 +159,8 @@ class Transport {
   Counters counters_;
   std::atomic<int> awaited_ = nobody;
   std::atomic<std::uint64_t> waits_ = 0;
+  mutable std::mutex service_mutex_;  // guards service_
+  std::string service_;
 };
 
 }  // namespace sparsecomm

@@ -24,17 +24,13 @@ class WrappedTransport : public Transport {
     return inner().wait(request, deadline);
   }
   bool interruptible() const override { return inner_->interruptible(); }
-  bool reduces() const override { return inner_->reduces(); }
-  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
-                 Deadline const& deadline) override {
-    inner().allreduce(bytes, dtype, reduction, deadline);
-  }
+  NativeAllreduce* native() override { return inner_->native(); }
   void interrupt() noexcept override { inner_->interrupt(); }
   void abort() noexcept override { inner_->abort(); }
   Board& board() override { return inner_->board(); }
 
  protected:
-  // For one that overrides inner() and everything that is const or noexcept.
+  // For one that overrides inner(), native() and everything that is const or noexcept.
   WrappedTransport(int rank, int size) : Transport(rank, size) {}
 
   virtual Transport& inner() { return *inner_; }

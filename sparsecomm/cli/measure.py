@@ -156,8 +156,9 @@ def may_round(algorithm: str) -> bool:
     return any(entry["name"] == algorithm and entry["rounds"] for entry in _C.algorithms())
 
 
-def is_inner(algorithm: str) -> bool:
-    return any(entry["name"] == algorithm and entry["inner"] for entry in _C.algorithms())
+def is_native(algorithm: str) -> bool:
+    needs = {entry["name"]: entry["needs"] for entry in _C.algorithms()}
+    return needs.get(algorithm) == "native_allreduce"
 
 
 class Case(Protocol):
@@ -203,7 +204,7 @@ class Sparsecomm:
         self._exchange = _C.Exchange(communicator, settings.numel, DTYPES[settings.dtype], options)
         self._alone: _C.SelectionExchange | None = None
         if settings.exchange_alone and is_sparse(algorithm):
-            self._alone = _C.SelectionExchange(settings.numel, settings.k, options)
+            self._alone = _C.SelectionExchange(communicator, settings.numel, settings.k, options)
 
     @property
     def algorithm(self) -> str:
@@ -243,7 +244,7 @@ class Sparsecomm:
     def run_alone(self, selection: Selection) -> float:
         assert self._alone is not None
         start = time.perf_counter()
-        self._alone.run(self._communicator, *selection)
+        self._alone.run(*selection)
         return time.perf_counter() - start
 
 
@@ -451,7 +452,7 @@ def make_row(
         if not math.isnan(each)
     ]
     ours = used is not None
-    counted = used is not None and not is_inner(used)
+    counted = used is not None and not is_native(used)
     if used is not None:
         # Selections of half-precision gradients travel as the f32 that they are summed in.
         value_bytes = max(4, settings.itemsize) if is_sparse(used) else settings.itemsize

@@ -134,7 +134,7 @@ def examine(transport: _C.Transport, rank: int, total: Total, limit: timedelta) 
     communicator = _C.Communicator(transport, limit)
     checked = []
     for row in _C.algorithms():
-        if row["inner"] and not communicator.reduces:
+        if communicator.missing(row["name"]):
             continue
         begin(f"reducing with {row['name']}")
         for density in DENSITIES:

@@ -125,7 +125,7 @@ class CostTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, CostTest, ::testing::ValuesIn([] {
                            std::vector<std::string> names;
                            for (auto const& entry : algorithms()) {
-                             if (!entry.inner) names.emplace_back(entry.name);
+                             if (entry.needs == Needs::nothing) names.emplace_back(entry.name);
                            }
                            return names;
                          }()),

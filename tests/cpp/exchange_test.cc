@@ -55,7 +55,8 @@ template <class T>
 void force_switch(GradientExchange<T>& exchange, int step, std::size_t first) {
   std::vector<AlgorithmEntry const*> sparse, dense;
   for (AlgorithmEntry const& entry : algorithms()) {
-    bool const able = delivers_exact_entries(entry) || (entry.inner && sizeof(T) >= 4);
+    bool const able =
+        delivers_exact_entries(entry) || (entry.needs != Needs::nothing && sizeof(T) >= 4);
     if (able) (entry.sparse ? sparse : dense).push_back(&entry);
   }
   auto const& kind = step % 3 == 2 ? dense : sparse;
@@ -831,13 +832,40 @@ TEST(InnerTest, WhereTheTransportHasNoneItIsRefusedAndALoadedPlanBeginsAnew) {
   }));
 }
 
+// The first communicator is gone by then, with its services.
+TEST(InnerTest, AfterReconnectingTheNewTransportsAllreduceIsUsed) {
+  ExchangeOptions options;
+  options.algorithm = "dense_inner";
+  std::vector<std::unique_ptr<Transport>> reducing[2];
+  for (auto& transports : reducing) {
+    for (auto& transport : make_inproc_transports(2))
+      transports.push_back(wrap_for(options.algorithm)(std::move(transport)));
+  }
+  expect_no_errors(on_threads(2, [&](int rank) {
+    auto former = std::make_unique<Communicator>(std::move(reducing[0][rank]), patient_options());
+    auto const exchange = std::make_shared<GradientExchange<float>>("test", 100, options, *former);
+    Communicator next(std::move(reducing[1][rank]), patient_options());
+    for (Communicator* const communicator : {former.get(), &next}) {
+      if (communicator == &next) {
+        exchange->reconnect(next);
+        former.reset();
+      }
+      std::vector<float> gradient(100, static_cast<float>(rank));
+      std::vector<float> residual(100);
+      exchange->bind({{gradient, residual}});
+      communicator->run(exchange);
+      EXPECT_EQ(gradient, std::vector<float>(100, 0.5f));
+    }
+  }));
+}
+
 class CostTest : public ::testing::TestWithParam<std::string> {};
 
 // Without what an engine's own allreduce sends, which is not counted.
 INSTANTIATE_TEST_SUITE_P(Algorithms, CostTest, ::testing::ValuesIn([] {
                            auto names = algorithm_names();
                            std::erase_if(names, [](std::string const& name) {
-                             return find_algorithm(name).inner;
+                             return find_algorithm(name).needs == Needs::native_allreduce;
                            });
                            return names;
                          }()),

@@ -239,6 +239,91 @@ TEST(CommunicatorTest, ClosingBreaksOffWhatRunsAndAccusesNobodyElse) {
       << messages[1];
 }
 
+// A link to something that never answers.
+class Silence final : public Interruptible {
+ public:
+  void interrupt() noexcept override {
+    {
+      std::lock_guard const lock(mutex_);
+      interrupted_ = true;
+    }
+    changed_.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mutex_);
+    bool const ended = changed_.wait_for(lock, long_time(), [&] { return interrupted_; });
+    if (ended) throw Interrupted("the link was interrupted", {});
+    throw InvalidArgument("nothing ended the wait");
+  }
+
+ private:
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool interrupted_ = false;
+};
+
+// Waits for a service; rank 1 fails meanwhile, if told to.
+class WaitingBeside final : public Operation {
+ public:
+  WaitingBeside(std::shared_ptr<Silence> silence, std::latch& begun, bool fails)
+      : silence_(std::move(silence)), begun_(begun), fails_(fails) {}
+  Proposal prepare() override { return {}; }
+  void run(Channel& channel, Agreement const&) override {
+    begun_.arrive_and_wait();
+    if (fails_ && channel.rank() == 1) throw InvalidArgument("no memory, say");
+    auto const waiting = channel.waiting_for("silence");
+    silence_->wait();
+  }
+
+ private:
+  std::shared_ptr<Silence> silence_;
+  std::latch& begun_;
+  bool fails_;
+};
+
+// Each rank has a link of its own, as over a network.
+void run_beside_silence(
+    int size, std::function<void(Communicator&, std::shared_ptr<Silence> const&)> const& body) {
+  auto transports = make_inproc_transports(size);
+  expect_no_errors(on_threads(size, [&](int rank) {
+    auto const silence = std::make_shared<Silence>();
+    CommunicatorOptions options = patient_options();
+    options.interruptibles = {silence};
+    Communicator communicator(std::move(transports[rank]), options);
+    body(communicator, silence);
+  }));
+}
+
+TEST(CommunicatorTest, AnAlarmEndsWaitsForServices) {
+  std::latch begun(3), raised(3);
+  auto const start = std::chrono::steady_clock::now();
+  run_beside_silence(3, [&](Communicator& communicator, std::shared_ptr<Silence> const& silence) {
+    try {
+      communicator.run(std::make_shared<WaitingBeside>(silence, begun, true));
+      ADD_FAILURE() << "rank " << communicator.rank() << " does not fail";
+    } catch (InvalidArgument const& error) {
+      EXPECT_EQ(communicator.rank(), 1) << error.what();
+    } catch (PeerLost const& error) {
+      EXPECT_NE(communicator.rank(), 1);
+      EXPECT_EQ(error.ranks(), std::vector{1}) << error.what();
+    }
+    raised.arrive_and_wait();
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
+}
+
+TEST(CommunicatorTest, ClosingEndsWaitsForServices) {
+  std::latch begun(1);
+  auto const start = std::chrono::steady_clock::now();
+  run_beside_silence(1, [&](Communicator& communicator, std::shared_ptr<Silence> const& silence) {
+    auto const handle = communicator.submit(std::make_shared<WaitingBeside>(silence, begun, false));
+    begun.wait();
+    communicator.close();
+    EXPECT_THROW(handle.wait(), Interrupted);
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
+}
+
 // Says how many entries it contributes, or has contributed, to a vector of 100.
 template <class P>
 class Claiming final : public Operation {

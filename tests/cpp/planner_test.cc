@@ -126,14 +126,14 @@ TEST(PredictTest, TheTransportsOwnAllreduceIsACandidateWhereThereIsOne) {
   AlgorithmEntry const& inner = find_algorithm("dense_inner");
   Workload workload = workload_of(8, 1 << 24, 0.9);
   EXPECT_FALSE(is_candidate(inner, workload));
-  workload.inner = true;
+  workload.native_allreduce = true;
   EXPECT_TRUE(is_candidate(inner, workload));
   EXPECT_TRUE(is_candidate(find_algorithm("dense"), workload));
   EXPECT_FALSE(is_candidate(find_algorithm("gaussian_k"), workload));
   Plan plan;
   plan.begin(figures_of(1000), workload, 0);
   EXPECT_EQ(plan.algorithm(), &inner) << "no frames to encode";
-  workload.inner = false;
+  workload.native_allreduce = false;
   Plan elsewhere;
   elsewhere.begin(figures_of(1000), workload, 0);
   EXPECT_NE(elsewhere.algorithm(), &inner);
@@ -238,7 +238,7 @@ TEST(PredictTest, MessagesOfADenseExchangeAreThoseThatAreCountedAtTheEndOfAStepA
   std::uint64_t const extent = 1 << 12;
   for (int const ranks : {1, 2, 3, 6}) {
     for (AlgorithmEntry const& entry : algorithms()) {
-      if (entry.sparse || entry.inner) continue;
+      if (entry.sparse || entry.needs != Needs::nothing) continue;
       for (bool const ends_step : {true, false}) {
         SCOPED_TRACE(concat(entry.name, ", P=", ranks, ends_step ? ", ends a step" : ""));
         double messages = 0;

@@ -12,11 +12,11 @@
 
 namespace sparsecomm::test {
 
-class ReducingTransport final : public WrappedTransport {
+class ReducingTransport final : public WrappedTransport, public NativeAllreduce {
  public:
   using WrappedTransport::WrappedTransport;
 
-  bool reduces() const override { return true; }
+  NativeAllreduce* native() override { return this; }
   void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
                  Deadline const& deadline) override {
     auto const reduce = [&]<class T>() {
@@ -37,7 +37,7 @@ class ReducingTransport final : public WrappedTransport {
 
 // What run_ranks() is to put before its transports so that they can run the algorithm.
 inline WrapTransport wrap_for(std::string_view algorithm) {
-  if (algorithm != "auto" && !find_algorithm(algorithm).inner) return {};
+  if (algorithm != "auto" && find_algorithm(algorithm).needs == Needs::nothing) return {};
   return [](std::unique_ptr<Transport> inner) {
     return std::make_unique<ReducingTransport>(std::move(inner));
   };

@@ -29,10 +29,17 @@ TEST(WhereaboutsTest, TravelAsTextAndAreValidated) {
   EXPECT_EQ(back->awaited, 3);
   EXPECT_EQ(back->seconds, 61.5);
   EXPECT_EQ(back->what, at.what);
+  EXPECT_EQ(back->service, "");
+  Whereabouts const beside{42, true, a_service, 61.5, "a sum", "the aggregator at 10.0.0.9:7000"};
+  auto const again = parse_whereabouts(serialize_whereabouts(beside), 4);
+  ASSERT_TRUE(again.has_value());
+  EXPECT_EQ(again->awaited, a_service);
+  EXPECT_EQ(again->what, "a sum");
+  EXPECT_EQ(again->service, beside.service);
   EXPECT_EQ(describe_proposal(proposal), at.what);
   EXPECT_EQ(describe_proposal("operation=calibration"), "calibration");
   EXPECT_EQ(describe_proposal(""), "");
-  for (char const* const bytes : {"", "nonsense", "1 1", "1 1 4 2\n", "1 1 -3 2\n", "1 1 0 -2\n"}) {
+  for (char const* const bytes : {"", "nonsense", "1 1", "1 1 4 2\n", "1 1 -4 2\n", "1 1 0 -2\n"}) {
     EXPECT_FALSE(parse_whereabouts(bytes, 4).has_value()) << bytes;
   }
 }
@@ -70,6 +77,29 @@ TEST(DescribeStallTest, TheRanksThatHaveNotComeAreNamedAndWhereTheyAre) {
       << text();
   others[2] = {43, false, nobody, 60, "x"};
   EXPECT_NE(text().find("for rank 1: "), std::string::npos) << text();
+}
+
+TEST(DescribeStallTest, AServiceIsNamedAndTheRanksThatItMayBeWaitingFor) {
+  Whereabouts const own{5, true, a_service, 60, "a sum", "the aggregator at 10.0.0.9:7000"};
+  std::vector<std::optional<Whereabouts>> others(3);
+  others[1] = own;
+  others[2] = {5, true, 0, 60, "a sum"};
+  auto const text = [&] { return describe_stall(0, own, others, std::chrono::minutes(30)); };
+  EXPECT_EQ(text(),
+            "rank 0 has waited for 60 s in operation 5 (a sum) for the aggregator at "
+            "10.0.0.9:7000. The operation fails after 1800 s");
+  others[2] = {4, false, nobody, 61, "a sum"};
+  EXPECT_EQ(text(),
+            "rank 0 has waited for 60 s in operation 5 (a sum) for the aggregator at "
+            "10.0.0.9:7000 and for rank 2: rank 2 is in no operation for at least 61 s, its last "
+            "was operation 4 (a sum). The operation fails after 1800 s");
+  // Another rank says that one of these waits for the service.
+  Whereabouts const waiting{5, true, 1, 60, "a sum"};
+  others[2] = {4, false, nobody, 61, "a sum"};
+  others[1] = {4, true, a_service, 61, "a sum", "the aggregator at 10.0.0.9:7000"};
+  EXPECT_NE(describe_stall(0, waiting, others, std::chrono::minutes(30))
+                .find("rank 1 waits for at least 61 s for the aggregator at 10.0.0.9:7000 in"),
+            std::string::npos);
 }
 
 // Calls something before it makes its proposal.
@@ -203,6 +233,37 @@ TEST(StallWatchTest, ARankThatComputesIsSaidToAndADeadlineEndsTheWarnings) {
   for (auto const& [time, text] : texts) EXPECT_LT(time, failed) << text;
   EXPECT_TRUE(Logged::has(texts, "for rank 1: rank 1 computes in operation 1 for at least 0."));
   EXPECT_TRUE(logged.of(1).empty());
+}
+
+// Waits for a service until it is told to stop.
+class Served final : public Operation {
+ public:
+  explicit Served(std::shared_future<void> served) : served_(std::move(served)) {}
+  Proposal prepare() override { return {.text = proposal}; }
+  void run(Channel& channel, Agreement const&) override {
+    auto const waiting = channel.waiting_for("the aggregator at 10.0.0.9:7000");
+    served_.wait();
+  }
+
+ private:
+  std::shared_future<void> served_;
+};
+
+TEST(StallWatchTest, ARankThatWaitsForAServiceSaysSo) {
+  Logged logged;
+  std::promise<void> serve;
+  std::shared_future<void> const served = serve.get_future().share();
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        auto const handle = communicator.submit(std::make_shared<Served>(served));
+        if (communicator.rank() == 0) {
+          logged.wait_for(0, 1, "for the aggregator at 10.0.0.9:7000. The operation fails");
+          serve.set_value();
+        }
+        handle.wait();
+      },
+      logged.options(milliseconds(50), long_time())));
 }
 
 TEST(StallWatchTest, OfManyRanksFewAsk) {

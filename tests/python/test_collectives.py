@@ -30,7 +30,7 @@ OPS = ("sum", "product", "min", "max", "avg")
 # test_dense_inner.py has the transport's own allreduce, which not every transport has.
 EXACT = (
     "auto",
-    *(row["name"] for row in _C.algorithms() if row["exact"] and not row["inner"]),
+    *(row["name"] for row in _C.algorithms() if row["exact"] and row["needs"] == "nothing"),
 )
 LOSSY = [row["name"] for row in _C.algorithms() if not row["exact"]]
 REDUCE_OPS = {

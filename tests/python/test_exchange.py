@@ -18,8 +18,7 @@ from sparsecomm.schedule import SOURCES
 from sparsecomm.transports import connect, connect_options, table, warn
 
 ALGORITHMS = [row["name"] for row in _C.algorithms()]
-INNER = [row["name"] for row in _C.algorithms() if row["inner"]]
-EVERYWHERE = [name for name in ALGORITHMS if name not in INNER]  # on any transport
+EVERYWHERE = [row["name"] for row in _C.algorithms() if row["needs"] == "nothing"]
 TRANSPORTS = [row["name"] for row in table() if row["connects_processes"] and not row["problem"]]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 PATTERNS = ["uniform", "clustered", "shared", "zero", "zero on odd ranks", "equal"]
@@ -73,7 +72,7 @@ def check_matrix(
     """
     rank, size = communicator.rank, communicator.size
     for algorithm in ALGORITHMS:
-        if algorithm in INNER and size > 1 and not communicator.reduces:
+        if communicator.missing(algorithm):
             with pytest.raises(ValueError, match='has none; use transport "c10d"'):
                 _C.Exchange(communicator, 10, torch.float32, make_options(algorithm, 1.0))
             continue

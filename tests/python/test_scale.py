@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "sca
 
 import scale
 
-ALGORITHMS = [row["name"] for row in _C.algorithms() if not row["inner"]]
+ALGORITHMS = [row["name"] for row in _C.algorithms() if row["needs"] == "nothing"]
 
 needs_simgrid = pytest.mark.skipif(shutil.which("smpicxx") is None, reason="no SimGrid")
 

@@ -1,0 +1,47 @@
+// Services: what a communicator has beside its ranks. They are handed to an algorithm when it is
+// made, and outlive it.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <type_traits>
+
+#include "transport/transport.h"
+
+namespace sparsecomm {
+
+// The service that an algorithm cannot do without.
+enum class Needs : std::uint8_t { nothing, native_allreduce };
+
+constexpr std::string_view name(Needs needs) {
+  return needs == Needs::native_allreduce ? "native_allreduce" : "nothing";
+}
+
+struct Services {
+  NativeAllreduce* native = nullptr;  // null: the transport has none
+
+  // Why an algorithm with these needs cannot run over that transport, and what to do; empty if it
+  // can.
+  std::string missing(Needs needs, std::string_view transport) const {
+    if (needs == Needs::nothing || native != nullptr) return {};
+    return concat(
+        "it is the allreduce of the transport's engine, and ", transport,
+        " has none; use transport \"c10d\", or the algorithm \"dense\", which needs none");
+  }
+};
+
+struct AlgorithmOptions;
+
+// A new A, which gets the services if its constructor takes them.
+template <class A>
+std::unique_ptr<A> make_algorithm(AlgorithmOptions const& options, Services const& services) {
+  if constexpr (std::is_constructible_v<A, AlgorithmOptions const&, Services const&>) {
+    return std::make_unique<A>(options, services);
+  } else {
+    return std::make_unique<A>(options);
+  }
+}
+
+}  // namespace sparsecomm
