@@ -28,7 +28,7 @@ struct Services {
     if (needs == Needs::nothing || native != nullptr) return {};
     return concat(
         "it is the allreduce of the transport's engine, and ", transport,
-        " has none; use transport \"c10d\", or the algorithm \"dense\", which needs none");
+        R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
   }
 };
 
