@@ -168,6 +168,7 @@ TEST(CalibrationTest, TakesLessThan300MillisecondsOnSlowLinksAndBusyMachines) {
     std::vector<std::uint64_t> messages(ranks);
     std::vector<Figures> figures(ranks);
     std::vector<std::thread> threads;
+    threads.reserve(ranks);
     for (int rank = 0; rank < ranks; ++rank) {
       threads.emplace_back([&, rank] {
         try {
