@@ -26,9 +26,8 @@ struct Services {
   // can.
   std::string missing(Needs needs, std::string_view transport) const {
     if (needs == Needs::nothing || native != nullptr) return {};
-    return concat(
-        "it is the allreduce of the transport's engine, and ", transport,
-        R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
+    return concat("it is the allreduce of the transport's engine, and ", transport,
+                  R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
   }
 };
 
