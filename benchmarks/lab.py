@@ -30,15 +30,16 @@ from typing import Any
 
 from hosts import ENVIRONMENT, PORT, Hosts, HostsError, missing, parse_rate
 
+from sparsecomm import _C
 from sparsecomm.cli.bench import algorithm_names, write_json
-from sparsecomm.cli.measure import GLOO_DENSE, is_native
+from sparsecomm.cli.measure import GLOO_DENSE
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 FILES = {"full": RESULTS / "lab-grid.json", "goals": RESULTS / "lab-allreduce.json"}
 ALGORITHMS = tuple(name for name in algorithm_names() if name != GLOO_DENSE)
 # Gloo's allreduce is in every run.
-EVERY = tuple(name for name in ALGORITHMS if not is_native(name))
+EVERY = tuple(row["name"] for row in _C.algorithms() if row["needs"] == "nothing")
 VGG16_NUMEL = 14_728_266
 # The grid, the quick ones first.
 HOSTS = (2, 4, 8)

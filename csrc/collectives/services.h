@@ -1,5 +1,5 @@
 // Services: what a communicator has beside its ranks. They are handed to an algorithm when it is
-// made, and outlive it.
+// made, and are there whenever it runs.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,13 @@ namespace sparsecomm {
 enum class Needs : std::uint8_t { nothing, native_allreduce };
 
 constexpr std::string_view name(Needs needs) {
-  return needs == Needs::native_allreduce ? "native_allreduce" : "nothing";
+  switch (needs) {
+    case Needs::nothing:
+      return "nothing";
+    case Needs::native_allreduce:
+      return "native_allreduce";
+  }
+  return {};
 }
 
 struct Services {
@@ -25,9 +31,16 @@ struct Services {
   // Why an algorithm with these needs cannot run over that transport, and what to do; empty if it
   // can.
   std::string missing(Needs needs, std::string_view transport) const {
-    if (needs == Needs::nothing || native != nullptr) return {};
-    return concat("it is the allreduce of the transport's engine, and ", transport,
-                  R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
+    switch (needs) {
+      case Needs::nothing:
+        return {};
+      case Needs::native_allreduce:
+        if (native != nullptr) return {};
+        return concat(
+            "it is the allreduce of the transport's engine, and ", transport,
+            R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
+    }
+    return concat("it needs a service of number ", static_cast<int>(needs), ", which is unknown");
   }
 };
 

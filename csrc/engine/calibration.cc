@@ -18,7 +18,7 @@ namespace {
 // begun. What is left until 300 ms is for what has been begun, and for ranks that wait for a core.
 constexpr double small_until = 25e-3;
 constexpr double large_until = 60e-3;
-constexpr double hidden_until = 120e-3;
+constexpr double hidden_until = 80e-3;
 constexpr double kernels_until = 105e-3;
 
 // The kernels' vectors grow until they are past most caches, as gradients are.
@@ -138,10 +138,11 @@ class Exchanges {
   }
 
   // The least of up to three where a message takes long enough, since ranks may have waited for a
-  // core. If that is no longer than small messages took, these waited for one, and longer messages
-  // are tried; what latency is hidden in those counts as transfer.
+  // core. If that is no longer than small messages took, small ones have waited for one: longer
+  // messages are tried, and their latency is left in.
   double byte_seconds(double alone) {
     double const latency = alone * rounds();
+    bool waited = false;
     for (std::size_t bytes = first_large_bytes;; bytes *= growth) {
       std::size_t const each = bytes / distances_.size();
       double least = std::numeric_limits<double>::infinity();
@@ -156,10 +157,11 @@ class Exchanges {
         if (least < long_enough || least <= latency || total + least >= large_until) break;
       }
       bool const hidden = least <= latency;
+      waited = waited || hidden;
       bool const lengthen = hidden ? total + least < hidden_until
                                    : least < long_enough && total + growth * least < large_until;
       if (lengthen && bytes < most_large_bytes) continue;
-      return (hidden ? least : least - latency) / (static_cast<double>(each) * rounds());
+      return (waited ? least : least - latency) / (static_cast<double>(each) * rounds());
     }
   }
 

@@ -100,6 +100,7 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       options_(std::move(options)),
       clock_(clock),
       owner_(::getpid()),
+      interruptibles_(std::make_unique<Interruptibles>(std::move(options_.interruptibles))),
       link_model_(std::make_unique<LinkModel>(clock, options_.timeout, options_.figures)),
       intents_(transport_->size()),
       counters_(transport_->size()),
@@ -124,6 +125,7 @@ Communicator::~Communicator() {
     std::ignore = transport_.release();
     std::ignore = changed_.release();
     std::ignore = watch_.release();
+    std::ignore = interruptibles_.release();
     std::ignore = thread_.release();
     return;
   }
@@ -185,7 +187,8 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
 void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt) {
   require_own_process();
   require_waitable();
-  bool here = interrupt == nullptr || transport_->interruptible();
+  // The transport polls the interrupt as it waits; services need not.
+  bool here = interrupt == nullptr || (transport_->interruptible() && interruptibles_->empty());
   if (here) {
     std::lock_guard const lock(mutex_);
     here = !closing_ && !taken_ && queue_.empty();

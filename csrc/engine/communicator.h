@@ -114,8 +114,8 @@ struct CommunicatorOptions {
   // Told when an operation waits for other ranks without any progress for longer than the limit,
   // and by whom; nobody: no watch is kept.
   StallOptions stall = {};
-  // What operations may wait for beside the ranks: interrupted when the transport is.
-  std::vector<std::shared_ptr<Interruptible>> interruptibles = {};
+  // Waits of operations for services end when those for ranks do.
+  Interruptibles interruptibles = {};
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
@@ -225,6 +225,7 @@ class Communicator final : private Commit {
   CommunicatorOptions options_;
   Clock const& clock_;
   pid_t owner_;
+  std::unique_ptr<Interruptibles> interruptibles_;
   // Of the thread that runs an operation.
   FrameAllgather gather_;
   std::vector<std::byte> frame_;

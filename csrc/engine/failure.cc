@@ -78,7 +78,7 @@ void Communicator::break_off(char const* why) {
 // From any thread.
 void Communicator::interrupt_waits() noexcept {
   transport_->interrupt();
-  for (auto const& interruptible : options_.interruptibles) interruptible->interrupt();
+  for (auto const& interruptible : *interruptibles_) interruptible->interrupt();
 }
 
 // On a thread of the board's.

@@ -62,11 +62,14 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       check_messages(entry);
   }
   if (!planned_) use(find_algorithm(options.algorithm));
-  if (options.warmup.dense_steps > 0) {
-    AlgorithmEntry const& dense = find_algorithm(warmup_algorithm);
-    check_messages(dense);
-    warmup_ = dense.dense->make<T>(collective_options(options_));
-  }
+  if (options.warmup.dense_steps > 0) make_warmup();
+}
+
+template <class T>
+void GradientExchange<T>::make_warmup() {
+  AlgorithmEntry const& dense = find_algorithm(warmup_algorithm);
+  check_messages(dense);
+  warmup_ = dense.dense->make<T>(collective_options(options_), communicator_->services());
 }
 
 template <class T>
@@ -208,7 +211,11 @@ void GradientExchange<T>::require_possible(Communicator const& communicator) con
 template <class T>
 void GradientExchange<T>::reconnect(Communicator& communicator) {
   communicator_ = &communicator;
-  if (!planned_) use(*algorithm_);  // made with the former communicator's services
+  // Those there are were made with the former communicator's services.
+  sparse_.reset();
+  dense_.reset();
+  if (warmup_) make_warmup();
+  if (!planned_) use(*algorithm_);
   text_ = text_of(name_, extent_, dtype_of<T>(), options_);
   set_layout(std::move(layout_));
   // Thresholds, boundaries and plans are of those ranks.

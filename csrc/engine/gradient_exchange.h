@@ -153,6 +153,7 @@ class GradientExchange final : public Operation {
     local_->accumulate();
   }
   void check_messages(AlgorithmEntry const& algorithm) const;
+  void make_warmup();
   void use(AlgorithmEntry const& algorithm);
   void await_gradient();
   void find_threshold();

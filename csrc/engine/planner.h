@@ -69,7 +69,15 @@ struct Workload {
   bool commits = true;            // it ends a step, so that ranks confirm its result
   AlgorithmOptions options;       // the schedule, and how frames are encoded
 
-  bool meets(Needs needs) const { return needs == Needs::nothing || native_allreduce; }
+  bool meets(Needs needs) const {
+    switch (needs) {
+      case Needs::nothing:
+        return true;
+      case Needs::native_allreduce:
+        return native_allreduce;
+    }
+    return false;
+  }
 };
 
 struct Prediction {

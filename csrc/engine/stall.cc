@@ -63,7 +63,8 @@ std::set<int> find_missing(int rank, Whereabouts const& own,
                            std::span<const std::optional<Whereabouts>> others) {
   std::set<int> missing, awaited;
   if (own.awaited >= 0) awaited.insert(own.awaited);
-  bool const waits_for_all = own.awaited == everybody;
+  // A service may wait for any of them.
+  bool const waits_for_all = own.awaited == everybody || own.awaited == a_service;
   for (int peer = 0; peer < static_cast<int>(others.size()); ++peer) {
     if (peer == rank) continue;
     std::optional<Whereabouts> const& at = others[peer];
@@ -109,6 +110,7 @@ std::optional<Whereabouts> parse_whereabouts(std::string_view bytes, int size) {
   }
   in.get();
   std::getline(in, at.service);
+  if ((at.awaited == a_service) == at.service.empty()) return std::nullopt;
   at.what.assign(std::istreambuf_iterator<char>(in), {});
   return at;
 }

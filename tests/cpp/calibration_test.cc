@@ -36,7 +36,7 @@ class BusyClock final : public Clock {
 struct SimulatedLink {
   double message;  // seconds that one takes, and a rank that waits for a core
   double byte;
-  std::size_t swift = SIZE_MAX;  // messages of more bytes wait for nothing
+  std::size_t swift = SIZE_MAX;  // messages of as many bytes or more wait for nothing
 };
 
 // Lets the rank's clock run for every message.
@@ -104,8 +104,9 @@ TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
 // By clocks that count what is simulated alone, not what this machine computes.
 TEST(CalibrationTest, FindsWhatAByteTakesAlsoWhereSmallMessagesWaitForACore) {
   constexpr int ranks = 8;
-  constexpr SimulatedLink links[] = {
-      {20e-6, 8e-10}, {20e-6, 8e-9}, {200e-6, 8e-8}, {3e-3, 8e-8}, {5e-3, 8e-10, 4096}};
+  constexpr SimulatedLink links[] = {{20e-6, 8e-10},     {20e-6, 8e-9},       {200e-6, 8e-8},
+                                     {3e-3, 8e-8},       {5e-4, 8e-10, 4096}, {1e-3, 8e-10, 4096},
+                                     {2e-3, 8e-9, 4096}, {5e-3, 8e-10, 4096}};
   for (SimulatedLink const& link : links) {
     SCOPED_TRACE(concat(link.message, " s and ", link.byte, " s/B"));
     std::vector<Figures> figures(ranks);

@@ -832,14 +832,33 @@ TEST(InnerTest, WhereTheTransportHasNoneItIsRefusedAndALoadedPlanBeginsAnew) {
   }));
 }
 
-// The first communicator is gone by then, with its services.
+// Counts what it passes on.
+class CountingTransport final : public WrappedTransport, public NativeAllreduce {
+ public:
+  CountingTransport(std::unique_ptr<Transport> inner, std::atomic<int>& calls)
+      : WrappedTransport(std::move(inner)), calls_(calls) {}
+
+  NativeAllreduce* native() override { return this; }
+  void allreduce(std::span<std::byte> bytes, DType dtype, Reduction reduction,
+                 Deadline const& deadline) override {
+    ++calls_;
+    WrappedTransport::native()->allreduce(bytes, dtype, reduction, deadline);
+  }
+
+ private:
+  std::atomic<int>& calls_;
+};
+
 TEST(InnerTest, AfterReconnectingTheNewTransportsAllreduceIsUsed) {
   ExchangeOptions options;
   options.algorithm = "dense_inner";
-  std::vector<std::unique_ptr<Transport>> reducing[2];
-  for (auto& transports : reducing) {
-    for (auto& transport : make_inproc_transports(2))
-      transports.push_back(wrap_for(options.algorithm)(std::move(transport)));
+  std::array<std::atomic<int>, 2> calls{};
+  std::array<std::vector<std::unique_ptr<Transport>>, 2> reducing;
+  for (std::size_t i = 0; i < 2; ++i) {
+    for (auto& transport : make_inproc_transports(2)) {
+      reducing[i].push_back(std::make_unique<CountingTransport>(
+          wrap_for(options.algorithm)(std::move(transport)), calls[i]));
+    }
   }
   expect_no_errors(on_threads(2, [&](int rank) {
     auto former = std::make_unique<Communicator>(std::move(reducing[0][rank]), patient_options());
@@ -857,6 +876,8 @@ TEST(InnerTest, AfterReconnectingTheNewTransportsAllreduceIsUsed) {
       EXPECT_EQ(gradient, std::vector<float>(100, 0.5f));
     }
   }));
+  EXPECT_EQ(calls[0], 2);
+  EXPECT_EQ(calls[1], 2);
 }
 
 class CostTest : public ::testing::TestWithParam<std::string> {};
@@ -865,7 +886,7 @@ class CostTest : public ::testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Algorithms, CostTest, ::testing::ValuesIn([] {
                            auto names = algorithm_names();
                            std::erase_if(names, [](std::string const& name) {
-                             return find_algorithm(name).needs == Needs::native_allreduce;
+                             return find_algorithm(name).needs != Needs::nothing;
                            });
                            return names;
                          }()),

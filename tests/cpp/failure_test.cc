@@ -306,8 +306,28 @@ TEST(CommunicatorTest, AnAlarmEndsWaitsForServices) {
     } catch (PeerLost const& error) {
       EXPECT_NE(communicator.rank(), 1);
       EXPECT_EQ(error.ranks(), std::vector{1}) << error.what();
+    } catch (Error const& error) {
+      ADD_FAILURE() << error.what();
     }
     raised.arrive_and_wait();
+  });
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
+}
+
+// As a handler of Ctrl-C would.
+class Raises final : public Interrupt {
+ private:
+  void check() override { throw Cancelled("the caller is interrupted"); }
+};
+
+TEST(CommunicatorTest, AnInterruptOfTheCallerEndsWaitsForServices) {
+  std::latch begun(1);
+  auto const start = std::chrono::steady_clock::now();
+  run_beside_silence(1, [&](Communicator& communicator, std::shared_ptr<Silence> const& silence) {
+    Raises interrupt;
+    EXPECT_THROW(
+        communicator.run(std::make_shared<WaitingBeside>(silence, begun, false), &interrupt),
+        Cancelled);
   });
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
 }
@@ -319,7 +339,7 @@ TEST(CommunicatorTest, ClosingEndsWaitsForServices) {
     auto const handle = communicator.submit(std::make_shared<WaitingBeside>(silence, begun, false));
     begun.wait();
     communicator.close();
-    EXPECT_THROW(handle.wait(), Interrupted);
+    EXPECT_THROW(handle.wait(), Aborted);
   });
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
 }

@@ -39,7 +39,9 @@ TEST(WhereaboutsTest, TravelAsTextAndAreValidated) {
   EXPECT_EQ(describe_proposal(proposal), at.what);
   EXPECT_EQ(describe_proposal("operation=calibration"), "calibration");
   EXPECT_EQ(describe_proposal(""), "");
-  for (char const* const bytes : {"", "nonsense", "1 1", "1 1 4 2\n", "1 1 -4 2\n", "1 1 0 -2\n"}) {
+  for (char const* const bytes :
+       {"", "nonsense", "1 1", "1 1 4 2\n", "1 1 -4 2\n", "1 1 -3 2\n\na sum",
+        "1 1 0 2\nan aggregator\na sum", "1 1 0 -2\n"}) {
     EXPECT_FALSE(parse_whereabouts(bytes, 4).has_value()) << bytes;
   }
 }
@@ -93,7 +95,11 @@ TEST(DescribeStallTest, AServiceIsNamedAndTheRanksThatItMayBeWaitingFor) {
             "rank 0 has waited for 60 s in operation 5 (a sum) for the aggregator at "
             "10.0.0.9:7000 and for rank 2: rank 2 is in no operation for at least 61 s, its last "
             "was operation 4 (a sum). The operation fails after 1800 s");
-  // Another rank says that one of these waits for the service.
+  others[2].reset();
+  EXPECT_NE(text().find("and for rank 2: nothing is heard of rank 2, after it came to operation 4"),
+            std::string::npos)
+      << text();
+  // It waits for rank 1, which waits for the service.
   Whereabouts const waiting{5, true, 1, 60, "a sum"};
   others[2] = {4, false, nobody, 61, "a sum"};
   others[1] = {4, true, a_service, 61, "a sum", "the aggregator at 10.0.0.9:7000"};

@@ -17,9 +17,10 @@ from patience import LONG
 from ranks import run_ranks
 
 import sparsecomm
+from sparsecomm import _C
 from sparsecomm.cli import bench, main, measure
 from sparsecomm.cli.gradients import Pattern, large_places, make_gradient
-from sparsecomm.cli.measure import Settings, drawn_order, is_native, turns_of
+from sparsecomm.cli.measure import Settings, drawn_order, turns_of
 from sparsecomm.cli.ping_pong import find_mpiexec
 
 SETTINGS = Settings(
@@ -259,8 +260,8 @@ def check_row(row: dict[str, Any], ranks: int, numel: int, itemsize: int) -> Non
 
 def test_allreduce(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"
-    own = sparsecomm.build_info()["algorithms"]
-    algorithms = ["gloo_dense", *(name for name in own if not is_native(name))]
+    own = [row["name"] for row in _C.algorithms() if row["needs"] == "nothing"]
+    algorithms = ["gloo_dense", *own]
     result = run_cli(
         *("bench", "allreduce", "--ranks", "2", "--numel", "10k", "--iters", "3"),
         *("--density", "0.05", "--algorithm", ",".join(algorithms), "--json", str(file)),
