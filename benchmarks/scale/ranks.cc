@@ -120,7 +120,7 @@ Measured measure(Simulated& simulated, int steps, F&& step) {
 }
 
 Measured run_sparse(Simulated& simulated, AlgorithmEntry const& entry, Run const& run) {
-  auto const allreduce = make_sparse_allreduce<float>(entry, run.options);
+  auto const allreduce = make_sparse_allreduce<float>(entry, run.options, {});
   return measure(simulated, run.steps, [&](int step) {
     Selection const selection(run.numel, run.k, simulated.transport().rank(),
                               static_cast<std::uint64_t>(step));
@@ -132,7 +132,7 @@ Measured run_sparse(Simulated& simulated, AlgorithmEntry const& entry, Run const
 }
 
 Measured run_dense(Simulated& simulated, AlgorithmEntry const& entry, Run const& run) {
-  auto const allreduce = entry.dense->make<float>(run.options);
+  auto const allreduce = entry.dense->make<float>(run.options, {});
   std::vector<float> data(run.numel, 1.0f);
   return measure(simulated, run.steps, [&](int step) {
     Channel channel(simulated.transport(), static_cast<std::uint32_t>(step),

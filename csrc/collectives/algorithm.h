@@ -175,7 +175,7 @@ AlgorithmEntry const& find_algorithm(std::string_view name);
 template <class V>
 std::unique_ptr<SparseAllreduce<V>> make_sparse_allreduce(AlgorithmEntry const& entry,
                                                           AlgorithmOptions const& options,
-                                                          Services const& services = {}) {
+                                                          Services const& services) {
   if constexpr (std::is_same_v<V, float>) return entry.make.f32(options, services);
   if constexpr (std::is_same_v<V, double>) return entry.make.f64(options, services);
   if constexpr (std::is_same_v<V, std::int32_t>) return entry.make.i32(options, services);

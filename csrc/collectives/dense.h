@@ -47,7 +47,7 @@ struct DenseMakers {
 
   template <class T>
   std::unique_ptr<DenseAllreduce<T>> make(AlgorithmOptions const& options,
-                                          Services const& services = {}) const {
+                                          Services const& services) const {
     if constexpr (dtype_of<T>() == DType::f32) return f32(options, services);
     if constexpr (dtype_of<T>() == DType::f64) return f64(options, services);
     if constexpr (dtype_of<T>() == DType::f16) return f16(options, services);

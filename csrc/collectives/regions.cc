@@ -21,7 +21,7 @@ std::uint64_t RegionSearch::Interval::edge(std::uint64_t bin, std::uint64_t bins
   return first + even_split(last - first, bins, bin);
 }
 
-RegionSearch::RegionSearch() : sum_(dense_rabenseifner.dense->make<std::int64_t>({})) {}
+RegionSearch::RegionSearch() : sum_(dense_rabenseifner.dense->make<std::int64_t>({}, {})) {}
 
 // Sums every rank's counts of `bins` bins in each of divided_.
 void RegionSearch::count(Channel& channel, std::span<const std::uint32_t> indices,

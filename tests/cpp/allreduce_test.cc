@@ -53,7 +53,7 @@ void check_reductions(std::string const& algorithm, int ranks, Grid const& grid)
       AlgorithmOptions options;
       options.delta = delta;
       options.window = 3;
-      auto const allreduce = make_sparse_allreduce<V>(find_algorithm(algorithm), options);
+      auto const allreduce = make_sparse_allreduce<V>(find_algorithm(algorithm), options, {});
       for (std::uint64_t const extent : grid.extents) {
         for (Support const& support : supports) {
           std::vector<Contribution<V>> all;
@@ -125,7 +125,8 @@ TEST_P(AllreduceTest, InexactSumsAndSpecialValuesHaveTheSameBitsOnAllRanks) {
       for (double const delta : {0.0, 0.05, 0.3, 1.0}) {
         AlgorithmOptions options;
         options.delta = delta;
-        auto const allreduce = make_sparse_allreduce<float>(find_algorithm(GetParam()), options);
+        auto const allreduce =
+            make_sparse_allreduce<float>(find_algorithm(GetParam()), options, {});
         for (ReductionEntry const& reduction : reductions()) {
           Channel channel(transport, ++operation, soon());
           auto const result = allreduce->run(
@@ -166,7 +167,8 @@ TEST_P(AllreduceTest, TurnsDenseWhereOneEntryMoreThanDeltaComesTogether) {
         own.values.assign(own.indices.size(), 1.0f);
         AlgorithmOptions options;
         options.delta = 0.2;  // 4 of 20
-        auto const allreduce = make_sparse_allreduce<float>(find_algorithm(GetParam()), options);
+        auto const allreduce =
+            make_sparse_allreduce<float>(find_algorithm(GetParam()), options, {});
         Channel channel(transport, 1, soon());
         auto const result = allreduce->run(channel, own.view(), {.extent = extent, .limit = 8});
         bool const always = GetParam() == "dsar_split_allgather";
@@ -215,7 +217,7 @@ void check_allocations(std::string_view algorithm) {
       for (double const delta : {0.0, 0.25}) {
         AlgorithmOptions options;
         options.delta = delta;
-        auto const allreduce = make_sparse_allreduce<float>(find_algorithm(algorithm), options);
+        auto const allreduce = make_sparse_allreduce<float>(find_algorithm(algorithm), options, {});
         for (Support const& support : supports) {
           auto const own = contribute<float>(support, transport.rank(), ranks, 500);
           for (std::uint64_t step = 0; step < 4; ++step) {
@@ -266,7 +268,7 @@ void check_rounding(ValueCodecEntry const& codec, int ranks) {
       own.values.push_back(largest ? V{7 * 127}
                                    : static_cast<V>(static_cast<int>(random() % 90) - 45));
     }
-    auto const allreduce = make_sparse_allreduce<V>(entry, options);
+    auto const allreduce = make_sparse_allreduce<V>(entry, options, {});
     for (std::uint64_t const step : {0, 1, 1}) {
       Channel channel(transport, static_cast<std::uint32_t>(outcomes[rank].size() + 1), soon());
       auto const result =
@@ -307,10 +309,10 @@ TEST(DsarSplitAllgatherTest, SumsThatOverflowArriveAndOnlySumsOfFloatsCanBeRound
   AlgorithmEntry const& entry = find_algorithm("dsar_split_allgather");
   AlgorithmOptions options;
   options.dense_codec = ValueCodec::qsgd4;
-  EXPECT_THROW(make_sparse_allreduce<std::int32_t>(entry, options), InvalidArgument);
+  EXPECT_THROW(make_sparse_allreduce<std::int32_t>(entry, options, {}), InvalidArgument);
   auto transports = make_inproc_transports(2);
   expect_no_errors(run_transports(transports, [&](Transport& transport) {
-    auto const allreduce = make_sparse_allreduce<float>(entry, options);
+    auto const allreduce = make_sparse_allreduce<float>(entry, options, {});
     Contribution<float> const own{{3, 8}, {3e38f, 1.0f}};
     Channel channel(transport, 1, soon());
     EXPECT_THROW(allreduce->run(channel, own.view(),
@@ -373,7 +375,7 @@ TEST_P(AllreduceTest, AFrameThatParsesButDoesNotBelongAccusesItsSender) {
         }
         return;
       }
-      auto const allreduce = make_sparse_allreduce<float>(find_algorithm(GetParam()), {});
+      auto const allreduce = make_sparse_allreduce<float>(find_algorithm(GetParam()), {}, {});
       Contribution<float> const own{{1, 5, 39}, {1, 2, 3}};
       try {
         allreduce->run(channel, own.view(), {.extent = 40, .limit = 3});
@@ -446,7 +448,7 @@ TEST(LossyAllreduceTest, AShareOfTooManyEntriesAccusesItsSender) {
       // The sender's are the larger ones, which the result keeps.
       float const scale = channel.rank() == each.sender ? 10 : 1;
       Contribution<float> const own{each.selections[channel.rank()], {scale, 2 * scale, 3 * scale}};
-      make_sparse_allreduce<float>(find_algorithm(each.algorithm), {})
+      make_sparse_allreduce<float>(find_algorithm(each.algorithm), {}, {})
           ->run(channel, own.view(), {.extent = 40, .k = 3, .limit = 3});
     });
   }

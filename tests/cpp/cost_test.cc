@@ -88,7 +88,7 @@ std::vector<Counters> reduce(AlgorithmEntry const& entry, Placement const& place
     auto random = generator(transport.rank(), 5);
     std::vector<float> values(indices.size());
     for (float& x : values) x = 1 + static_cast<float>(random() % 1000);
-    auto const allreduce = make_sparse_allreduce<float>(entry, options);
+    auto const allreduce = make_sparse_allreduce<float>(entry, options, {});
     Channel channel(transport, 1, soon());
     allreduce->run(channel, {indices, values},
                    {.extent = extent, .k = indices.size(), .limit = indices.size()});

@@ -15,9 +15,10 @@ namespace {
 template <class T>
 class DenseCall final : public Operation {
  public:
-  DenseCall(AlgorithmEntry const& entry, AlgorithmOptions const& options, std::vector<T>& data,
-            Reduction reduction, accumulate_t<T> divisor)
-      : dense_(entry.dense->make<T>(options)),
+  DenseCall(AlgorithmEntry const& entry, AlgorithmOptions const& options,
+            Communicator const& communicator, std::vector<T>& data, Reduction reduction,
+            accumulate_t<T> divisor)
+      : dense_(entry.dense->make<T>(options, communicator.services())),
         data_(data),
         reduction_(reduction),
         divisor_(divisor) {}
@@ -69,7 +70,8 @@ void check(AlgorithmEntry const& entry, int ranks, std::size_t numel) {
     auto const body = [&](Communicator& communicator) {
       auto data = input<T>(communicator.rank(), numel);
       communicator
-          .submit(std::make_shared<DenseCall<T>>(entry, options, data, reduction.id, divisor))
+          .submit(std::make_shared<DenseCall<T>>(entry, options, communicator, data, reduction.id,
+                                                 divisor))
           .wait();
       EXPECT_TRUE(std::ranges::equal(data, expected)) << "on rank " << communicator.rank();
     };
@@ -111,7 +113,7 @@ TEST(DenseTest, ReplicasAreIdenticalWhereSumsAreRounded) {
       auto const body = [&](Communicator& communicator) {
         auto data = gradients[communicator.rank()];
         communicator
-            .submit(std::make_shared<DenseCall<Half>>(entry, AlgorithmOptions{}, data,
+            .submit(std::make_shared<DenseCall<Half>>(entry, AlgorithmOptions{}, communicator, data,
                                                       Reduction::sum, 1.0f))
             .wait();
         results[communicator.rank()] = data;

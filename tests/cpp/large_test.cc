@@ -40,7 +40,7 @@ class SparseSum final : public Operation {
   SparseSum(AlgorithmEntry const& entry, std::uint64_t extent, SparseView<float> selection)
       : extent_(extent),
         selection_(selection),
-        algorithm_(make_sparse_allreduce<float>(entry, AlgorithmOptions{})) {}
+        algorithm_(make_sparse_allreduce<float>(entry, AlgorithmOptions{}, {})) {}
 
   Proposal prepare() override { return {}; }
   void run(Channel& channel, Agreement const&) override {

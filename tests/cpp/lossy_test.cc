@@ -87,7 +87,7 @@ TEST(GTopKTest, CutsAtEveryLevelOfTheTreeAndRejectsWhatItCuts) {
       SparseProblem problem_;
       Pairs<float> own_;
       std::unique_ptr<SparseAllreduce<float>> gtopk_ =
-          make_sparse_allreduce<float>(find_algorithm("gtopk"), {});
+          make_sparse_allreduce<float>(find_algorithm("gtopk"), {}, {});
     };
     std::mutex mutex;
     expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {

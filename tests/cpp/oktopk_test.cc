@@ -186,7 +186,7 @@ void for_each_call(Support const& support, int ranks, std::uint64_t steps, F&& c
       [&](Communicator& communicator) {
         int const rank = communicator.rank();
         auto const algorithm =
-            make_sparse_allreduce<float>(find_algorithm("oktopk"), calls.front().options);
+            make_sparse_allreduce<float>(find_algorithm("oktopk"), calls.front().options, {});
         Counters before(ranks);
         for (std::uint64_t step = 0; step < steps; ++step) {
           auto const& selection = selections[step][rank];

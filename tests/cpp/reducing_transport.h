@@ -22,7 +22,7 @@ class ReducingTransport final : public WrappedTransport, public NativeAllreduce 
     auto const reduce = [&]<class T>() {
       Channel channel(*this, ++operation_, deadline);
       std::span const data(reinterpret_cast<T*>(bytes.data()), bytes.size() / sizeof(T));
-      auto const dense = find_algorithm("dense").dense->make<T>({});
+      auto const dense = find_algorithm("dense").dense->make<T>({}, {});
       dense->run(channel, data, reduction, 1);
       dense->write(data);
     };
