@@ -1,0 +1,86 @@
+// What all workers of an operation must agree on, and the memory that an aggregator needs for it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "base/error.h"
+#include "ina/block_list.h"
+#include "ina/element_type.h"
+
+namespace sparsecomm {
+
+// arrival  Blocks are combined as they come: the fastest, and every worker gets the same bits, but
+//          another run may get others.
+// rank     Blocks are combined in the order of ranks: the same bits in every run, those of a dense
+//          reduction in that order. A block that comes early is held in its worker's receive spot.
+enum class CombineOrder : std::uint8_t { arrival, rank };
+
+struct CombineOrderEntry {
+  CombineOrder id;
+  std::string_view name;
+};
+
+inline constexpr CombineOrderEntry combine_order_table[] = {
+    {CombineOrder::arrival, "arrival"},
+    {CombineOrder::rank, "rank"},
+};
+
+constexpr std::span<const CombineOrderEntry> combine_orders() { return combine_order_table; }
+constexpr std::string_view name(CombineOrder order) {
+  return combine_order_table[static_cast<std::size_t>(order)].name;
+}
+
+// Travels with the first message of each worker; see message.h.
+struct InaPlan {
+  std::uint64_t elements = 0;
+  std::uint64_t purpose = 0;  // a hash, the caller's, of anything else that must be the same
+  std::uint32_t block_bytes = 1024;
+  std::uint16_t workers = 1;
+  std::uint8_t window = 16;  // blocks a round, d
+  ElementType type = ElementType::f32;
+  Reduction reduction = Reduction::sum;
+  CombineOrder order = CombineOrder::arrival;
+
+  ElementTypeEntry const& entry() const { return entry_of(type); }
+  std::uint64_t bytes() const { return elements * entry().bytes; }
+  // The last may be shorter; it travels with zeros behind it.
+  std::uint64_t blocks() const {
+    return bytes() / block_bytes + (bytes() % block_bytes != 0 ? 1 : 0);
+  }
+  // A round's blocks as they travel, b d, and as partial results.
+  std::size_t round_bytes() const { return std::size_t{block_bytes} * window; }
+  std::size_t sum_bytes() const { return round_bytes() / entry().bytes * entry().sum_bytes; }
+  // What the first round reduces, before anybody has voted.
+  BlockList first_blocks() const;
+
+  bool operator==(InaPlan const&) const = default;
+};
+
+inline constexpr std::uint32_t least_block_bytes = 64;
+inline constexpr std::uint32_t most_block_bytes = std::uint32_t{1} << 16;
+
+// What is wrong with the plan, and what would be right; empty if nothing is.
+std::string problem(InaPlan const& plan);
+// Throws InvalidArgument with it.
+void require_plan(InaPlan const& plan);
+
+// What an aggregator allocates for a plan: a receive spot for each worker and two spots from which
+// it sends, each a round's blocks and their numbers. With n workers, blocks of b bytes and a window
+// of d that is
+//
+//   (n + 2) (b d + 4 d + 64) bytes,
+//
+// and with f16 or bf16, whose partial results are f32 and lie in the spots it sends from, 2 b d
+// more. Whether blocks are combined in the order of arrival or of ranks makes no difference. A
+// record of 80 bytes for each worker comes on top.
+std::size_t instance_bytes(InaPlan const& plan);
+
+// The fields in which the plans of the workers differ, with the workers that have each value:
+// "elements: 10 on workers 0, 1 but 12 on worker 2; ...". Empty if none does.
+std::string plan_differences(std::span<const InaPlan> plans);
+
+}  // namespace sparsecomm
