@@ -5,24 +5,6 @@
 #include <utility>
 
 namespace sparsecomm {
-namespace {
-
-std::string join_workers(std::vector<int> const& workers) {
-  constexpr std::size_t most_named = 16;
-  if (workers.size() > most_named) {
-    return concat("worker ", workers[0], " and ", workers.size() - 1, " others have");
-  }
-  std::string text = workers.size() == 1 ? "worker" : "workers";
-  char const* separator = " ";
-  for (int const worker : workers) {
-    text += concat(separator, worker);
-    separator = ", ";
-  }
-  return text + (workers.size() == 1 ? " has" : " have");
-}
-
-}  // namespace
-
 InaAggregator::InaAggregator(InaPlan const& largest) : most_workers_(largest.workers) {
   require_plan(largest);
   capacity_ = instance_bytes(largest);
@@ -219,8 +201,8 @@ std::optional<InaMessage> InaAggregator::expire(TimePoint now) {
     if (!arrivals_[static_cast<std::size_t>(worker)].arrived) missing.push_back(worker);
   }
   std::string text =
-      concat(join_workers(missing), " not sent round ", round_, " within ",
-             std::chrono::duration<double>(limit_).count(),
+      concat(join_workers(missing), missing.size() == 1 ? " has" : " have", " not sent round ",
+             round_, " within ", std::chrono::duration<double>(limit_).count(),
              " s: stopped, cut off or still busy; see their logs, or allow more time");
   return refuse(RefusalReason::late, std::move(missing), std::move(text));
 }

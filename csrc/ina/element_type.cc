@@ -14,17 +14,17 @@ using Wide = std::conditional_t<std::is_integral_v<Sum> && (sizeof(Sum) < 4), st
 template <class T>
 constexpr std::size_t in_line = line_bytes / sizeof(T);
 
-// partial[i] = f(partial[i], element i of the block), a line at a time.
+// partial[i] = f(partial[i], element i of the block), a line at a time. No block: one of zeros.
 template <class T, class Function>
 void update_lines(std::byte* partial, std::byte const* block, std::size_t bytes, Function f) {
   using Sum = accumulate_t<T>;
-  std::array<T, in_line<T>> elements;
+  std::array<T, in_line<T>> elements{};
   std::array<Sum, in_line<T>> sums;
   for (std::size_t at = 0; at < bytes; at += line_bytes, partial += sizeof(sums)) {
     if (block != nullptr) std::memcpy(elements.data(), block + at, line_bytes);
     std::memcpy(sums.data(), partial, sizeof(sums));
     for (std::size_t i = 0; i < in_line<T>; ++i) {
-      Sum const element = block != nullptr ? static_cast<Sum>(elements[i]) : Sum{0};
+      auto const element = static_cast<Sum>(elements[i]);
       sums[i] = static_cast<Sum>(f(Wide<Sum>{sums[i]}, Wide<Sum>{element}));
     }
     std::memcpy(partial, sums.data(), sizeof(sums));

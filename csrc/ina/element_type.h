@@ -1,6 +1,6 @@
-// What blocks hold, and how blocks of two workers are combined: one line a type.
+// The element types of blocks and how blocks of two workers are combined: one line a type.
 //
-// These are the types that torch reduces; those of base/dtype.h, which gradients have, come first
+// These are the types that torch reduces. The element types of gradients, base/dtype.h, come first
 // and keep their codes.
 #pragma once
 

@@ -12,7 +12,7 @@ namespace {
 
 constexpr std::size_t number_bytes = sizeof(std::uint32_t);
 
-// What follows the header of a refusal: then come the accused, and the text.
+// Follows the header of a refusal; the accused workers and the text follow it.
 struct RefusalRecord {
   std::uint32_t reason;
   std::uint32_t accused;
@@ -264,7 +264,7 @@ UpdateView parse_update(std::span<const std::byte> in, InaPlan const& plan,
   field(h.kind == InaKind::update, "kind", std::uint8_t(h.kind), "2 (update)");
   field(h.worker == 0, "worker", h.worker, "0 in an update");
   Body const body = check_body(h, in, 0, plan, expected);
-  // Whoever votes for a block sends it when its round comes; the first round's nobody voted for.
+  // A worker that votes for a block sends it in its round; nobody votes for the first round.
   std::uint64_t const all = expected.blocks->all_bits();
   field(h.round == 0 || h.bitmap == all, "bitmap", h.bitmap, all,
         ", as all blocks of a later round have been voted for");

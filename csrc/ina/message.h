@@ -103,7 +103,7 @@ inline constexpr std::size_t most_refusal_text = 4096;
 
 std::vector<std::byte> encode_refusal(std::uint32_t operation, Refusal const& refusal);
 
-// What the receiver knows of the next message.
+// The receiver's knowledge of the next message.
 struct InaExpected {
   std::uint32_t operation = 0;
   std::uint32_t round = 0;

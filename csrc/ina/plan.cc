@@ -10,44 +10,34 @@
 namespace sparsecomm {
 namespace {
 
-// More workers than this are counted instead.
-constexpr std::size_t most_named = 16;
-
-std::string named(std::vector<std::size_t> const& workers) {
-  if (workers.size() > most_named) {
-    return concat("worker ", workers[0], " and ", workers.size() - 1, " others");
-  }
-  std::string text = workers.size() == 1 ? "worker" : "workers";
-  char const* separator = " ";
-  for (std::size_t const worker : workers) {
-    text += concat(separator, worker);
-    separator = ", ";
-  }
-  return text;
-}
-
-// Appends what differs in one field, if anything does.
+// Appends the values of one field, if they differ: the first few, so that many workers that all
+// differ take no long text and no time that grows with their square.
 template <class ValueOf>
 void append_differences(std::string& text, std::string_view field, std::span<const InaPlan> plans,
                         ValueOf value_of) {
+  constexpr std::size_t most_values = 4;
   using Value = decltype(value_of(plans[0]));
   std::vector<Value> values;
-  std::vector<std::vector<std::size_t>> workers;
-  for (std::size_t worker = 0; worker < plans.size(); ++worker) {
-    Value const value = value_of(plans[worker]);
+  std::vector<std::vector<int>> workers;
+  std::vector<int> others;
+  for (int worker = 0; worker < static_cast<int>(plans.size()); ++worker) {
+    Value const value = value_of(plans[static_cast<std::size_t>(worker)]);
     auto const found = std::ranges::find(values, value);
-    if (found == values.end()) {
+    if (found != values.end()) {
+      workers[static_cast<std::size_t>(found - values.begin())].push_back(worker);
+    } else if (values.size() < most_values) {
       values.push_back(value);
       workers.push_back({worker});
     } else {
-      workers[static_cast<std::size_t>(found - values.begin())].push_back(worker);
+      others.push_back(worker);
     }
   }
   if (values.size() < 2) return;
   text += concat(text.empty() ? "" : "; ", field, ": ");
   for (std::size_t i = 0; i < values.size(); ++i) {
-    text += concat(i == 0 ? "" : " but ", values[i], " on ", named(workers[i]));
+    text += concat(i == 0 ? "" : " but ", values[i], " on ", join_workers(workers[i]));
   }
+  if (!others.empty()) text += concat(" but others on ", join_workers(others));
 }
 
 }  // namespace
@@ -97,6 +87,20 @@ void require_plan(InaPlan const& plan) {
 std::size_t instance_bytes(InaPlan const& plan) {
   std::size_t const spot = most_message_bytes(plan);
   return plan.workers * spot + 2 * (spot - plan.round_bytes() + plan.sum_bytes());
+}
+
+std::string join_workers(std::span<const int> workers) {
+  constexpr std::size_t most_named = 16;
+  if (workers.size() > most_named) {
+    return concat("workers ", workers[0], " and ", workers.size() - 1, " others");
+  }
+  std::string text = workers.size() == 1 ? "worker" : "workers";
+  char const* separator = " ";
+  for (int const worker : workers) {
+    text += concat(separator, worker);
+    separator = ", ";
+  }
+  return text;
 }
 
 std::string plan_differences(std::span<const InaPlan> plans) {

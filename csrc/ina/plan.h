@@ -1,4 +1,5 @@
-// What all workers of an operation must agree on, and the memory that an aggregator needs for it.
+// The description of an operation, which all its workers must agree on, and the memory that an
+// aggregator needs for it.
 #pragma once
 
 #include <cstddef>
@@ -54,7 +55,7 @@ struct InaPlan {
   // A round's blocks as they travel, b d, and as partial results.
   std::size_t round_bytes() const { return std::size_t{block_bytes} * window; }
   std::size_t sum_bytes() const { return round_bytes() / entry().bytes * entry().sum_bytes; }
-  // What the first round reduces, before anybody has voted.
+  // The blocks of the first round, which begins without votes.
   BlockList first_blocks() const;
 
   bool operator==(InaPlan const&) const = default;
@@ -63,24 +64,27 @@ struct InaPlan {
 inline constexpr std::uint32_t least_block_bytes = 64;
 inline constexpr std::uint32_t most_block_bytes = std::uint32_t{1} << 16;
 
-// What is wrong with the plan, and what would be right; empty if nothing is.
+// Names a field that is out of range, its value and its bounds; empty if all are in range.
 std::string problem(InaPlan const& plan);
 // Throws InvalidArgument with it.
 void require_plan(InaPlan const& plan);
 
-// What an aggregator allocates for a plan: a receive spot for each worker and two spots from which
-// it sends, each a round's blocks and their numbers. With n workers, blocks of b bytes and a window
-// of d that is
+// The memory that an aggregator allocates for a plan: a receive spot for each worker and two spots
+// from which it sends, each with room for a round's blocks and numbers. With n workers, blocks of b
+// bytes and a window of d that is
 //
 //   (n + 2) (b d + 4 d + 64) bytes,
 //
-// and with f16 or bf16, whose partial results are f32 and lie in the spots it sends from, 2 b d
-// more. Whether blocks are combined in the order of arrival or of ranks makes no difference. A
-// record of 80 bytes for each worker comes on top.
+// and 2 b d more with f16 or bf16, as partial results are f32 and lie in the spots for sending. The
+// order in which blocks are combined makes no difference. A record of less than 64 bytes for each
+// worker comes on top.
 std::size_t instance_bytes(InaPlan const& plan);
 
 // The fields in which the plans of the workers differ, with the workers that have each value:
 // "elements: 10 on workers 0, 1 but 12 on worker 2; ...". Empty if none does.
 std::string plan_differences(std::span<const InaPlan> plans);
+
+// "worker 3", "workers 0, 2"; more than 16 are counted.
+std::string join_workers(std::span<const int> workers);
 
 }  // namespace sparsecomm

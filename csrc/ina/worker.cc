@@ -10,7 +10,7 @@
 namespace sparsecomm {
 namespace {
 
-// What is scanned at once: copied to the ring while it is in the second cache.
+// Bytes scanned at once, so that blocks are in the second cache when they are copied to the ring.
 constexpr std::size_t scan_bytes = std::size_t{1} << 17;
 
 bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {

@@ -12,6 +12,7 @@ namespace sparsecomm::test {
 
 inline thread_local bool counting = false;
 inline thread_local std::size_t allocations = 0;
+inline thread_local std::size_t allocated_bytes = 0;
 // Of those counted, the first that fail, and the first after these that succeed again.
 inline thread_local std::size_t first_refused = std::numeric_limits<std::size_t>::max();
 inline thread_local std::size_t last_refused = std::numeric_limits<std::size_t>::max();
@@ -23,6 +24,7 @@ inline thread_local std::size_t last_refused = std::numeric_limits<std::size_t>:
   using namespace sparsecomm::test;
   if (counting) {
     std::size_t const number = allocations++;
+    allocated_bytes += size;
     if (number >= first_refused && number < last_refused) throw std::bad_alloc();
   }
   if (void* const memory = std::malloc(std::max<std::size_t>(size, 1))) return memory;

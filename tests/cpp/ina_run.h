@@ -110,7 +110,7 @@ inline Bytes dense_reduction(InaPlan const& plan, std::vector<Bytes> const& inpu
                             [&]<class T>() { return dense_reduction<T>(plan.reduction, inputs); });
 }
 
-// Which bits they have, but for those of a NaN, of which IEEE 754 leaves most open.
+// Compares bits, except that a NaN equals any other: IEEE 754 leaves open which NaN a sum gives.
 template <class T>
 bool same_elements(std::span<const std::byte> a, std::span<const std::byte> b) {
   if (a.size() != b.size()) return false;
@@ -147,8 +147,8 @@ struct InaRunOptions {
   std::uint32_t operation = 1;
 };
 
-// What may happen next: the message of worker i comes to the aggregator (i < workers), or an update
-// comes to worker i - workers.
+// One operation. Its next event is a choice: i < workers delivers the message of worker i to the
+// aggregator, i >= workers an update to worker i - workers.
 class InaRun {
  public:
   InaRun(InaAggregator& aggregator, std::vector<InaWorker>& workers, InaPlan const& plan,
@@ -160,7 +160,7 @@ class InaRun {
         inputs_(inputs),
         ups_(plan.workers),
         downs_(plan.workers) {
-    // What is not written shows.
+    // Bytes that are not written show.
     outputs_ = options.in_place ? inputs : std::vector(inputs.size(), Bytes(plan.bytes(), junk));
     if (workers.size() < plan.workers) workers.resize(plan.workers);
     aggregator.start(plan, options.operation, now_, limit);
