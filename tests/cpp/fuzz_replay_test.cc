@@ -7,6 +7,7 @@
 #include <string>
 
 #include "../fuzz/frame_fuzz.h"
+#include "../fuzz/ina_fuzz.h"
 #include "../fuzz/text_fuzz.h"
 
 namespace sparsecomm {
@@ -26,6 +27,8 @@ std::size_t replay(std::string const& corpus, void (*run)(std::span<const std::b
 }
 
 TEST(FuzzReplay, EveryFileOfTheFrameCorpus) { EXPECT_GE(replay("frame", fuzz::run), 20u); }
+
+TEST(FuzzReplay, EveryFileOfTheAggregationCorpus) { EXPECT_GE(replay("ina", fuzz::run_ina), 15u); }
 
 TEST(FuzzReplay, EveryFileOfTheTextCorpus) { EXPECT_GE(replay("text", fuzz::run_text), 10u); }
 
