@@ -200,14 +200,15 @@ std::optional<InaMessage> InaAggregator::expire(TimePoint now) {
   for (int worker = 0; worker < plan_.workers; ++worker) {
     if (!arrivals_[static_cast<std::size_t>(worker)].arrived) missing.push_back(worker);
   }
-  std::string text =
+  std::string const text =
       concat(join_workers(missing), missing.size() == 1 ? " has" : " have", " not sent round ",
              round_, " within ", std::chrono::duration<double>(limit_).count(),
              " s: stopped, cut off or still busy; see their logs, or allow more time");
-  return refuse(RefusalReason::late, std::move(missing), std::move(text));
+  return refuse(RefusalReason::late, std::move(missing), text);
 }
 
-InaMessage InaAggregator::refuse(RefusalReason reason, std::vector<int> accused, std::string text) {
+InaMessage InaAggregator::refuse(RefusalReason reason, std::vector<int> accused,
+                                 std::string const& text) {
   state_ = State::failed;
   failure_ = concat("in-network aggregation, operation ", operation_, ": ", text);
   refusal_ = encode_refusal(operation_,

@@ -86,7 +86,7 @@ class InaAggregator {
   void take(int worker, ContributionView const& view);
   void combine(Arrival const& arrival);
   std::optional<InaMessage> finish_round();
-  InaMessage refuse(RefusalReason reason, std::vector<int> accused, std::string text);
+  InaMessage refuse(RefusalReason reason, std::vector<int> accused, std::string const& text);
   std::byte* partial(std::size_t block);
   std::byte* spot();
 
