@@ -18,7 +18,8 @@ class BlockList {
   bool empty() const { return size_ == 0; }
   std::uint32_t operator[](std::size_t i) const { return numbers_[i]; }
   std::uint32_t back() const { return numbers_[size_ - 1]; }
-  std::span<const std::uint32_t> numbers() const { return {numbers_.data(), size_}; }
+  std::span<const std::uint32_t> numbers() const& { return {numbers_.data(), size_}; }
+  std::span<const std::uint32_t> numbers() && = delete;  // would not outlive the list
 
   void clear() { size_ = 0; }
   // At most most_blocks in all.

@@ -223,7 +223,7 @@ TEST(InaMessageTest, EveryFieldIsCheckedAndNamed) {
   // The bits of a later round's update must all be there.
   Bytes message = all[4].message;
   message[offsetof(InaHeader, bitmap)] = std::byte{1};
-  message.resize(message.size() - 64);
+  message.erase(message.end() - 64, message.end());
   repair(message);
   EXPECT_NE(refused(all[4], message).find("bitmap is 1"), std::string::npos);
 }

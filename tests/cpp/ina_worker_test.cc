@@ -28,11 +28,11 @@ class CheckedRun final : public InaRun {
       left_.insert(numbers.begin(), numbers.end());
     }
     union_behind_first_ = left_.size();
-    for (std::uint32_t const number : plan.first_blocks().numbers()) {
+    reducing_ = plan.first_blocks();
+    EXPECT_EQ(aggregator.round_blocks(), reducing_);
+    for (std::uint32_t const number : reducing_.numbers()) {
       union_behind_first_ -= left_.count(number);
     }
-    reducing_ = aggregator.round_blocks();
-    EXPECT_EQ(reducing_, plan.first_blocks());
     for (int worker = 0; worker < plan.workers; ++worker) check_votes(worker);
   }
 
