@@ -10,6 +10,7 @@
 
 #include "collectives/patterns.h"
 #include "compress/error_feedback.h"
+#include "engine/in_turn.h"
 
 namespace sparsecomm {
 namespace {
@@ -45,12 +46,6 @@ class Stopwatch {
   Clock const& clock_;
   TimePoint start_;
 };
-
-double median(std::vector<double>& values) {
-  auto const middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::ranges::nth_element(values, middle);
-  return *middle;
-}
 
 // Deterministic, and unlike anything a branch predictor learns.
 class Noise {
@@ -247,6 +242,7 @@ struct SparseSample {
       indices.push_back(index);
     }
   }
+  std::uint32_t extent() const { return indices.back() + 1; }
 };
 
 // Measures with larger and larger vectors until they are large enough or the time is over; a rate
@@ -270,21 +266,15 @@ class Kernels {
   bool late() const { return watch_.elapsed() >= allowance_; }
   bool over() const { return entries_ > first_entries && late(); }
 
-  // The median of three, or the first where there is no time for more; nothing where it is over.
-  template <class F>
-  std::optional<double> time(std::size_t count, F&& f) {
+  // Nothing where it is over.
+  template <class... F>
+  std::optional<std::array<double, sizeof...(F)>> times(F&&... tasks) {
     if (over()) return std::nullopt;
-    std::vector<double> times;
-    do {
-      double const before = thread_seconds();
-      f();
-      times.push_back((thread_seconds() - before) / static_cast<double>(count));
-    } while (times.size() < 3 && !late());
-    return median(times);
+    return times_in_turn(thread_seconds, [&] { return late(); }, tasks...);
   }
   template <class F>
   void rate(double& measured, std::size_t count, F&& f) {
-    if (auto const seconds = time(count, f)) measured = *seconds;
+    if (auto const seconds = times(f)) measured = (*seconds)[0] / static_cast<double>(count);
   }
 
   void selection() {
@@ -304,23 +294,37 @@ class Kernels {
     rate(rates_.sample, entries_ / sampled_stride(entries_, k, threshold_stride),
          [&] { sampled_threshold<float>(segments, k, threshold_stride, 0, scratch); });
 
+    packing(gradient);
+    if (over()) return;
+    // In a step gradients and residuals go through the cache before a result is written, of which
+    // nothing is left there.
+    SparseSample const result(noise_, entries_ / 32);
+    std::vector<float> destination(result.extent(), 0.0f);
+    auto const pass = [&] {
+      Threshold<float> threshold{std::numeric_limits<float>::max(), 0};
+      kernel.fused_error_feedback({gradient, residual}, threshold, 0, 0, {});
+    };
+    auto const write = [&] { scatter<float>(destination, result.indices, result.values, 2.0f, 0); };
+    if (auto const seconds = times(pass, write)) {
+      rates_.pass = (*seconds)[0] / static_cast<double>(entries_);
+      rates_.scatter = (*seconds)[1] / static_cast<double>(result.indices.size());
+    }
+  }
+
+  void packing(std::span<const float> gradient) {
     std::vector<std::uint32_t> indices(entries_ / 2);
     std::vector<float> values(indices.size());
     PackedSpan<float> const packed{indices, values};
     std::size_t count = 0;
     auto const select = [&](float magnitude) {
       Threshold<float> threshold{magnitude, 0};
-      count = kernel.select(gradient, threshold, 0, entries_ / 2, packed).count;
+      count = kernels<float>().select(gradient, threshold, 0, entries_ / 2, packed).count;
     };
-    auto const reading = time(1, [&] { select(std::numeric_limits<float>::max()); });
-    auto const packing = time(1, [&] { select(passing); });
+    auto const reading = times([&] { select(std::numeric_limits<float>::max()); });
+    auto const packing = times([&] { select(passing); });
     if (reading && packing) {
-      rates_.pack = std::max(0.0, *packing - *reading) / static_cast<double>(count);
+      rates_.pack = std::max(0.0, (*packing)[0] - (*reading)[0]) / static_cast<double>(count);
     }
-    rate(rates_.pass, entries_, [&] {
-      Threshold<float> threshold{std::numeric_limits<float>::max(), 0};
-      kernel.fused_error_feedback({gradient, residual}, threshold, 0, entries_ / 2, packed);
-    });
   }
 
   void sparse() {
@@ -328,7 +332,7 @@ class Kernels {
     std::size_t const nnz = entries_ / 32;
     SparseSample const one(noise_, nnz);
     SparseSample const other(noise_, nnz);
-    auto const extent = std::max(one.indices.back(), other.indices.back()) + std::uint32_t{1};
+    auto const extent = std::max(one.extent(), other.extent());
     std::vector<std::byte> frame(max_sparse_frame_bytes<float>(nnz, extent));
     std::vector<std::uint32_t> indices;
     std::vector<float> values;
@@ -343,9 +347,6 @@ class Kernels {
       sum.add({other.indices, other.values});
       sum.add({indices, values});
     });
-    std::vector<float> destination(extent, 0.0f);
-    rate(rates_.scatter, nnz,
-         [&] { scatter<float>(destination, one.indices, one.values, 2.0f, 0); });
   }
 
   void dense() {

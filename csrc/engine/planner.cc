@@ -122,16 +122,18 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
                        cost.dense_entries * rates.reduce * shape.value_bytes / 4;
   double const result =
       entry.top_k_result ? std::min(k, as_double(shape.union_nnz)) : as_double(shape.union_nnz);
+  double const pass = extent * rates.reduce;
+  // Entries that lie so close that they share cache lines take no longer than all of them in order.
+  auto const writing = [&](double entries) { return std::min(entries * rates.scatter, pass); };
   if (!workload.selects) {
     // From the form that the caller has to the one that travels, and back.
-    double const pass = extent * rates.reduce;
     if (entry.sparse && workload.dense_data) {
       prediction.select = width * extent * rates.pass;
-      prediction.apply = pass + result * rates.scatter;
+      prediction.apply = pass + writing(result);
     } else if (entry.sparse) {
-      prediction.apply = std::min(result * rates.scatter, pass);
+      prediction.apply = writing(result);
     } else if (!workload.dense_data) {
-      prediction.select = pass + k * rates.scatter;
+      prediction.select = pass + writing(k);
       prediction.apply = pass;
     }
     return prediction;
@@ -144,9 +146,10 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   }
   prediction.select +=
       width * (threshold_seconds(workload, rates) + extent * rates.pass + k * rates.pack);
-  prediction.apply = std::min(result * rates.scatter, extent * rates.reduce);
+  // The pass that selects has left zeros where the result is written.
+  prediction.apply = writing(result);
   if (entry.top_k_result && shape.union_nnz > 0) {
-    prediction.apply += k * (1 - result / as_double(shape.union_nnz)) * rates.scatter;
+    prediction.apply += writing(k * (1 - result / as_double(shape.union_nnz)));
   }
   return prediction;
 }

@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <ctime>
+#include <string>
 
+#include "engine/in_turn.h"
 #include "engine/link_model.h"
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
@@ -68,6 +71,34 @@ void expect_measured(Figures const& figures) {
   for (std::size_t i = 0; i < values.size(); ++i) {
     EXPECT_TRUE(values[i] > 0 || (values[i] == 0 && is_difference(Figures::names[i])))
         << Figures::names[i] << " took " << values[i] << " s";
+  }
+}
+
+// A task run twice in a row would find in the cache what it has touched itself.
+TEST(CalibrationTest, TasksThatAreMeasuredTogetherRunInTurn) {
+  for (int const until_late : {0, 1, 2, 100}) {
+    SCOPED_TRACE(until_late);
+    double clock = 0;
+    int rounds = 0;
+    std::string order;
+    auto const times = times_in_turn([&] { return clock; }, [&] { return rounds > until_late; },
+                                     [&] {
+                                       order += 'a';
+                                       constexpr double took[] = {5, 1, 2};
+                                       clock += took[rounds];
+                                     },
+                                     [&] {
+                                       order += 'b';
+                                       constexpr double took[] = {10, 30, 20};
+                                       clock += took[rounds++];
+                                     });
+    int const expected = std::min(until_late + 1, 3);
+    std::string turns;
+    for (int round = 0; round < expected; ++round) turns += "ab";
+    EXPECT_EQ(order, turns);
+    constexpr double medians[][2] = {{5, 10}, {5, 30}, {2, 20}};
+    EXPECT_EQ(times[0], medians[expected - 1][0]);
+    EXPECT_EQ(times[1], medians[expected - 1][1]);
   }
 }
 

@@ -84,6 +84,30 @@ TEST(PredictTest, ABreakdownAddsUpAndCountsTheWholeStep) {
   }
 }
 
+TEST(PredictTest, ResultsAndRejectedEntriesAreWrittenOneByOneWhereAPassOverAllIsNotQuicker) {
+  Workload workload = workload_of(4, 1 << 20, 0.01);
+  auto const k = static_cast<double>(workload.k);
+  auto const extent = static_cast<double>(workload.extent);
+  auto const reached = static_cast<double>(expected_union(workload.extent, workload.k, 4));
+  Figures figures = figures_of(1);
+  auto const apply = [&](std::string_view name, double scatter) {
+    figures.rates.scatter = scatter;
+    return predict(find_algorithm(name), workload, figures).apply;
+  };
+  double const quick = 1e-12;
+  double const rejected = k * (1 - k / reached);
+  EXPECT_DOUBLE_EQ(apply("ssar_split_allgather", quick), reached * quick);
+  EXPECT_DOUBLE_EQ(apply("oktopk", quick), (k + rejected) * quick);
+  double const pass = extent * figures.rates.reduce;
+  EXPECT_DOUBLE_EQ(apply("ssar_split_allgather", 1), pass);
+  EXPECT_DOUBLE_EQ(apply("oktopk", 1), 2 * pass) << "one over the gradient, one over the residual";
+  EXPECT_EQ(apply("oktopk", 0), 0) << "the pass that selects has cleared the gradient";
+  // Nothing selects, so that zeros are written before the entries.
+  workload.selects = false;
+  EXPECT_DOUBLE_EQ(apply("oktopk", quick), pass + k * quick);
+  EXPECT_DOUBLE_EQ(apply("oktopk", 1), 2 * pass);
+}
+
 TEST(PredictTest, DenseWinsOnFastLinksAndAtHighDensitiesSparseOnSlowLinks) {
   auto const best = [](Workload const& workload, Figures const& figures) {
     return *rank_algorithms(workload, figures, is_candidate).front().algorithm;
