@@ -20,7 +20,7 @@ def output(*command: str | Path) -> list[str]:
 
 
 def compiled(build: Path) -> set[Path]:
-    """The sources in csrc, and the batches of those in csrc/torch."""
+    """The sources in csrc, and the batches of those that are compiled so."""
     commands = json.loads((build / "compile_commands.json").read_text())
     sources = [Path(command["file"]).resolve() for command in commands]
     return {source for source in sources if {"csrc", "Unity"} & set(source.parts[:-1])}

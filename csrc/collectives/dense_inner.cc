@@ -53,13 +53,13 @@ class Inner final : public DenseAllreduce<T> {
   V divisor_{1};
 };
 
-constexpr DenseMakers makers =
+constexpr DenseMakers dense_inner_makers =
     MakeDenseOf<Inner>::makers([](std::uint64_t, int) { return std::uint64_t{0}; });
 
 // Gloo's, predicted, since what an engine sends is not counted. At least two segments per share are
 // in flight. An entry is copied and added, but not encoded and decoded, which is half of what the
 // other algorithms do.
-Cost cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost dense_inner_cost(CostShape const& shape, AlgorithmOptions const&) {
   double const steps = 2.0 * (shape.ranks - 1);
   auto const extent = static_cast<double>(shape.extent);
   double const share = extent * shape.value_bytes / shape.ranks;
@@ -76,8 +76,8 @@ AlgorithmEntry const dense_inner = {
     .description = "every element, by the transport's own allreduce: gloo's, over c10d",
     .words = "2N(P-1)/P",
     .source = "Patarasuk and Yuan 2009",
-    .cost = cost,
-    .dense = &makers,
+    .cost = dense_inner_cost,
+    .dense = &dense_inner_makers,
     .needs = Needs::native_allreduce,
 };
 

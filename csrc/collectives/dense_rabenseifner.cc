@@ -134,14 +134,14 @@ class Rabenseifner final : public DenseAllreduce<T> {
   Frames frames_;
 };
 
-constexpr DenseMakers makers =
+constexpr DenseMakers dense_rabenseifner_makers =
     MakeDenseOf<Rabenseifner>::makers([](std::uint64_t extent, int ranks) {
       Fold const fold{ranks};
       return fold.cube == fold.size ? (extent + 1) / 2 : extent;
     });
 
 // A rank that works for two receives a whole vector more.
-Cost cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost dense_rabenseifner_cost(CostShape const& shape, AlgorithmOptions const&) {
   Fold const fold{shape.ranks};
   double const halvings = std::bit_width(static_cast<unsigned>(fold.cube)) - 1;
   double const folded = fold.cube == fold.size ? 0 : 1;
@@ -165,8 +165,8 @@ AlgorithmEntry const dense_rabenseifner = {
     .description = "every element, recursive halving then doubling",
     .words = "2N(P-1)/P",
     .source = "Rabenseifner 2004",
-    .cost = cost,
-    .dense = &makers,
+    .cost = dense_rabenseifner_cost,
+    .dense = &dense_rabenseifner_makers,
 };
 
 }  // namespace sparsecomm

@@ -81,10 +81,10 @@ class Ring final : public DenseAllreduce<T> {
   Frames frames_;
 };
 
-constexpr DenseMakers makers = MakeDenseOf<Ring>::makers(
+constexpr DenseMakers dense_ring_makers = MakeDenseOf<Ring>::makers(
     [](std::uint64_t extent, int ranks) { return (extent + ranks - 1) / ranks; });
 
-Cost cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost dense_ring_cost(CostShape const& shape, AlgorithmOptions const&) {
   double const steps = 2.0 * (shape.ranks - 1);
   double const region = std::ceil(static_cast<double>(shape.extent) / shape.ranks);
   return {.rounds = steps,
@@ -101,8 +101,8 @@ AlgorithmEntry const dense_ring = {
     .description = "every element, reduce-scatter and allgather around a ring",
     .words = "2N(P-1)/P",
     .source = "Patarasuk and Yuan 2009",
-    .cost = cost,
-    .dense = &makers,
+    .cost = dense_ring_cost,
+    .dense = &dense_ring_makers,
 };
 
 }  // namespace sparsecomm

@@ -76,7 +76,7 @@ class DsarSplitAllgather final : public SparseAllreduce<V> {
   std::vector<std::uint32_t> rejected_indices_;
 };
 
-Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost dsar_split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   std::uint64_t const ranks = shape.ranks;
   std::uint64_t const region = (shape.extent + ranks - 1) / ranks;
@@ -100,7 +100,7 @@ AlgorithmEntry const dsar_split_allgather = {
     .words = "(2k + N)(P-1)/P",
     .source = "SparCML sections 5.3.3 and 6",
     .sparse = true,
-    .cost = cost,
+    .cost = dsar_split_allgather_cost,
     .make = MakeSparseOf<DsarSplitAllgather>::all,
 };
 

@@ -102,7 +102,7 @@ class GTopK final : public SparseAllreduce<V> {
 };
 
 // The root receives a selection in each round up; the result then crosses as many links down.
-Cost cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost gtopk_cost(CostShape const& shape, AlgorithmOptions const&) {
   double const rounds = bruck_rounds(shape.ranks);
   auto const k = static_cast<double>(shape.k);
   double const frame = header_bytes + k * shape.pair_bytes();
@@ -122,7 +122,7 @@ AlgorithmEntry const gtopk = {
     .source = "Shi et al. 2019, Ok-Topk Table 1",
     .sparse = true,
     .top_k_result = true,
-    .cost = cost,
+    .cost = gtopk_cost,
     .make = MakeSparseOf<GTopK>::floating,
 };
 

@@ -415,7 +415,7 @@ void OkTopk<V>::gather(Channel& channel, SparseProblem const& problem) {
 // Pairs received: in split and reduce (2 - 3/P) k at most, or k(1 + 1/6) + 2P where regions are
 // new; k in balance and allgather together, since a rank that is given an even share does not
 // receive it again. A prediction is an average over the steps, of even shares.
-Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost oktopk_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {};
   double const ranks = shape.ranks;
   double const peers = ranks - 1;
@@ -459,7 +459,7 @@ AlgorithmEntry const oktopk = {
     .source = "Ok-Topk Algorithm 1",
     .sparse = true,
     .top_k_result = true,
-    .cost = cost,
+    .cost = oktopk_cost,
     .make = MakeSparseOf<OkTopk>::floating,
     .rounds = true,
 };

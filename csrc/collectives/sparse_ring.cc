@@ -94,7 +94,7 @@ class SparseRing final : public SparseAllreduce<V> {
   std::vector<FrameView> frames_;
 };
 
-Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost sparse_ring_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   double const peers = shape.ranks - 1;
   auto const k = static_cast<double>(shape.k);
@@ -126,7 +126,7 @@ AlgorithmEntry const sparse_ring = {
     .words = "4k(P-1)/P to 3k(P-1)",
     .source = "SparCML section 8.1",
     .sparse = true,
-    .cost = cost,
+    .cost = sparse_ring_cost,
     .make = MakeSparseOf<SparseRing>::all,
 };
 

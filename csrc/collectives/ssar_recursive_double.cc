@@ -88,7 +88,7 @@ class SsarRecursiveDouble final : public SparseAllreduce<V> {
 
 // Of rank 0, which folds where any does, or of the rank that it folds, which gets the whole result
 // at once.
-Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost ssar_recursive_double_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   int const core = core_ranks(shape.ranks);
   bool const folds = core < shape.ranks;
@@ -128,7 +128,7 @@ AlgorithmEntry const ssar_recursive_double = {
     .words = "2k log P to 2k(P-1)",
     .source = "SparCML section 5.3.1",
     .sparse = true,
-    .cost = cost,
+    .cost = ssar_recursive_double_cost,
     .make = MakeSparseOf<SsarRecursiveDouble>::all,
 };
 

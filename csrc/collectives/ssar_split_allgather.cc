@@ -37,7 +37,7 @@ class SsarSplitAllgather final : public SparseAllreduce<V> {
   std::vector<Region> regions_;
 };
 
-Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost ssar_split_allgather_cost(CostShape const& shape, AlgorithmOptions const& options) {
   return split_allgather_cost(shape, options, joined_entries(shape, options, shape.ranks, 1));
 }
 
@@ -49,7 +49,7 @@ AlgorithmEntry const ssar_split_allgather = {
     .words = "4k(P-1)/P to 2kP",
     .source = "SparCML section 5.3.2",
     .sparse = true,
-    .cost = cost,
+    .cost = ssar_split_allgather_cost,
     .make = MakeSparseOf<SsarSplitAllgather>::all,
 };
 

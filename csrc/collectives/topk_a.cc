@@ -68,7 +68,7 @@ class TopkA final : public SparseAllreduce<V> {
 };
 
 // Counted where all contributions have k entries.
-Cost cost(CostShape const& shape, AlgorithmOptions const&) {
+Cost topk_a_cost(CostShape const& shape, AlgorithmOptions const&) {
   auto const k = static_cast<double>(shape.k);
   double const payload =
       std::min(k * shape.pair_bytes(), static_cast<double>(shape.extent) * shape.value_bytes);
@@ -88,7 +88,7 @@ AlgorithmEntry const topk_a = {
     .words = "2k(P-1)",
     .source = "Ok-Topk Table 1",
     .sparse = true,
-    .cost = cost,
+    .cost = topk_a_cost,
     .make = MakeSparseOf<TopkA>::all,
     .rounds = true,
 };
@@ -99,7 +99,7 @@ AlgorithmEntry const gaussian_k = {
     .words = "2k(P-1)",
     .source = "Shi et al. 2019, Ok-Topk Table 1",
     .sparse = true,
-    .cost = cost,
+    .cost = topk_a_cost,
     .make = MakeSparseOf<TopkA>::floating,
     .selection = ThresholdSource::gaussian,
     .rounds = true,

@@ -62,7 +62,7 @@ class TopkDsa final : public SparseAllreduce<V> {
   std::vector<Region> regions_;
 };
 
-Cost cost(CostShape const& shape, AlgorithmOptions const& options) {
+Cost topk_dsa_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1) return {.exact = true};
   return split_allgather_cost(shape, options, shape.merged(shape.ranks)) +
          census_cost(shape.ranks, sizeof(std::uint64_t));
@@ -76,7 +76,7 @@ AlgorithmEntry const topk_dsa = {
     .words = "4k(P-1)/P to (2k + N)(P-1)/P",
     .source = "Ok-Topk Table 1",
     .sparse = true,
-    .cost = cost,
+    .cost = topk_dsa_cost,
     .make = MakeSparseOf<TopkDsa>::all,
 };
 

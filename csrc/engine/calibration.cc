@@ -37,9 +37,9 @@ constexpr int most_repeats = 16;
 constexpr int most_at_once = 8;
 
 // Seconds since it was made.
-class Stopwatch {
+class Timer {
  public:
-  explicit Stopwatch(Clock const& clock) : clock_(clock), start_(clock.now()) {}
+  explicit Timer(Clock const& clock) : clock_(clock), start_(clock.now()) {}
   double elapsed() const { return std::chrono::duration<double>(clock_.now() - start_).count(); }
 
  private:
@@ -114,11 +114,11 @@ class Exchanges {
     std::vector<double> several;
     for (int repeat = 0; repeat < most_repeats; ++repeat) {
       Probe const group = prepare(nearest.size(), small_bytes);
-      Stopwatch const first(clock_);
+      Timer const first(clock_);
       exchange(nearest, group);
       double const took_several = first.elapsed();
       Probe const single = prepare(1, small_bytes);
-      Stopwatch const second(clock_);
+      Timer const second(clock_);
       for (int const distance : distances_) exchange({&distance, 1}, single);
       auto const most = agreed_most<3>({took_several, second.elapsed(), elapsed()});
       if (repeat == 0) continue;  // it connected
@@ -144,7 +144,7 @@ class Exchanges {
       double total = 0;
       for (int repeat = 0; repeat < 3; ++repeat) {
         Probe const probe = prepare(1, each);
-        Stopwatch const watch(clock_);
+        Timer const watch(clock_);
         for (int const distance : distances_) exchange({&distance, 1}, probe);
         auto const most = agreed_most<2>({watch.elapsed(), elapsed()});
         least = std::min(least, most[0]);
@@ -219,7 +219,7 @@ class Exchanges {
 
   Channel& channel_;
   Clock const& clock_;
-  Stopwatch total_;
+  Timer total_;
   std::vector<int> distances_;
   CalibrationBuffers& buffers_;
 };
@@ -366,7 +366,7 @@ class Kernels {
     kernels<float>().all_finite(sum);  // so that the sums are of use
   }
 
-  Stopwatch watch_;
+  Timer watch_;
   double allowance_;
   std::size_t entries_ = 0;
   Noise noise_;

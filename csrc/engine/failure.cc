@@ -16,7 +16,7 @@ namespace {
 // Reports count messages for each peer up to that many ranks.
 constexpr int max_counted_ranks = 64;
 // Between two looks at the board.
-constexpr Duration shortest_pause = std::chrono::milliseconds(1);
+constexpr Duration first_pause = std::chrono::milliseconds(1);
 constexpr Duration longest_pause = std::chrono::milliseconds(32);
 constexpr char const* alarm_text = "another rank has reported a failure";
 
@@ -173,7 +173,7 @@ bool Communicator::conclude_failure(std::exception_ptr error, bool committing,
   Deadline const grace(clock_, alone ? Duration::zero() : options_.failure_grace);
   Deadline const patience(steady_clock(), alone ? Duration::zero() : board.patience());
   Verdict verdict;
-  for (Duration pause = shortest_pause;; pause = std::min(2 * pause, longest_pause)) {
+  for (Duration pause = first_pause;; pause = std::min(2 * pause, longest_pause)) {
     auto decided = board.decision();
     if (!decided) {
       auto reports = board.failures();

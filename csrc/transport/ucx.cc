@@ -35,7 +35,7 @@ constexpr Duration crowded_spin = std::chrono::microseconds(10);
 constexpr Duration connect_allowance = std::chrono::seconds(10);
 constexpr Duration connect_allowance_per_rank = std::chrono::milliseconds(50);
 constexpr std::uint64_t longest_introduction = 1 << 20;
-constexpr char const* aborted_here = "this rank's transport was aborted";
+constexpr char const* ucx_aborted = "this rank's transport was aborted";
 
 // UCX matches the whole of it: who sent the message, and which one it is.
 ucp_tag_t tag_of(int sender, Tag tag) {
@@ -224,7 +224,7 @@ class UcxTransport final : public Transport {
   };
 
   void begin(int peer) {
-    if (aborted_) throw Interrupted(aborted_here, {peer});
+    if (aborted_) throw Interrupted(ucx_aborted, {peer});
   }
 
   // Before the first message to or from a peer that is no partner: it has to know that this rank
@@ -337,7 +337,7 @@ class UcxTransport final : public Transport {
     TimePoint idle_since{};
     bool idle = false;
     for (unsigned polls = 1; !slot.done; ++polls) {
-      if (aborted_) throw Interrupted(aborted_here, {slot.peer});
+      if (aborted_) throw Interrupted(ucx_aborted, {slot.peer});
       if (link_.progress()) {
         idle = false;
         if (polls % 1024 != 0) continue;

@@ -9,7 +9,7 @@ namespace sparsecomm {
 namespace {
 
 // For closing, where nobody says how long it may take.
-constexpr Duration farewell = std::chrono::seconds(1);
+constexpr Duration link_farewell = std::chrono::seconds(1);
 // Files that UCX and what runs beside it open, apart from one for each connection.
 constexpr std::size_t spare_files = 64;
 
@@ -57,7 +57,7 @@ UcxLink::UcxLink(int rank, int size, UcxOptions const& options)
 }
 
 UcxLink::~UcxLink() {
-  if (std::ranges::any_of(peers_, &Peer::endpoint)) close(farewell);
+  if (std::ranges::any_of(peers_, &Peer::endpoint)) close(link_farewell);
 }
 
 std::vector<int> UcxLink::partners_of(int rank, int size) {
