@@ -211,8 +211,7 @@ void GradientExchange<T>::require_possible(Communicator const& communicator) con
 template <class T>
 void GradientExchange<T>::reconnect(Communicator& communicator) {
   communicator_ = &communicator;
-  // Those there are were made with the former communicator's services.
-  sparse_.reset();
+  sparse_.reset();  // made with the former communicator's services
   dense_.reset();
   if (warmup_) make_warmup();
   if (!planned_) use(*algorithm_);
