@@ -39,7 +39,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 FILES = {"full": RESULTS / "lab-grid.json", "goals": RESULTS / "lab-allreduce.json"}
 ALGORITHMS = tuple(name for name in algorithm_names() if name != GLOO_DENSE)
 # Gloo's allreduce is in every run.
-EVERY = tuple(row["name"] for row in _C.algorithms() if row["needs"] == "nothing")
+NEEDING = {row["name"] for row in _C.algorithms() if row["needs"] != "nothing"}
+EVERY = tuple(name for name in ALGORITHMS if name not in NEEDING)
 VGG16_NUMEL = 14_728_266
 # The grid, the quick ones first.
 HOSTS = (2, 4, 8)
