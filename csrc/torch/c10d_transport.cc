@@ -1,9 +1,14 @@
 #include "c10d_transport.h"
 
+#include <unistd.h>
+
 #include <algorithm>
+#include <chrono>
+#include <condition_variable>
 #include <limits>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <utility>
 #include <vector>
@@ -51,6 +56,9 @@ constexpr char const* aborted_here = "this rank's transport was aborted";
 // chooses the set. How many there are it does not say; no machine has more.
 constexpr int most_interfaces = 64;
 
+// As good as endless, to gloo.
+constexpr std::chrono::milliseconds endless = std::chrono::hours(24 * 365);
+
 // At least one, since zero would mean "no timeout" to some engines.
 std::chrono::milliseconds time_left(Deadline const& deadline) {
   return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining()),
@@ -67,7 +75,19 @@ class C10dTransport final : public Transport, private NativeAllreduce {
         group_(std::move(group)),
         guards_(std::move(guards)) {}
 
-  ~C10dTransport() override { slots_.clear(); }
+  ~C10dTransport() override {
+    if (process_ == ::getpid()) {
+      {
+        std::lock_guard const lock(mutex_);
+        stopped_ = true;
+      }
+      expiry_changed_.notify_all();
+      timer_.join();
+    } else {
+      timer_.detach();  // a fork has not copied it
+    }
+    slots_.clear();
+  }
 
   std::string_view name() const override { return name_; }
 
@@ -77,9 +97,7 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     bool complete = false;
     std::string reason;
     try {
-      if (start_waiting(slot.work)) {
-        complete = slot.work->wait(time_left(deadline));
-      }
+      if (start_waiting(slot.work, deadline)) complete = slot.work->wait(endless);
     } catch (std::exception const& error) {
       reason = error.what();
     }
@@ -246,10 +264,33 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     return aborted_;
   }
   // False when it is too late to wait.
-  bool start_waiting(c10::intrusive_ptr<c10d::Work> work) {
+  bool start_waiting(c10::intrusive_ptr<c10d::Work> work, Deadline const& deadline) {
     std::lock_guard const lock(mutex_);
     waiting_ = std::move(work);
+    expiry_ = steady_clock().now() + deadline.remaining();
+    if (expiry_ < looks_at_) expiry_changed_.notify_all();
     return !aborted_;
+  }
+  // Ends waits whose deadline has passed. Were gloo told of it, it would close all connections of
+  // this rank, and others would name this rank before its report says whom it has waited for. Wakes
+  // up once in a deadline, not in every wait.
+  void end_late_waits() {
+    std::unique_lock lock(mutex_);
+    while (!stopped_) {
+      if (waiting_ && steady_clock().now() >= expiry_) {
+        auto const late = std::exchange(waiting_, {});
+        lock.unlock();
+        late->abort();
+        lock.lock();
+        continue;
+      }
+      looks_at_ = waiting_ ? expiry_ : TimePoint::max();
+      if (looks_at_ == TimePoint::max()) {
+        expiry_changed_.wait(lock);
+      } else {
+        expiry_changed_.wait_until(lock, looks_at_);
+      }
+    }
   }
   bool start_reducing() {
     std::lock_guard const lock(mutex_);
@@ -269,10 +310,16 @@ class C10dTransport final : public Transport, private NativeAllreduce {
   std::vector<ForkGuard> guards_;  // destroyed before what they guard
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
+  pid_t process_ = ::getpid();
   std::mutex mutex_;  // guards what follows
   bool aborted_ = false;
+  bool stopped_ = false;
   c10::intrusive_ptr<c10d::Work> waiting_;
-  c10::intrusive_ptr<c10d::Backend> reducing_;  // while it does
+  TimePoint expiry_{};                     // of that wait
+  TimePoint looks_at_ = TimePoint::max();  // when the timer wakes up
+  std::condition_variable expiry_changed_;
+  c10::intrusive_ptr<c10d::Backend> reducing_;       // while it does
+  std::thread timer_{[this] { end_late_waits(); }};  // last, so that it starts when all is ready
 };
 
 }  // namespace
