@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup build tools cuda train reproduce test test-all test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
-  scale sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
+  scale aggregator sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -110,6 +110,10 @@ bench: build ## measure the collectives on this machine
 lab: build ## measure over rate-limited links between network namespaces, as root (ARGS="--grid goals" for minutes)
 	python benchmarks/lab.py $(ARGS)
 
+aggregator: setup ## compile the program of in-network aggregation, build/python/sparsecomm-aggregator
+	$(CONFIGURE)
+	cmake --build $(BUILD) --parallel $(JOBS) --target sparsecomm_aggregator
+
 scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=full: also 1,024
 	python benchmarks/scale/scale.py $(ARGS)
 
@@ -177,8 +181,9 @@ site: tools ## build the documentation site into build/site, without a warning (
 
 # Those of the decoders, which read what the network brings, and of the quicker loops over vectors;
 # and those of what threads share.
-SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test sparse_test block_scan_test fused_test
-SANITIZED_THREAD := failure_test ucx_test parallel_test
+SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test sparse_test block_scan_test fused_test \
+  ina_client_test ina_host_test message_stream_test aggregator_server_test
+SANITIZED_THREAD := failure_test ucx_test parallel_test ina_client_test
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS $(STRICT)
@@ -244,5 +249,5 @@ fuzz: setup ## fuzz each parser for FUZZ_SECONDS; needs clang++
 	done
 
 clean: ## remove what was built; the virtual environment and runs/ stay
-	rm -rf build dist *.egg-info sparsecomm/*.so $(VENV)/.extension
+	rm -rf build dist *.egg-info sparsecomm/*.so sparsecomm/sparsecomm-aggregator $(VENV)/.extension
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -69,8 +69,7 @@ std::optional<InaMessage> InaAggregator::receive(int worker, std::span<const std
   // Step 1.
   ContributionView view;
   try {
-    require<MalformedFrame>(!arrivals_[static_cast<std::size_t>(worker)].arrived,
-                            "aggregation message: a second one in round ", round_,
+    require<MalformedFrame>(!arrived(worker), "aggregation message: a second one in round ", round_,
                             ", must be one, answered by the update");
     view = parse_contribution(message, plan_, worker,
                               {.operation = operation_, .round = round_, .blocks = &round_blocks_});
@@ -79,6 +78,18 @@ std::optional<InaMessage> InaAggregator::receive(int worker, std::span<const std
                   concat("what worker ", worker, " sends is not valid: ", error.what()));
   }
   take(worker, view);
+  return --missing_ == 0 ? finish_round() : std::nullopt;
+}
+
+std::optional<InaMessage> InaAggregator::receive_plan(int worker, InaPlan const& plan,
+                                                      TimePoint now) {
+  require(running() && round_ == 0 && !arrived(worker), "in-network aggregation: a plan of worker ",
+          worker, " in round ", round_, ", must be its first message");
+  if (auto refusal = expire(now)) return refusal;
+  auto const index = static_cast<std::size_t>(worker);
+  arrivals_[index].arrived = true;
+  plans_[index] = plan;
+  plans_differ_ = plans_differ_ || plan != plan_;
   return --missing_ == 0 ? finish_round() : std::nullopt;
 }
 
@@ -188,10 +199,11 @@ std::optional<InaMessage> InaAggregator::finish_round() {
   return update;
 }
 
-std::optional<InaMessage> InaAggregator::lose(int worker) {
+std::optional<InaMessage> InaAggregator::lose(int worker, std::string const& why) {
   if (!running()) return std::nullopt;
-  return refuse(RefusalReason::lost, {worker},
-                concat("the connection to worker ", worker, " is gone"));
+  return refuse(
+      RefusalReason::lost, {worker},
+      concat("the connection to worker ", worker, " is gone", why.empty() ? "" : ": ", why));
 }
 
 std::optional<InaMessage> InaAggregator::expire(TimePoint now) {

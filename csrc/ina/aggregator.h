@@ -56,8 +56,14 @@ class InaAggregator {
   // Throws MalformedFrame if no operation is under way: `worker` is not to send yet, or no more.
   std::optional<InaMessage> receive(int worker, std::span<const std::byte> message, TimePoint now);
 
+  // A worker has another plan, and its message is not wanted; otherwise as receive().
+  std::optional<InaMessage> receive_plan(int worker, InaPlan const& plan, TimePoint now);
+
+  // The worker's message of this round has come, and it is not to send another.
+  bool arrived(int worker) const { return arrivals_[static_cast<std::size_t>(worker)].arrived; }
+
   // The connection to the worker is gone. Returns what is to be sent to the others, if anything.
-  std::optional<InaMessage> lose(int worker);
+  std::optional<InaMessage> lose(int worker, std::string const& why = {});
 
   // After the deadline, a refusal that accuses the workers that are missing.
   std::optional<InaMessage> expire(TimePoint now);

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "ina/admission.h"
 #include "wire/checksum.h"
 
 namespace sparsecomm {
@@ -209,6 +210,8 @@ void Refusal::raise() const {
       throw PeerLost(text, accused);
     case RefusalReason::late:
       throw Timeout(text, accused);
+    case RefusalReason::not_admitted:
+      throw NotAdmitted(text);
   }
   throw MalformedFrame(text);
 }
@@ -225,11 +228,16 @@ InaHeader parse_ina_header(std::span<const std::byte> in) {
   return h;
 }
 
-InaPlan parse_opening(std::span<const std::byte> in) {
+InaPlan peek_plan(std::span<const std::byte> in) {
   InaHeader const h = parse_ina_header(in);
   field(h.kind == InaKind::contribution, "kind", std::uint8_t(h.kind), "1 (contribution)");
   field(h.round == 0, "round", h.round, "0: the operation is not known here");
-  InaPlan const plan = parse_plan(in.subspan(sizeof(h)));
+  return parse_plan(in.subspan(sizeof(h)));
+}
+
+InaPlan parse_opening(std::span<const std::byte> in) {
+  InaHeader const h = parse_ina_header(in);
+  InaPlan const plan = peek_plan(in);
   BlockList const blocks = plan.first_blocks();
   check_body(h, in, sizeof(InaPlanRecord), plan, {h.operation, 0, &blocks});
   field(h.worker < plan.workers, "worker", h.worker, "less than the plan's workers ", plan.workers);
@@ -287,12 +295,14 @@ Refusal parse_refusal(std::span<const std::byte> in, std::uint32_t operation, in
         sizeof(RefusalRecord), " in a refusal");
   auto const record = load<RefusalRecord>(body.data());
   field(record.reason >= std::uint32_t(RefusalReason::mismatch) &&
-            record.reason <= std::uint32_t(RefusalReason::late),
-        "reason", record.reason, "1 to 4");
+            record.reason <= std::uint32_t(RefusalReason::not_admitted),
+        "reason", record.reason, "1 to 5");
   field(record.accused <= static_cast<std::uint32_t>(workers), "accused", record.accused,
         "at most the ", workers, " workers");
-  field(record.accused > 0 || record.reason <= std::uint32_t(RefusalReason::invalid), "accused",
-        record.accused, "at least 1 where workers are lost or late");
+  bool const accuses = record.reason == std::uint32_t(RefusalReason::lost) ||
+                       record.reason == std::uint32_t(RefusalReason::late);
+  field(record.accused > 0 || !accuses, "accused", record.accused,
+        "at least 1 where workers are lost or late");
   field(record.text_bytes <= most_refusal_text, "text_bytes", record.text_bytes, "at most ",
         most_refusal_text);
   field(record.reserved == 0, "refusal's reserved", record.reserved, "0");

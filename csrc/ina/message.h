@@ -88,15 +88,21 @@ InaMessage encode_contribution(InaHeader header, InaPlan const& plan, BlockList 
 InaMessage encode_update(InaHeader header, BlockList const& next, std::span<const std::byte> blocks,
                          std::span<std::byte> head);
 
-enum class RefusalReason : std::uint32_t { mismatch = 1, invalid = 2, lost = 3, late = 4 };
+enum class RefusalReason : std::uint32_t {
+  mismatch = 1,
+  invalid = 2,
+  lost = 3,
+  late = 4,
+  not_admitted = 5,
+};
 
 struct Refusal {
   RefusalReason reason;
-  std::vector<int> accused;  // workers, increasing; may be empty if none is lost or late
+  std::vector<int> accused;  // workers, increasing; empty only if none is lost or late
   std::string text;          // cut to most_refusal_text
 
-  // As the exception that it is on a worker: Mismatch, PeerInvalid, PeerLost or Timeout, and
-  // MalformedFrame where what is invalid cannot be held against anybody.
+  // As the exception that it is on a worker: Mismatch, PeerInvalid, PeerLost, Timeout or
+  // NotAdmitted, and MalformedFrame where what is invalid cannot be held against anybody.
   [[noreturn]] void raise() const;
 };
 inline constexpr std::size_t most_refusal_text = 4096;
@@ -134,8 +140,11 @@ Refusal parse_refusal(std::span<const std::byte> in, std::uint32_t operation, in
 
 // The kind and the operation of a message, and its sender's plan if it is of round 0, for who must
 // find the machine that it is for. They too throw MalformedFrame; parse_opening() also for other
-// messages than contributions of round 0.
+// messages than contributions of round 0. peek_plan() does with the first opening_bytes of one, of
+// which it cannot tell whether they are what was sent: the checksum is over all of it.
+inline constexpr std::size_t opening_bytes = sizeof(InaHeader) + sizeof(InaPlanRecord);
 InaHeader parse_ina_header(std::span<const std::byte> in);
+InaPlan peek_plan(std::span<const std::byte> in);
 InaPlan parse_opening(std::span<const std::byte> in);
 
 }  // namespace sparsecomm

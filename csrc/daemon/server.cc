@@ -1,0 +1,227 @@
+#include "daemon/server.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+#include <utility>
+
+namespace sparsecomm {
+namespace {
+
+// Numbers of events beside those of connections.
+constexpr std::uint64_t of_listener = ~std::uint64_t{0};
+constexpr std::uint64_t of_stop = of_listener - 1;
+
+// Messages of one connection, before the others have their turn.
+constexpr int most_at_once = 16;
+
+// How often deadlines are looked at, while there are any.
+constexpr std::chrono::milliseconds tick{100};
+
+std::string system_text() { return std::system_category().message(errno); }
+
+bool control(FileDescriptor const& events, int operation, int file, std::uint32_t wanted,
+             std::uint64_t number) {
+  epoll_event event{.events = wanted, .data = {.u64 = number}};
+  return ::epoll_ctl(events.get(), operation, file, &event) == 0;
+}
+
+}  // namespace
+
+AggregatorServer::Connection::Connection(AggregatorServer& its_server, int its_number,
+                                         FileDescriptor accepted, TimePoint now)
+    : server(its_server),
+      number(its_number),
+      socket(std::move(accepted)),
+      peer(peer_address(socket)),
+      since(now),
+      stream(socket.get()) {}
+
+MessageSink::Place AggregatorServer::Connection::place(std::uint32_t instance, std::size_t bytes,
+                                                       std::span<const std::byte> begin) {
+  auto place = server.host_.place(number, instance, bytes, begin, server.now_);
+  return {place.bytes, std::move(place.memory)};
+}
+
+void AggregatorServer::Connection::take(std::uint32_t instance,
+                                        std::span<const std::byte> message) {
+  server.host_.receive(number, instance, message, server.now_);
+}
+
+AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
+    : options_(options),
+      log_(std::move(log)),
+      listener_(listen_at(options.listen)),
+      events_(::epoll_create1(EPOLL_CLOEXEC)),
+      stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      address_(local_address(listener_)),
+      host_(options.memory, options.limit, *this),
+      now_(steady_clock().now()) {
+  require<Error>(events_.open() && stop_.open(), "epoll or eventfd: ", system_text());
+  require<Error>(control(events_, EPOLL_CTL_ADD, stop_.get(), EPOLLIN, of_stop),
+                 "epoll_ctl: ", system_text());
+  watch_listener(true);
+}
+
+void AggregatorServer::watch_listener(bool on) {
+  if (on == accepting_) return;
+  require<Error>(
+      control(events_, on ? EPOLL_CTL_ADD : EPOLL_CTL_DEL, listener_.get(), EPOLLIN, of_listener),
+      "epoll_ctl: ", system_text());
+  accepting_ = on;
+}
+
+void AggregatorServer::stop() noexcept {
+  std::uint64_t const one = 1;
+  [[maybe_unused]] ssize_t const written = ::write(stop_.get(), &one, sizeof(one));
+}
+
+void AggregatorServer::run() {
+  std::array<epoll_event, 64> found;
+  std::vector<std::size_t> ready;  // connections
+  bool busy = false;
+  for (;;) {
+    // Who has more messages than its turn took is served again without a wait.
+    bool const timed = busy || strangers_ > 0;
+    int const timeout = !ready.empty() ? 0 : timed ? int(tick.count()) : -1;
+    int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
+    require<Error>(count >= 0 || errno == EINTR, "epoll_wait: ", system_text());
+    now_ = steady_clock().now();
+    for (int i = 0; i < count; ++i) {
+      auto const& event = found[static_cast<std::size_t>(i)];
+      if (event.data.u64 == of_stop) return;
+      if (event.data.u64 == of_listener) {
+        accept_all();
+        continue;
+      }
+      auto const& connection = connections_[event.data.u64];
+      if (!connection) continue;
+      if ((event.events & EPOLLOUT) != 0) connection->stream.flush();
+      if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0 && !connection->readable) {
+        connection->readable = true;
+        ready.push_back(event.data.u64);
+      }
+    }
+    for (std::size_t const number : ready) serve(*connections_[number]);
+    busy = host_.expire(now_);
+    close_silent(now_);
+    close_ended();
+    std::erase_if(ready, [this](std::size_t number) {
+      return !connections_[number] || !connections_[number]->readable;
+    });
+  }
+}
+
+void AggregatorServer::accept_all() {
+  while (open_ < options_.connections) {
+    FileDescriptor socket;
+    try {
+      socket = accept_from(listener_);
+    } catch (Error const& error) {
+      log_(concat(error.what(), "; connections wait until another one ends"));
+      watch_listener(open_ == 0);
+      return;
+    }
+    if (!socket.open()) return;
+    auto const place = std::ranges::find_if(connections_, [](auto const& taken) { return !taken; });
+    auto const number = static_cast<std::size_t>(place - connections_.begin());
+    if (place == connections_.end()) connections_.emplace_back();
+    require<Error>(control(events_, EPOLL_CTL_ADD, socket.get(),
+                           EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, number),
+                   "epoll_ctl: ", system_text());
+    connections_[number] =
+        std::make_unique<Connection>(*this, static_cast<int>(number), std::move(socket), now_);
+    ++open_;
+    ++strangers_;
+  }
+  log_(concat("all ", options_.connections, " connections are taken; others wait"));
+  watch_listener(false);
+}
+
+void AggregatorServer::serve(Connection& connection) {
+  if (!connection.end.empty()) return;
+  if (!connection.joined) greet(connection);
+  if (!connection.joined) return;
+  for (int i = 0; i < most_at_once; ++i) {
+    if (connection.stream.receive(connection)) continue;
+    connection.readable = false;
+    return;
+  }
+}
+
+void AggregatorServer::greet(Connection& connection) {
+  auto const left = std::span(connection.greeting).subspan(connection.greeted);
+  ssize_t const read = ::recv(connection.socket.get(), left.data(), left.size(), 0);
+  if (read <= 0) {
+    connection.readable = false;
+    bool const later = read < 0 && (errno == EAGAIN || errno == EINTR);
+    if (!later) connection.end = "it has ended without a greeting";
+    return;
+  }
+  connection.greeted += static_cast<std::size_t>(read);
+  if (connection.greeted < connection.greeting.size()) return;
+  --strangers_;
+  std::string problem;
+  try {
+    JobMember const member = parse_greeting(connection.greeting);
+    host_.join(connection.number, member);
+    connection.joined = true;
+  } catch (Error const& error) {
+    problem = error.what();
+  }
+  // A new socket takes so little at once.
+  auto const answer = make_answer(problem);
+  ssize_t const sent = ::send(connection.socket.get(), answer.data(), answer.size(), MSG_NOSIGNAL);
+  if (sent != std::ssize(answer)) problem = "it does not take the answer to its greeting";
+  connection.end = problem;
+}
+
+void AggregatorServer::send(int connection, std::uint32_t instance, InaMessage const& message,
+                            std::shared_ptr<void const> memory) {
+  connections_[static_cast<std::size_t>(connection)]->stream.send(instance, message,
+                                                                  std::move(memory));
+}
+
+void AggregatorServer::send_copy(int connection, std::uint32_t instance,
+                                 std::span<const std::byte> message) {
+  connections_[static_cast<std::size_t>(connection)]->stream.send_copy(instance, message);
+}
+
+void AggregatorServer::drop(int connection, std::string const& why) {
+  connections_[static_cast<std::size_t>(connection)]->end = why;
+}
+
+void AggregatorServer::close_silent(TimePoint now) {
+  if (strangers_ == 0) return;
+  for (auto const& connection : connections_) {
+    if (!connection || connection->greeted == connection->greeting.size()) continue;
+    if (now - connection->since < options_.greeting || !connection->end.empty()) continue;
+    connection->end = concat("no greeting within ",
+                             std::chrono::duration<double>(options_.greeting).count(), " s");
+  }
+}
+
+// A worker that leaves may have messages sent to others, of which some may break.
+void AggregatorServer::close_ended() {
+  for (bool again = true; std::exchange(again, false);) {
+    for (auto& connection : connections_) {
+      if (!connection) continue;
+      if (connection->end.empty()) connection->end = connection->stream.error();
+      if (connection->end.empty()) continue;
+      log_(concat("connection from ", connection->peer, " closed: ", connection->end));
+      if (connection->greeted < connection->greeting.size()) --strangers_;
+      auto const closed = std::move(connection);
+      --open_;
+      host_.leave(closed->number, closed->end);
+      again = true;
+    }
+  }
+  if (open_ < options_.connections) watch_listener(true);
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,95 @@
+// An aggregator as a server over TCP: one thread, any number of jobs one after another and at once.
+#pragma once
+
+#include <sys/types.h>
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "ina/greeting.h"
+#include "ina/host.h"
+#include "ina/message_stream.h"
+#include "ina/socket.h"
+
+namespace sparsecomm {
+
+struct AggregatorOptions {
+  std::string listen;                            // HOST:PORT; port 0: a free one
+  std::size_t memory = std::size_t{1} << 28;     // bytes, of all operations together
+  Duration limit = std::chrono::seconds(60);     // of an operation
+  Duration greeting = std::chrono::seconds(10);  // within which a connection says who it is
+  std::size_t connections = 1024;
+};
+
+class AggregatorServer final : private InaHost::Outlet {
+ public:
+  using Log = std::function<void(std::string const& line)>;
+
+  // Listens. Throws AddressError if that cannot be.
+  AggregatorServer(AggregatorOptions const& options, Log log);
+  AggregatorServer(AggregatorServer const&) = delete;
+  AggregatorServer& operator=(AggregatorServer const&) = delete;
+
+  // In digits, with the port that was chosen.
+  std::string const& address() const { return address_; }
+
+  // Serves until stop(), which may be called from any thread and from a signal's handler.
+  void run();
+  void stop() noexcept;
+
+ private:
+  struct Connection final : MessageSink {
+    Connection(AggregatorServer& its_server, int its_number, FileDescriptor accepted,
+               TimePoint now);
+
+    Place place(std::uint32_t instance, std::size_t bytes,
+                std::span<const std::byte> begin) override;
+    void take(std::uint32_t instance, std::span<const std::byte> message) override;
+
+    AggregatorServer& server;
+    int const number;
+    FileDescriptor socket;
+    std::string peer;
+    TimePoint since;
+    std::array<std::byte, sizeof(InaGreeting)> greeting{};
+    std::size_t greeted = 0;  // bytes of it that are there
+    bool joined = false;
+    MessageStream stream;
+    bool readable = false;
+    std::string end;  // why it is to be closed; empty: it is not
+  };
+
+  void send(int connection, std::uint32_t instance, InaMessage const& message,
+            std::shared_ptr<void const> memory) override;
+  void send_copy(int connection, std::uint32_t instance,
+                 std::span<const std::byte> message) override;
+  void drop(int connection, std::string const& why) override;
+
+  void accept_all();
+  void serve(Connection& connection);
+  void greet(Connection& connection);
+  void close_ended();
+  void close_silent(TimePoint now);
+  void watch_listener(bool on);
+
+  AggregatorOptions const options_;
+  Log const log_;
+  FileDescriptor listener_, events_, stop_;
+  std::string address_;
+  bool accepting_ = false;
+  std::vector<std::unique_ptr<Connection>> connections_;  // [number]
+  std::size_t open_ = 0;
+  std::size_t strangers_ = 0;  // have not greeted yet
+  InaHost host_;
+  TimePoint now_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,164 @@
+#include "ina/client.h"
+
+#include <algorithm>
+#include <bit>
+#include <utility>
+
+namespace sparsecomm {
+
+InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams)
+    : link_(std::move(link)), rank_(rank), streams_each_(streams) {
+  require(streams >= 1 && streams <= int(AggregatorLink::most_instances), "streams is ", streams,
+          ", must be 1 to ", AggregatorLink::most_instances);
+  int const aggregators = link_->size();
+  require(aggregators >= 1 && aggregators <= 64, aggregators, " aggregators, must be 1 to 64");
+  left_ = ~std::uint64_t{0} >> (64 - aggregators);
+  streams_.resize(static_cast<std::size_t>(aggregators * streams));
+  for (std::size_t i = 0; i < streams_.size(); ++i) {
+    streams_[i].aggregator = static_cast<int>(i) / streams;
+    streams_[i].instance = static_cast<std::uint32_t>(i) % static_cast<std::uint32_t>(streams);
+  }
+}
+
+InaClient::Stream& InaClient::stream_of(int aggregator, std::uint32_t instance) {
+  return streams_[static_cast<std::size_t>(aggregator * streams_each_) + instance];
+}
+
+void InaClient::keep(std::uint64_t aggregators, std::string const& why) {
+  for (int i = 0; i < link_->size(); ++i) {
+    std::uint64_t const bit = std::uint64_t{1} << i;
+    if ((left_ & ~aggregators & bit) != 0) link_->close(i, why);
+  }
+  left_ &= aggregators;
+}
+
+// Steps 1 and 2.
+void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
+                      std::span<std::byte> output, Deadline const& deadline) {
+  auto const aggregators = static_cast<std::uint64_t>(std::popcount(left_));
+  std::uint64_t const blocks = plan.blocks();
+  // A stream of less than a round would travel for its own sake.
+  std::uint64_t const rounds = (blocks + plan.window - 1) / plan.window;
+  std::uint64_t const count =
+      std::clamp<std::uint64_t>(rounds, 1, aggregators * static_cast<unsigned>(streams_each_));
+  ++operation_;
+  TimePoint const now = steady_clock().now();
+  std::uint64_t const elements_of_block = plan.block_bytes / plan.entry().bytes;
+  std::uint64_t rest = left_;
+  std::uint32_t instance = 0;
+  for (std::uint64_t i = 0; i < count; ++i) {
+    // Aggregators in turn, so that each has its share however few the streams are.
+    if (rest == 0) {
+      rest = left_;
+      ++instance;
+    }
+    int const aggregator = std::countr_zero(rest);
+    rest &= rest - 1;
+    std::uint64_t const first = blocks * i / count * elements_of_block;
+    std::uint64_t const past =
+        std::min(blocks * (i + 1) / count * elements_of_block, plan.elements);
+    InaPlan part = plan;
+    part.elements = past - first;
+    std::size_t const begin = first * plan.entry().bytes;
+    std::size_t const bytes = part.bytes();
+    Stream& stream = stream_of(aggregator, instance);
+    stream.running = true;
+    ++running_;
+    send(stream, stream.worker.start(part, rank_, operation_, input.subspan(begin, bytes),
+                                     output.subspan(begin, bytes), now, deadline.remaining()));
+  }
+}
+
+void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
+                       std::span<std::byte> output, Deadline const& deadline) {
+  require_plan(plan);
+  require(input.size() == plan.bytes() && output.size() == plan.bytes(),
+          "in-network aggregation: an input of ", input.size(), " bytes and an output of ",
+          output.size(), ", must both have the ", plan.bytes(), " of ", plan.elements,
+          " elements of ", name(plan.type));
+  require<AggregatorLost>(left_ != 0, "no aggregator is left of ", link_->size(),
+                          "; restart them and the job");
+  running_ = 0;
+  refusal_ = nullptr;
+  losses_.clear();
+  try {
+    begin(plan, input, output, deadline);
+    // Step 3.
+    while (running_ > 0) {
+      auto const event = link_->next(deadline);
+      switch (event.kind) {
+        case AggregatorLink::Event::Kind::message:
+          take(event);
+          break;
+        case AggregatorLink::Event::Kind::lost:
+          lose(event.aggregator, link_->loss(event.aggregator));
+          break;
+        case AggregatorLink::Event::Kind::late:
+          abandon(concat("no update within ", deadline.allowance_seconds(), " s"));
+          break;
+      }
+    }
+  } catch (...) {
+    abandon("the operation was given up");
+    throw;
+  }
+  if (refusal_) std::rethrow_exception(refusal_);
+  require<AggregatorLost>(losses_.empty(), "in-network aggregation: ", losses_);
+}
+
+void InaClient::take(AggregatorLink::Event const& event) {
+  received_bytes_ += event.bytes.size();
+  bool const ours = event.instance < static_cast<std::uint32_t>(streams_each_);
+  Stream* const stream = ours ? &stream_of(event.aggregator, event.instance) : nullptr;
+  if (!ours || !stream->running) {
+    return lose(event.aggregator,
+                concat("it sends to instance ", event.instance, ", which waits for nothing"));
+  }
+  try {
+    auto const answer = stream->worker.receive(event.bytes, steady_clock().now());
+    if (answer) {
+      send(*stream, *answer);
+    } else {
+      end(*stream, nullptr);
+    }
+  } catch (MalformedFrame const& error) {
+    lose(event.aggregator, error.what());
+  } catch (AggregationTimeout const& error) {
+    lose(event.aggregator, error.what());
+  } catch (Error const&) {
+    end(*stream, std::current_exception());  // a refusal
+  }
+}
+
+void InaClient::send(Stream& stream, InaMessage const& message) {
+  sent_bytes_ += message.size();
+  link_->send(stream.aggregator, stream.instance, message);
+}
+
+void InaClient::end(Stream& stream, std::exception_ptr const& why) {
+  stream.running = false;
+  --running_;
+  if (!refusal_) refusal_ = why;
+}
+
+// Ends all streams of an aggregator.
+void InaClient::lose(int aggregator, std::string const& why) {
+  std::uint64_t const bit = std::uint64_t{1} << aggregator;
+  if ((left_ & bit) == 0) return;
+  left_ &= ~bit;
+  link_->close(aggregator, why);
+  losses_ +=
+      concat(losses_.empty() ? "" : "; ", "aggregator ", link_->address(aggregator), ": ", why);
+  for (Stream& stream : streams_) {
+    if (stream.running && stream.aggregator == aggregator) end(stream, nullptr);
+  }
+}
+
+// What these aggregators still wait for never comes: their connections end, which tells them.
+void InaClient::abandon(std::string const& why) {
+  for (Stream const& stream : streams_) {
+    if (stream.running) lose(stream.aggregator, why);
+  }
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,89 @@
+// A worker's side of one reduction through several aggregators.
+//
+// 1. Cut the blocks into streams, runs of about the same length, which go to the aggregators that
+//    are left in turn. A stream is an operation of its own in an instance of its own: while a
+//    message of one is on its way, so are those of the others.
+// 2. Send the first message of each stream.
+// 3. Hand each message that comes to its stream, and send what that answers, until every stream has
+//    ended: complete, refused for all workers alike, or without its aggregator. A stream that fails
+//    ends no other, so that aggregators which are left stay in step with all workers.
+//
+// One thread drives all streams: a message of a worker costs it a copy of 16 KiB and a system call,
+// some 5 us, so one thread keeps a link of 10 Gbit/s busy, and what it would cost to hand messages
+// to others is as much. Source: Gu et al. 2024 (OmNICCL), section 2.3.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "ina/link.h"
+#include "ina/plan.h"
+#include "ina/worker.h"
+
+namespace sparsecomm {
+
+// Aggregators were lost or late in an operation, or had been before it.
+class AggregatorLost : public Error {
+ public:
+  using Error::Error;
+};
+
+class InaClient {
+ public:
+  // `streams`: of an aggregator, at most AggregatorLink::most_instances.
+  InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams);
+
+  // Reduces `input` over all workers into `output`, which is the same memory or none of it and is
+  // undefined after a throw. All workers make the same calls in the same order; plan.elements is of
+  // the whole. Throws what a refusal says, AggregatorLost with the addresses, Interrupted, and what
+  // the deadline's interrupt throws. O(plan.blocks()) time and no allocation but for errors and for
+  // a plan with longer messages than those before.
+  void reduce(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
+              Deadline const& deadline);
+
+  // A bit for each aggregator that is left: at most 64.
+  std::uint64_t left() const { return left_; }
+  // Does without the others from now on. Workers must use the same ones.
+  void keep(std::uint64_t aggregators, std::string const& why);
+  AggregatorLink const& link() const { return *link_; }
+
+  // Bytes of all messages, without their envelopes.
+  std::uint64_t sent_bytes() const { return sent_bytes_; }
+  std::uint64_t received_bytes() const { return received_bytes_; }
+
+ private:
+  struct Stream {
+    InaWorker worker;
+    int aggregator = 0;
+    std::uint32_t instance = 0;
+    bool running = false;
+  };
+
+  Stream& stream_of(int aggregator, std::uint32_t instance);
+  void begin(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
+             Deadline const& deadline);
+  void take(AggregatorLink::Event const& event);
+  void send(Stream& stream, InaMessage const& message);
+  void end(Stream& stream, std::exception_ptr const& why);
+  void lose(int aggregator, std::string const& why);
+  void abandon(std::string const& why);
+
+  std::shared_ptr<AggregatorLink> const link_;
+  int const rank_;
+  int const streams_each_;
+  std::uint64_t left_;
+  std::uint32_t operation_ = 0;
+  std::vector<Stream> streams_;  // [aggregator][instance]
+  std::size_t running_ = 0;      // of the streams
+  std::exception_ptr refusal_;   // the first
+  std::string losses_;
+  std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,241 @@
+#include "ina/host.h"
+
+#include <algorithm>
+#include <new>
+#include <utility>
+
+namespace sparsecomm {
+namespace {
+
+// Operations of which one can follow the other in the same memory while updates of the first are
+// on their way.
+bool same_layout(InaPlan const& a, InaPlan const& b) {
+  return a.block_bytes == b.block_bytes && a.workers == b.workers && a.window == b.window &&
+         a.type == b.type;
+}
+
+}  // namespace
+
+InaHost::Member& InaHost::member_of(int connection) {
+  auto const index = static_cast<std::size_t>(connection);
+  require(connection >= 0 && index < members_.size() && members_[index].job != nullptr,
+          "in-network aggregation: connection ", connection, " is in no job; join() comes first");
+  return members_[index];
+}
+
+// Step 1.
+void InaHost::join(int connection, JobMember const& member) {
+  require(member.workers > 0 && member.worker < member.workers, "in-network aggregation: worker ",
+          member.worker, " of ", member.workers, " workers, must be less");
+  auto const known = jobs_.find(member.job);
+  if (known != jobs_.end()) {
+    std::size_t const workers = known->second.connections.size();
+    require(workers == member.workers, "in-network aggregation: worker ", member.worker,
+            " says that its job has ", member.workers, " workers, but the others say ", workers);
+    int const former = known->second.connections[member.worker];
+    if (former >= 0) {
+      std::string const why = concat("worker ", member.worker, " has connected once more");
+      leave(former, why);
+      outlet_.drop(former, why);
+    }
+  }
+  Job& job = jobs_[member.job];  // perhaps a new one: the last to leave has taken it along
+  job.connections.resize(member.workers, -1);
+  job.lost.resize(member.workers);
+  job.connections[member.worker] = connection;
+  job.lost[member.worker].clear();
+  auto const index = static_cast<std::size_t>(connection);
+  if (members_.size() <= index) members_.resize(index + 1);
+  members_[index] = {.id = member.job, .job = &job, .worker = member.worker, .operation = 0};
+}
+
+void InaHost::leave(int connection, std::string const& why) {
+  auto const index = static_cast<std::size_t>(connection);
+  if (index >= members_.size() || members_[index].job == nullptr) return;
+  Member const member = std::exchange(members_[index], {});
+  Job& job = *member.job;
+  job.connections[member.worker] = -1;
+  job.lost[member.worker] = why.empty() ? "it was closed" : why;
+  if (std::ranges::all_of(job.connections, [](int other) { return other < 0; })) {
+    jobs_.erase(member.id);
+    return;
+  }
+  for (auto& [number, instance] : job.instances) {
+    if (!instance.running()) continue;
+    int const worker = static_cast<int>(member.worker);
+    answer(job, number, instance.memory->aggregator.lose(worker, job.lost[member.worker]));
+  }
+}
+
+InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_t bytes,
+                              std::span<const std::byte> begin, TimePoint now) {
+  Member& member = member_of(connection);
+  require<MalformedFrame>(instance < AggregatorLink::most_instances,
+                          "aggregation message: instance is ", instance, ", must be less than ",
+                          AggregatorLink::most_instances);
+  InaHeader const header = parse_ina_header(begin);
+  require<MalformedFrame>(header.kind == InaKind::contribution && header.worker == member.worker,
+                          "aggregation message: kind is ", int(header.kind), " and worker is ",
+                          header.worker, ", must be 1 (contribution) and ", member.worker,
+                          ", as whom the connection has joined");
+  member.operation = header.operation;
+  Instance const& at = member.job->instances[instance];
+  bool const known = at.current && at.current->number == header.operation;
+  bool const opened = known && at.current->opened[member.worker];
+  Place place;
+  if (header.round == 0 && !opened) {
+    if (!known && refuse_former(connection, instance, header)) return {};
+    place = open(connection, instance, header, peek_plan(begin), now);
+  } else {
+    require<MalformedFrame>(opened, "aggregation message: round ", header.round, " of operation ",
+                            header.operation, ", which worker ", member.worker,
+                            " has not begun in instance ", instance);
+    if (!at.current->refusal.empty()) return {};  // sent before the refusal had arrived
+    InaAggregator& aggregator = at.memory->aggregator;
+    int const worker = static_cast<int>(member.worker);
+    require<MalformedFrame>(aggregator.running() && !aggregator.arrived(worker),
+                            "aggregation message: round ", header.round, " of operation ",
+                            header.operation, " of worker ", worker,
+                            ", which is not to send before the update of round ",
+                            aggregator.round(), aggregator.running() ? "" : ", the last");
+    place = {aggregator.receive_spot(worker), at.memory};
+  }
+  if (place.bytes.empty()) return place;
+  require<MalformedFrame>(bytes <= place.bytes.size(), "aggregation message: length is ", bytes,
+                          ", must be at most ", place.bytes.size(), " in operation ",
+                          header.operation);
+  place.bytes = place.bytes.first(bytes);
+  return place;
+}
+
+// Step 4. False if no such operation was refused.
+bool InaHost::refuse_former(int connection, std::uint32_t number, InaHeader const& header) {
+  Member const& member = member_of(connection);
+  auto& refused = member.job->instances[number].refused;
+  auto const found = std::ranges::find(refused, header.operation, &Operation::number);
+  if (found == refused.end()) return false;
+  require<MalformedFrame>(!found->opened[member.worker], "aggregation message: operation ",
+                          header.operation, " of worker ", member.worker,
+                          ", which has been refused");
+  found->opened[member.worker] = true;
+  outlet_.send_copy(connection, number, found->refusal);
+  if (found->opened_by_all()) refused.erase(found);
+  return true;
+}
+
+// The first message of a worker in an operation.
+InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader const& header,
+                             InaPlan const& plan, TimePoint now) {
+  Member const& member = member_of(connection);
+  Job& job = *member.job;
+  Instance& instance = job.instances[number];
+  require<MalformedFrame>(plan.workers == job.connections.size(),
+                          "aggregation message: plan's workers is ", plan.workers, ", must be the ",
+                          job.connections.size(), " of the job");
+  if (!instance.current || instance.current->number != header.operation) {
+    require<MalformedFrame>(!instance.running(), "aggregation message: operation ",
+                            header.operation, " of worker ", member.worker, " while operation ",
+                            instance.current ? instance.current->number : 0,
+                            " is under way in instance ", number);
+    start(job, number, header, plan, now);
+  }
+  instance.current->opened[member.worker] = true;
+  if (!instance.current->refusal.empty()) {
+    outlet_.send_copy(connection, number, instance.current->refusal);
+    return {};
+  }
+  InaAggregator& aggregator = instance.memory->aggregator;
+  int const worker = static_cast<int>(member.worker);
+  if (plan != instance.plan) {
+    answer(job, number, aggregator.receive_plan(worker, plan, now));
+    return {};
+  }
+  return {aggregator.receive_spot(worker), instance.memory};
+}
+
+// Step 2.
+void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
+                    TimePoint now) {
+  Instance& instance = job.instances[number];
+  bool const fits = instance.memory && same_layout(instance.plan, plan);
+  if (instance.current && !instance.current->refusal.empty() &&
+      !instance.current->opened_by_all()) {
+    if (instance.refused.size() == most_refused) instance.refused.erase(instance.refused.begin());
+    instance.refused.push_back(std::move(*instance.current));
+  }
+  if (!instance.current) instance.current.emplace();
+  Operation& current = *instance.current;
+  current.number = header.operation;
+  current.opened.assign(plan.workers, false);
+  current.refusal.clear();
+  instance.plan = plan;
+  if (!fits) {
+    instance.memory.reset();
+    std::string problem;
+    try {
+      instance.memory = std::make_shared<Memory>(admission_.admit(plan), plan);
+    } catch (NotAdmitted const& error) {
+      problem = error.what();
+    } catch (std::bad_alloc const&) {
+      problem = concat("in-network aggregation: the aggregator's system has no ",
+                       instance_bytes(plan), " bytes left; give it less to admit");
+    }
+    if (!instance.memory) {
+      current.refusal = encode_refusal(
+          header.operation,
+          {.reason = RefusalReason::not_admitted, .accused = {}, .text = std::move(problem)});
+      return;
+    }
+  }
+  InaAggregator& aggregator = instance.memory->aggregator;
+  aggregator.start(plan, header.operation, now, limit_);
+  for (std::size_t worker = 0; worker < job.lost.size() && aggregator.running(); ++worker) {
+    if (job.lost[worker].empty()) continue;
+    answer(job, number, aggregator.lose(static_cast<int>(worker), job.lost[worker]));
+  }
+}
+
+void InaHost::receive(int connection, std::uint32_t instance, std::span<const std::byte> message,
+                      TimePoint now) {
+  Member const& member = member_of(connection);
+  Job& job = *member.job;
+  Instance const& at = job.instances[instance];
+  // It has failed, and another may have begun, while the message was on its way.
+  if (!at.running() || at.current->number != member.operation) return;
+  answer(job, instance,
+         at.memory->aggregator.receive(static_cast<int>(member.worker), message, now));
+}
+
+// Step 4.
+void InaHost::answer(Job& job, std::uint32_t number, std::optional<InaMessage> const& message) {
+  if (!message) return;
+  Instance& instance = job.instances[number];
+  bool const refused = instance.memory->aggregator.failed();
+  if (refused) {
+    auto const bytes = message->pieces()[0];
+    instance.current->refusal.assign(bytes.begin(), bytes.end());
+  }
+  for (std::size_t worker = 0; worker < job.connections.size(); ++worker) {
+    int const connection = job.connections[worker];
+    if (connection < 0 || !instance.current->opened[worker]) continue;
+    if (refused) {
+      outlet_.send_copy(connection, number, instance.current->refusal);
+    } else {
+      outlet_.send(connection, number, *message, instance.memory);
+    }
+  }
+}
+
+bool InaHost::expire(TimePoint now) {
+  bool busy = false;
+  for (auto& [id, job] : jobs_) {
+    for (auto& [number, instance] : job.instances) {
+      if (!instance.running()) continue;
+      answer(job, number, instance.memory->aggregator.expire(now));
+      busy = busy || instance.running();
+    }
+  }
+  return busy;
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,144 @@
+// The operations that an aggregator runs, of any number of jobs, as a state machine: messages and
+// the time go in, messages to send come out. It has no sockets, threads or clock.
+//
+// 1. A connection joins a job as one of its workers. A job lasts as long as it has connections.
+// 2. The first message of an operation starts it in the instance that it names, in memory that is
+//    admitted before and kept for the operations that follow there.
+// 3. Messages are received to the place that the host names after the first bytes of each, so that
+//    nothing that arrives makes it allocate what was not admitted.
+// 4. What ends an operation for all workers, a refusal, goes to those that have begun it, and to
+//    the others as soon as they do.
+//
+// Source: Gu et al. 2024 (OmNICCL), section 2.2; one aggregator there runs one job.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "ina/admission.h"
+#include "ina/aggregator.h"
+#include "ina/link.h"
+#include "ina/message.h"
+
+namespace sparsecomm {
+
+// Drawn at random for each group of workers.
+using JobId = std::array<std::uint64_t, 2>;
+
+struct JobMember {
+  JobId job{};
+  std::uint16_t workers = 1;
+  std::uint16_t worker = 0;  // less than workers
+};
+
+class InaHost {
+ public:
+  // What the host says to connections, which its owner numbers from 0. It is not to call the host
+  // back: a connection that breaks leaves later.
+  class Outlet {
+   public:
+    // The bytes stay as InaAggregator::receive() says, and as long as `memory` is held, which is
+    // to be let go once they are on their way.
+    virtual void send(int connection, std::uint32_t instance, InaMessage const& message,
+                      std::shared_ptr<void const> memory) = 0;
+    // The bytes do not stay.
+    virtual void send_copy(int connection, std::uint32_t instance,
+                           std::span<const std::byte> message) = 0;
+    // Another connection has taken this one's place; it has left.
+    virtual void drop(int connection, std::string const& why) = 0;
+
+   protected:
+    ~Outlet() = default;
+  };
+
+  // `limit`: of an operation, after which a refusal names the workers that are missing.
+  InaHost(std::size_t memory, Duration limit, Outlet& outlet)
+      : admission_(memory), limit_(limit), outlet_(outlet) {}
+
+  // Step 1. A worker that is connected already is taken to be gone. Throws InvalidArgument if the
+  // member is not one of a job of so many workers.
+  void join(int connection, JobMember const& member);
+  // `why` is told the other workers. Does nothing if the connection is in no job.
+  void leave(int connection, std::string const& why);
+
+  // Steps 2 and 3: the place for a message of `bytes` that begins with `begin`: at least its first
+  // opening_bytes, or all of it.
+  struct Place {
+    std::span<std::byte> bytes;          // empty: the message is not wanted, or has been answered
+    std::shared_ptr<void const> memory;  // to be held until the bytes have been written
+  };
+  // Throws MalformedFrame if nothing that this connection still sends can be of use: end it.
+  Place place(int connection, std::uint32_t instance, std::size_t bytes,
+              std::span<const std::byte> begin, TimePoint now);
+  // Takes the message that was placed last for this connection.
+  void receive(int connection, std::uint32_t instance, std::span<const std::byte> message,
+               TimePoint now);
+
+  // Ends the operations whose deadline has passed. Returns whether any are under way.
+  bool expire(TimePoint now);
+
+  std::size_t jobs() const { return jobs_.size(); }
+  Admission const& admission() const { return admission_; }
+
+ private:
+  struct Memory {
+    Memory(Admission::Grant granted, InaPlan const& plan)
+        : grant(std::move(granted)), aggregator(plan) {}
+    Admission::Grant grant;
+    InaAggregator aggregator;
+  };
+  struct Operation {
+    std::uint32_t number = 0;
+    std::vector<bool> opened;        // [worker]: has begun it
+    std::vector<std::byte> refusal;  // if it has failed
+
+    bool opened_by_all() const { return std::ranges::find(opened, false) == opened.end(); }
+  };
+  struct Instance {
+    std::optional<Operation> current;
+    std::vector<Operation> refused;  // before, and some workers have not begun them
+    InaPlan plan;
+    std::shared_ptr<Memory> memory;  // null until it is admitted
+
+    bool running() const { return current && memory && memory->aggregator.running(); }
+  };
+  struct Job {
+    std::vector<int> connections;   // [worker], negative: none
+    std::vector<std::string> lost;  // [worker]: why, if it was connected and is not
+    std::map<std::uint32_t, Instance> instances;
+  };
+  struct Member {
+    JobId id{};
+    Job* job = nullptr;
+    std::size_t worker = 0;
+    std::uint32_t operation = 0;  // of the message that was placed last
+  };
+
+  // A worker that is refused may be this many operations ahead of one that has not begun them.
+  static constexpr std::size_t most_refused = 16;
+
+  Member& member_of(int connection);
+  bool refuse_former(int connection, std::uint32_t number, InaHeader const& header);
+  Place open(int connection, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
+             TimePoint now);
+  void start(Job& job, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
+             TimePoint now);
+  void answer(Job& job, std::uint32_t number, std::optional<InaMessage> const& message);
+
+  Admission admission_;  // outlives the grants
+  Duration limit_;
+  Outlet& outlet_;
+  std::map<JobId, Job> jobs_;
+  std::vector<Member> members_;  // [connection]; without a job: none
+};
+
+}  // namespace sparsecomm

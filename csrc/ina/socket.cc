@@ -1,0 +1,170 @@
+#include "ina/socket.h"
+
+#include <netdb.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <poll.h>
+#include <sys/socket.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <chrono>
+#include <memory>
+#include <system_error>
+
+namespace sparsecomm {
+namespace {
+
+std::string text_of(int error) { return std::system_category().message(error); }
+
+using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
+
+Addresses resolve(std::string const& address, int flags) {
+  HostPort const parts = HostPort::parse(address);
+  addrinfo hints{};
+  hints.ai_family = AF_UNSPEC;
+  hints.ai_socktype = SOCK_STREAM;
+  hints.ai_flags = flags | AI_NUMERICSERV;
+  addrinfo* found = nullptr;
+  char const* host = parts.host.empty() ? nullptr : parts.host.c_str();
+  int const error = ::getaddrinfo(host, parts.port.c_str(), &hints, &found);
+  require<AddressError>(error == 0, "address ", address, ": ",
+                        error == EAI_SYSTEM ? text_of(errno) : ::gai_strerror(error));
+  return {found, &::freeaddrinfo};
+}
+
+FileDescriptor open_socket(addrinfo const& to) {
+  return FileDescriptor(
+      ::socket(to.ai_family, to.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, to.ai_protocol));
+}
+
+void send_at_once(int file) {
+  int const on = 1;
+  ::setsockopt(file, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+}
+
+// What is wrong; empty if the connection stands.
+std::string connect_one(FileDescriptor const& socket, addrinfo const& to,
+                        Deadline const& deadline) {
+  if (!socket.open()) return text_of(errno);
+  if (::connect(socket.get(), to.ai_addr, to.ai_addrlen) != 0) {
+    if (errno != EINPROGRESS) return text_of(errno);
+    if (!wait_writable(socket.get(), deadline)) {
+      return concat("no answer within ", deadline.allowance_seconds(), " s");
+    }
+    int error = 0;
+    socklen_t size = sizeof(error);
+    ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
+    if (error != 0) return text_of(error);
+  }
+  send_at_once(socket.get());
+  return {};
+}
+
+bool wait_for(int file, short events, Deadline const& deadline) {
+  for (;;) {
+    auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
+    if (deadline.interruptible()) {
+      left = std::min(left, std::chrono::ceil<std::chrono::milliseconds>(Interrupt::period));
+    }
+    pollfd watched{.fd = file, .events = events, .revents = 0};
+    int const timeout = static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30));
+    if (::poll(&watched, 1, timeout) > 0) return true;
+    deadline.poll_interrupt(steady_clock().now());
+    if (deadline.passed()) return false;
+  }
+}
+
+std::string text_of(sockaddr_storage const& address, socklen_t size) {
+  std::array<char, NI_MAXHOST> host;
+  std::array<char, NI_MAXSERV> port;
+  int const error =
+      ::getnameinfo(reinterpret_cast<sockaddr const*>(&address), size, host.data(), host.size(),
+                    port.data(), port.size(), NI_NUMERICHOST | NI_NUMERICSERV);
+  if (error != 0) return "an unknown address";
+  std::string_view const name = host.data();
+  bool const six = name.find(':') != std::string_view::npos;
+  return concat(six ? "[" : "", name, six ? "]:" : ":", port.data());
+}
+
+}  // namespace
+
+HostPort HostPort::parse(std::string_view text) {
+  HostPort parts;
+  std::size_t const colon = text.rfind(':');
+  if (colon != std::string_view::npos) {
+    parts.host = text.substr(0, colon);
+    parts.port = text.substr(colon + 1);
+  }
+  bool const bracketed =
+      parts.host.size() >= 2 && parts.host.front() == '[' && parts.host.back() == ']';
+  if (bracketed) parts.host = parts.host.substr(1, parts.host.size() - 2);
+  bool const digits =
+      !parts.port.empty() && parts.port.size() <= 5 &&
+      std::ranges::all_of(parts.port, [](char c) { return c >= '0' && c <= '9'; }) &&
+      std::stoi(parts.port) <= 65535;
+  require(digits && (bracketed || parts.host.find(':') == std::string::npos), "address is \"", text,
+          "\", must be HOST:PORT or [IPV6]:PORT, with a port up to 65535");
+  return parts;
+}
+
+FileDescriptor connect_to(std::string const& address, Deadline const& deadline) {
+  Addresses const found = resolve(address, 0);
+  std::string problem;
+  for (addrinfo const* to = found.get(); to != nullptr; to = to->ai_next) {
+    FileDescriptor socket = open_socket(*to);
+    problem = connect_one(socket, *to, deadline);
+    if (problem.empty()) return socket;
+  }
+  throw AddressError(concat("cannot connect to ", address, ": ", problem));
+}
+
+FileDescriptor listen_at(std::string const& address) {
+  Addresses const found = resolve(address, AI_PASSIVE);
+  std::string problem;
+  for (addrinfo const* at = found.get(); at != nullptr; at = at->ai_next) {
+    FileDescriptor socket = open_socket(*at);
+    int const on = 1;
+    if (socket.open() &&
+        ::setsockopt(socket.get(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on)) == 0 &&
+        ::bind(socket.get(), at->ai_addr, at->ai_addrlen) == 0 &&
+        ::listen(socket.get(), SOMAXCONN) == 0) {
+      return socket;
+    }
+    problem = text_of(errno);
+  }
+  throw AddressError(concat("cannot listen at ", address, ": ", problem));
+}
+
+FileDescriptor accept_from(FileDescriptor const& listener) {
+  FileDescriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
+  if (socket.open()) {
+    send_at_once(socket.get());
+  } else {
+    require<Error>(errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM,
+                   "cannot accept a connection: ", text_of(errno));
+  }
+  return socket;
+}
+
+std::string local_address(FileDescriptor const& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  ::getsockname(socket.get(), reinterpret_cast<sockaddr*>(&address), &size);
+  return text_of(address, size);
+}
+
+std::string peer_address(FileDescriptor const& socket) {
+  sockaddr_storage address{};
+  socklen_t size = sizeof(address);
+  if (::getpeername(socket.get(), reinterpret_cast<sockaddr*>(&address), &size) != 0) {
+    return "an unknown address";
+  }
+  return text_of(address, size);
+}
+
+bool wait_readable(int file, Deadline const& deadline) { return wait_for(file, POLLIN, deadline); }
+bool wait_writable(int file, Deadline const& deadline) { return wait_for(file, POLLOUT, deadline); }
+
+}  // namespace sparsecomm

@@ -1,0 +1,232 @@
+// The server of an aggregator under connections that say nothing, too much or nonsense, its command
+// line, and what a worker is told that connects to something else.
+#include <gtest/gtest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <array>
+#include <random>
+
+#include "daemon/command_line.h"
+#include "ina/socket.h"
+#include "ina_cluster.h"
+
+namespace sparsecomm::test {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+
+template <class T>
+void write_raw(FileDescriptor const& socket, T const& value) {
+  EXPECT_EQ(::send(socket.get(), &value, sizeof(value), MSG_NOSIGNAL), ssize_t(sizeof(value)));
+}
+
+// Everything that comes until the other side closes, or `limit`.
+std::string read_raw(FileDescriptor const& socket, Duration limit = seconds(10)) {
+  Deadline const deadline = within(limit);
+  std::string all;
+  std::array<char, 4096> part;
+  while (wait_readable(socket.get(), deadline)) {
+    ssize_t const read = ::recv(socket.get(), part.data(), part.size(), 0);
+    if (read <= 0) break;
+    all.append(part.data(), std::size_t(read));
+  }
+  return all;
+}
+
+InaGreeting greeting(int worker, int workers, JobId job = some_job) {
+  return make_greeting({.job = job,
+                        .workers = static_cast<std::uint16_t>(workers),
+                        .worker = static_cast<std::uint16_t>(worker)});
+}
+
+// One worker of one job is served.
+void expect_serves(RunningServer const& server) {
+  std::vector<std::string> const addresses{server.address()};
+  JobMember const member{.job = {9, 9}, .workers = 1, .worker = 0};
+  InaClient client(connect_aggregators(addresses, member, within(seconds(10))), 0, 2);
+  InaPlan const plan{.elements = 5000, .workers = 1};
+  std::vector<float> data(plan.elements, 3);
+  auto const bytes = std::as_writable_bytes(std::span(data));
+  client.reduce(plan, bytes, bytes, within(seconds(10)));
+  EXPECT_EQ(data, std::vector<float>(plan.elements, 3));
+}
+
+TEST(AggregatorServer, OtherVersionsAndNonsenseAreAnsweredAndClosed) {
+  RunningServer const server;
+  InaGreeting const good = greeting(0, 2);
+  InaGreeting other = good;
+  other.version = 77;
+  InaGreeting strange = good;
+  strange.magic = 0x47455420;
+  InaGreeting beyond = good;
+  beyond.worker = 2;
+  InaGreeting reserved = good;
+  reserved.reserved[1] = 1;
+  for (auto const& [bad, says] :
+       {std::pair{other, "77"}, {strange, "magic"}, {beyond, "worker"}, {reserved, "reserved"}}) {
+    auto const socket = connect_to(server.address(), within(seconds(5)));
+    write_raw(socket, bad);
+    std::string const answer = read_raw(socket);
+    EXPECT_NE(answer.find(says), std::string::npos) << answer;
+  }
+  expect_serves(server);
+}
+
+TEST(AggregatorServer, RandomBytesHarmNobody) {
+  RunningServer const server;
+  std::mt19937_64 random(11);
+  for (int i = 0; i < 200; ++i) {
+    auto const socket = connect_to(server.address(), within(seconds(5)));
+    if (i % 2 == 0) write_raw(socket, greeting(0, 1, {7, std::uint64_t(i)}));
+    Bytes bytes(random() % 3000);
+    for (auto& byte : bytes) byte = static_cast<std::byte>(random());
+    if (i % 4 == 0 && bytes.size() >= sizeof(InaEnvelope)) {
+      InaEnvelope const envelope{static_cast<std::uint32_t>(bytes.size()), 0};
+      std::memcpy(bytes.data(), &envelope, sizeof(envelope));
+    }
+    ::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+    if (i % 20 == 0) expect_serves(server);
+  }
+  expect_serves(server);
+}
+
+TEST(AggregatorServer, WhoSaysNothingIsClosed) {
+  AggregatorOptions options;
+  options.greeting = milliseconds(200);
+  RunningServer const server(options);
+  auto const silent = connect_to(server.address(), within(seconds(5)));
+  auto const halting = connect_to(server.address(), within(seconds(5)));
+  write_raw(halting, std::uint32_t{greeting_magic});
+  EXPECT_EQ(read_raw(silent), "");
+  EXPECT_EQ(read_raw(halting), "");
+  expect_serves(server);
+}
+
+TEST(AggregatorServer, ConnectionsBeyondTheMostWaitForOthersToEnd) {
+  AggregatorOptions options;
+  options.connections = 2;
+  RunningServer const server(options);
+  auto first = connect_to(server.address(), within(seconds(5)));
+  auto const second = connect_to(server.address(), within(seconds(5)));
+  write_raw(first, greeting(0, 3));
+  write_raw(second, greeting(1, 3));
+  EXPECT_EQ(read_raw(first, milliseconds(300)).size(), sizeof(InaAnswer));
+  auto const third = connect_to(server.address(), within(seconds(5)));
+  write_raw(third, greeting(2, 3));
+  EXPECT_EQ(read_raw(third, milliseconds(300)), "");
+  first = FileDescriptor();
+  EXPECT_EQ(read_raw(third, milliseconds(1000)).size(), sizeof(InaAnswer));
+}
+
+TEST(AggregatorServer, MemoryDoesNotGrowWithWhatIsAnnounced) {
+  AggregatorOptions options;
+  options.memory = 1 << 17;
+  RunningServer const server(options);
+  // An opening of the longest message there is, of which most never comes.
+  InaPlan const plan{.elements = std::uint64_t{1} << 30,
+                     .block_bytes = most_block_bytes,
+                     .workers = 1,
+                     .window = most_blocks};
+  auto const socket = connect_to(server.address(), within(seconds(5)));
+  write_raw(socket, greeting(0, 1));
+  Bytes head(most_head_bytes(plan.window));
+  encode_contribution({.operation = 1, .bitmap = 0}, plan, {}, {}, {}, head);
+  write_raw(socket, InaEnvelope{static_cast<std::uint32_t>(longest_message), 0});
+  EXPECT_EQ(::send(socket.get(), head.data(), opening_bytes, MSG_NOSIGNAL), ssize_t(opening_bytes));
+  std::string const answer = read_raw(socket, milliseconds(500));
+  EXPECT_NE(answer.find(std::to_string(instance_bytes(plan))), std::string::npos) << answer;
+  expect_serves(server);
+}
+
+TEST(ConnectAggregators, ErrorsNameTheAddress) {
+  auto const problem = [](std::string const& address, Duration limit) {
+    std::vector<std::string> const addresses{address};
+    try {
+      connect_aggregators(addresses, {.job = some_job, .workers = 1, .worker = 0}, within(limit));
+    } catch (AddressError const& error) {
+      EXPECT_NE(std::string(error.what()).find(address), std::string::npos) << error.what();
+      return std::string(error.what());
+    }
+    ADD_FAILURE() << "no error for " << address;
+    return std::string();
+  };
+  auto listener = listen_at("127.0.0.1:0");
+  std::string const address = local_address(listener);
+  // Listens and never answers.
+  TimePoint const begin = steady_clock().now();
+  problem(address, milliseconds(200));
+  EXPECT_GE(steady_clock().now() - begin, milliseconds(200));
+  // Nobody listens.
+  listener = FileDescriptor();
+  problem(address, seconds(20));
+  problem("no-such-host.invalid:7000", seconds(20));
+  // Something else, which talks first.
+  auto const other = listen_at("127.0.0.1:0");
+  std::thread talks([&] {
+    ASSERT_TRUE(wait_readable(other.get(), within(seconds(10))));
+    auto const socket = accept_from(other);
+    ::send(socket.get(), "SSH-2.0-other\r\n", 15, MSG_NOSIGNAL);
+    read_raw(socket);
+  });
+  problem(local_address(other), seconds(5));
+  talks.join();
+}
+
+TEST(ConnectAggregators, AJobOfAnotherSizeIsRefusedInWords) {
+  RunningServer const server;
+  std::vector<std::string> const addresses{server.address()};
+  auto const link = connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 0},
+                                        within(seconds(5)));
+  try {
+    connect_aggregators(addresses, {.job = some_job, .workers = 3, .worker = 1},
+                        within(seconds(5)));
+    ADD_FAILURE() << "no error";
+  } catch (AddressError const& error) {
+    std::string const text = error.what();
+    EXPECT_NE(text.find(server.address()), std::string::npos) << text;
+    EXPECT_NE(text.find("3 workers"), std::string::npos) << text;
+  }
+}
+
+TEST(HostPort, Parses) {
+  EXPECT_EQ(HostPort::parse("a.b:70").host, "a.b");
+  EXPECT_EQ(HostPort::parse(":70").host, "");
+  EXPECT_EQ(HostPort::parse("[::1]:70").host, "::1");
+  EXPECT_EQ(HostPort::parse("[::1]:70").port, "70");
+  for (char const* bad : {"", "host", "host:", "host:x", "host:65536", "host:-1", "::1:70",
+                          "host:123456", "host:7 "}) {
+    EXPECT_THROW(HostPort::parse(bad), InvalidArgument) << bad;
+  }
+}
+
+AggregatorCommand parse(std::vector<char const*> arguments) {
+  return parse_command_line(arguments);
+}
+
+TEST(AggregatorCommandLine, Parses) {
+  auto const command =
+      parse({"--listen", "10.0.0.1:7", "--memory=3MiB", "--limit", "1.5", "--connections", "12"});
+  EXPECT_EQ(command.options.listen, "10.0.0.1:7");
+  EXPECT_EQ(command.options.memory, std::size_t{3} << 20);
+  EXPECT_EQ(command.options.limit, milliseconds(1500));
+  EXPECT_EQ(command.options.connections, 12u);
+  EXPECT_TRUE(parse({"--help"}).help);
+  for (std::vector<char const*> const& bad : {std::vector<char const*>{},
+                                              {"--listen"},
+                                              {"--listen", "7000"},
+                                              {"--speed", "9"},
+                                              {"--listen", ":7", "--memory", "0"},
+                                              {"--listen", ":7", "--memory", "3MB"},
+                                              {"--listen", ":7", "--memory", "99999999999GiB"},
+                                              {"--listen", ":7", "--limit", "0"},
+                                              {"--listen", ":7", "--limit", "nan"},
+                                              {"--listen", ":7", "--connections", "1x"},
+                                              {":7"}}) {
+    EXPECT_THROW(parse(bad), InvalidArgument);
+  }
+}
+
+}  // namespace
+}  // namespace sparsecomm::test

@@ -1,0 +1,107 @@
+"""The program sparsecomm-aggregator, as an operator starts it."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+COMMAND = Path(sys.executable).with_name("sparsecomm-aggregator")
+GREETING = struct.Struct("<IHHH6xQQ")  # magic, version, workers, worker, job
+ANSWER = struct.Struct("<IHH")  # magic, version, length of a text
+MAGIC = 0x494E4153
+
+
+@contextmanager
+def aggregator(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
+    process = subprocess.Popen(
+        [COMMAND, "--listen", "127.0.0.1:0", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("listening at 127.0.0.1:"), line
+        host, port = line.removeprefix("listening at ").rsplit(":", 1)
+        yield process, (host, int(port))
+    finally:
+        process.kill()
+        process.communicate(timeout=30)
+
+
+def greet(address: tuple[str, int], worker: int, workers: int) -> socket.socket:
+    connection = socket.create_connection(address, timeout=30)
+    connection.sendall(GREETING.pack(MAGIC, 1, workers, worker, 12, 34))
+    magic, version, length = ANSWER.unpack(connection.recv(ANSWER.size, socket.MSG_WAITALL))
+    assert (magic, version, length) == (MAGIC, 1, 0)
+    return connection
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_it_serves_until_a_signal(number: signal.Signals) -> None:
+    with (
+        aggregator("--memory", "1MiB") as (process, address),
+        greet(address, 0, 2),
+        greet(address, 1, 2) as other,
+    ):
+        process.send_signal(number)
+        assert process.wait(timeout=30) == 0
+        assert other.recv(1) == b""
+
+
+def test_a_connection_that_ends_is_logged() -> None:
+    with aggregator() as (process, address):
+        greet(address, 0, 1).close()
+        assert process.stderr is not None
+        assert "connection from 127.0.0.1:" in process.stderr.readline()
+
+
+def test_the_address_may_be_taken_at_once_after_a_kill() -> None:
+    with aggregator() as (process, address):
+        connection = greet(address, 0, 1)
+        process.kill()
+        process.wait(timeout=30)
+    again = subprocess.Popen(
+        [COMMAND, "--listen", f"{address[0]}:{address[1]}"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert again.stdout is not None
+        assert again.stdout.readline() == f"listening at {address[0]}:{address[1]}\n"
+        greet(address, 0, 1).close()
+    finally:
+        connection.close()
+        again.kill()
+        again.communicate(timeout=30)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ([], "--listen"),
+        (["--listen", "7000"], "7000"),
+        (["--listen", ":0", "--memory", "much"], "much"),
+        (["--listen", ":0", "--speed", "9"], "--speed"),
+        (["--listen", "no-such-host.invalid:7000"], "no-such-host.invalid"),
+        (["--listen", ":0", "--connections", "1000000"], "1000000"),
+    ],
+)
+def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:
+    done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert named in done.stderr
+
+
+def test_help_names_every_argument() -> None:
+    done = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0
+    for argument in ("--listen", "--memory", "--limit", "--connections"):
+        assert argument in done.stdout
