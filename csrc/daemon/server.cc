@@ -102,10 +102,9 @@ void AggregatorServer::run() {
       auto const& connection = connections_[event.data.u64];
       if (!connection) continue;
       if ((event.events & EPOLLOUT) != 0) connection->stream.flush();
-      if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0 && !connection->readable) {
-        connection->readable = true;
-        ready.push_back(event.data.u64);
-      }
+      if ((event.events & ~std::uint32_t{EPOLLOUT}) == 0) continue;
+      connection->stream.readable();
+      if (!std::exchange(connection->readable, true)) ready.push_back(event.data.u64);
     }
     for (std::size_t const number : ready) serve(*connections_[number]);
     busy = host_.expire(now_);

@@ -8,9 +8,8 @@
 //    ended: complete, refused for all workers alike, or without its aggregator. A stream that fails
 //    ends no other, so that aggregators which are left stay in step with all workers.
 //
-// One thread drives all streams: a message of a worker costs it a copy of 16 KiB and a system call,
-// some 5 us, so one thread keeps a link of 10 Gbit/s busy, and what it would cost to hand messages
-// to others is as much. Source: Gu et al. 2024 (OmNICCL), section 2.3.
+// One thread drives all streams; docs/architecture.md says why ("Aggregators"). Source: Gu et al.
+// 2024 (OmNICCL), section 2.3.
 #pragma once
 
 #include <cstddef>

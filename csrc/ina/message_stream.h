@@ -67,8 +67,10 @@ class MessageStream {
   bool flushed() const { return count_ == 0; }
 
   // Reads on until a message is complete (true), or the socket has no more for now or is broken
-  // (false).
+  // (false). A read of less than there was room for counts as "no more" without another one, until
+  // readable() says that bytes have come since.
   bool receive(MessageSink& sink);
+  void readable() { drained_ = false; }
 
  private:
   struct Outgoing {

@@ -182,8 +182,10 @@ class TcpLink final : public AggregatorLink {
         Endpoint& endpoint = *endpoints_[event.data.u64];
         if (!endpoint.stream) continue;
         if ((event.events & EPOLLOUT) != 0) endpoint.stream->flush();
-        endpoint.readable =
-            endpoint.readable || (event.events & (EPOLLIN | EPOLLRDHUP | EPOLLHUP | EPOLLERR)) != 0;
+        if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0) {
+          endpoint.stream->readable();
+          endpoint.readable = true;
+        }
         notice(endpoint);
       }
       if (count > 0) return true;

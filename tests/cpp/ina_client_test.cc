@@ -51,7 +51,7 @@ std::string caught(F&& f) {
 TEST_P(InaClientTest, ReducesAsDenseDoes) {
   std::mt19937_64 random(7);
   for (auto const& [workers, aggregators, streams] :
-       {std::array{1, 1, 1}, {2, 1, 3}, {3, 2, 4}, {4, 4, 1}, {5, 3, 8}}) {
+       {std::array{1, 1, 1}, {2, 1, 3}, {3, 2, 4}, {4, 4, 1}, {5, 3, 8}, {2, 1, 64}, {3, 2, 24}}) {
     auto const cluster = make(aggregators);
     std::vector<InaPlan> plans;
     std::vector<std::vector<Bytes>> inputs;

@@ -111,6 +111,21 @@ TEST(MessageStream, MessagesArriveWholeAndInOrder) {
   EXPECT_TRUE(collector.messages == expected);
 }
 
+TEST(MessageStream, BytesThatComeAfterAShortReadAreReadOnceThatIsTold) {
+  std::mt19937_64 random(5);
+  Pair pair;
+  MessageStream from(pair.a.get());
+  MessageStream to(pair.b.get());
+  Collector collector;
+  Bytes const bytes = random_bytes(200, random);
+  from.send(1, in_pieces(bytes, random));
+  EXPECT_TRUE(to.receive(collector));
+  from.send(2, in_pieces(bytes, random));
+  to.readable();
+  EXPECT_TRUE(to.receive(collector));
+  EXPECT_EQ(collector.messages.size(), 2u);
+}
+
 TEST(MessageStream, LengthsThatNoMessageHasEndIt) {
   for (std::uint32_t const bytes : {std::uint32_t{0}, std::uint32_t(sizeof(InaHeader) - 1),
                                     std::uint32_t(longest_message + 1), ~std::uint32_t{0}}) {

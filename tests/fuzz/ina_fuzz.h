@@ -15,12 +15,14 @@
 
 #include "frame_fuzz.h"
 #include "ina/aggregator.h"
+#include "ina/greeting.h"
+#include "ina/host.h"
 #include "ina/worker.h"
 #include "wire/checksum.h"
 
 namespace sparsecomm::fuzz {
 
-enum class InaTarget : std::uint8_t { opening, refusal, aggregator, worker, count };
+enum class InaTarget : std::uint8_t { opening, refusal, aggregator, worker, host, greeting, count };
 
 // Seven blocks, of which a round reduces three.
 inline InaPlan const& ina_plan() {
@@ -109,6 +111,58 @@ inline void ina_worker(std::span<const std::byte> in, bool repaired) {
   });
 }
 
+// Two connections of a job send, in two instances, while a third waits in another job.
+inline void ina_host(std::span<const std::byte> in, bool repaired) {
+  struct Silent final : InaHost::Outlet {
+    void send(int, std::uint32_t, InaMessage const& message, std::shared_ptr<void const>) override {
+      check(message.size() <= most_message_bytes(ina_plan()), "an update that is too long");
+    }
+    void send_copy(int, std::uint32_t, std::span<const std::byte>) override {}
+    void drop(int, std::string const&) override {}
+  };
+  TimePoint now{std::chrono::hours(1)};
+  constexpr std::size_t memory = 1 << 16;
+  Silent outlet;
+  InaHost host(memory, std::chrono::seconds(1), outlet);
+  for (std::uint16_t i = 0; i < 3; ++i) {
+    host.join(i, {.job = {i / 2u, 0}, .workers = 2, .worker = static_cast<std::uint16_t>(i % 2)});
+  }
+  for_each_message(in, repaired, [&](std::uint8_t sender, std::vector<std::byte> const& message) {
+    int const connection = sender % 2;
+    std::uint32_t const instance = sender / 2 % 2;
+    auto const begin = std::span(message).first(std::min(message.size(), opening_bytes));
+    try {
+      auto const place = host.place(connection, instance, message.size(), begin, now);
+      if (place.bytes.empty()) return;
+      check(place.bytes.size() == message.size(), "a place of another size");
+      std::ranges::copy(message, place.bytes.begin());
+      host.receive(connection, instance, place.bytes, now);
+    } catch (MalformedFrame const& error) {
+      host.leave(connection, error.what());
+      host.join(connection,
+                {.job = {0, 0}, .workers = 2, .worker = static_cast<std::uint16_t>(connection)});
+    }
+    check(host.jobs() == 2, "a job has gone");
+    now += std::chrono::milliseconds(10);
+    host.expire(now);
+  });
+  for (int i = 0; i < 3; ++i) host.leave(i, "");
+  check(host.jobs() == 0 && host.admission().free() == memory, "memory that is not given back");
+}
+
+inline void ina_greeting(std::vector<std::byte> in) {
+  in.resize(sizeof(InaGreeting));
+  auto const bytes = std::span(in).first<sizeof(InaGreeting)>();
+  try {
+    JobMember const member = parse_greeting(bytes);
+    check(member.worker < member.workers, "a worker that its job does not have");
+    InaGreeting const again = make_greeting(member);
+    check(std::memcmp(&again, bytes.data(), sizeof(again)) == 0, "a greeting that changes");
+  } catch (MalformedFrame const&) {
+  }
+  check(parse_answer(bytes.first<sizeof(InaAnswer)>()) <= most_answer_text, "a text too long");
+}
+
 inline void run_ina(std::span<const std::byte> data) {
   if (data.empty()) return;
   auto const selector = std::uint8_t(data[0]);
@@ -125,6 +179,10 @@ inline void run_ina(std::span<const std::byte> data) {
         parse_refusal(in, 1, 2).raise();
       case InaTarget::aggregator:
         return ina_aggregator(in, repaired);
+      case InaTarget::host:
+        return ina_host(in, repaired);
+      case InaTarget::greeting:
+        return ina_greeting(std::move(in));
       default:
         return ina_worker(in, repaired);
     }
