@@ -13,7 +13,7 @@ InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams
   int const aggregators = link_->size();
   require(aggregators >= 1 && aggregators <= 64, aggregators, " aggregators, must be 1 to 64");
   left_ = ~std::uint64_t{0} >> (64 - aggregators);
-  streams_.resize(static_cast<std::size_t>(aggregators * streams));
+  streams_.resize(static_cast<std::size_t>(aggregators) * static_cast<std::size_t>(streams));
   for (std::size_t i = 0; i < streams_.size(); ++i) {
     streams_[i].aggregator = static_cast<int>(i) / streams;
     streams_[i].instance = static_cast<std::uint32_t>(i) % static_cast<std::uint32_t>(streams);

@@ -1,7 +1,6 @@
 // sparsecomm-aggregator: the program.
 
-#include <signal.h>
-
+#include <csignal>
 #include <cstdio>
 #include <exception>
 #include <functional>
