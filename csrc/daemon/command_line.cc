@@ -46,13 +46,17 @@ std::string aggregator_usage() {
       "\n"
       "Sums blocks of tensors for the workers of training jobs (in-network aggregation).\n"
       "\n"
-      "  --listen HOST:PORT   where workers connect; no host: all addresses of this machine, port\n"
-      "                       0: a free one, which the first line of the output names\n"
-      "  --memory SIZE        what operations may take together, in bytes, KiB, MiB or GiB\n"
+      "  --listen HOST:PORT   where workers connect; no host: all IPv4 addresses of this machine,\n"
+      "                       [::]: those of IPv6 too; port 0: a free one, which the first line "
+      "of\n"
+      "                       the output names\n"
+      "  --memory SIZE        what operations may take together, in bytes, KiB, MiB or GiB; each\n"
+      "                       job and connection takes up to 1 MiB beside that\n"
       "                       (default: ",
       options.memory >> 20,
       "MiB)\n"
-      "  --limit SECONDS      after which an operation fails that a worker does not go on with\n"
+      "  --limit SECONDS      after which an operation fails that a worker does not go on with;\n"
+      "                       counted anew with every round\n"
       "                       (default: ",
       std::chrono::duration_cast<std::chrono::seconds>(options.limit).count(),
       ")\n"

@@ -56,16 +56,20 @@ void AggregatorServer::Connection::take(std::uint32_t instance,
 AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
     : options_(options),
       log_(std::move(log)),
+      host_(options.memory, options.limit, *this, options.connections),
       listener_(listen_at(options.listen)),
       events_(::epoll_create1(EPOLL_CLOEXEC)),
       stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       address_(local_address(listener_)),
-      host_(options.memory, options.limit, *this),
       now_(steady_clock().now()) {
   require<Error>(events_.open() && stop_.open(), "epoll or eventfd: ", system_text());
-  require<Error>(control(events_, EPOLL_CTL_ADD, stop_.get(), EPOLLIN, of_stop),
-                 "epoll_ctl: ", system_text());
+  stop_when(stop_);
   watch_listener(true);
+}
+
+void AggregatorServer::stop_when(FileDescriptor const& readable) {
+  require<Error>(control(events_, EPOLL_CTL_ADD, readable.get(), EPOLLIN, of_stop),
+                 "epoll_ctl: ", system_text());
 }
 
 void AggregatorServer::watch_listener(bool on) {
@@ -87,7 +91,7 @@ void AggregatorServer::run() {
   bool busy = false;
   for (;;) {
     // Who has more messages than its turn took is served again without a wait.
-    bool const timed = busy || strangers_ > 0;
+    bool const timed = busy || strangers_ > 0 || (!accepting_ && open_ < options_.connections);
     int const timeout = !ready.empty() ? 0 : timed ? int(tick.count()) : -1;
     int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
     require<Error>(count >= 0 || errno == EINTR, "epoll_wait: ", system_text());
@@ -103,7 +107,6 @@ void AggregatorServer::run() {
       if (!connection) continue;
       if ((event.events & EPOLLOUT) != 0) connection->stream.flush();
       if ((event.events & ~std::uint32_t{EPOLLOUT}) == 0) continue;
-      connection->stream.readable();
       if (!std::exchange(connection->readable, true)) ready.push_back(event.data.u64);
     }
     for (std::size_t const number : ready) serve(*connections_[number]);
@@ -122,17 +125,16 @@ void AggregatorServer::accept_all() {
     try {
       socket = accept_from(listener_);
     } catch (Error const& error) {
-      log_(concat(error.what(), "; connections wait until another one ends"));
-      watch_listener(open_ == 0);
-      return;
+      return refuse_for_a_while(error.what());
     }
     if (!socket.open()) return;
     auto const place = std::ranges::find_if(connections_, [](auto const& taken) { return !taken; });
     auto const number = static_cast<std::size_t>(place - connections_.begin());
     if (place == connections_.end()) connections_.emplace_back();
-    require<Error>(control(events_, EPOLL_CTL_ADD, socket.get(),
-                           EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, number),
-                   "epoll_ctl: ", system_text());
+    if (!control(events_, EPOLL_CTL_ADD, socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+                 number)) {
+      return refuse_for_a_while(concat("cannot watch a connection: ", system_text()));
+    }
     connections_[number] =
         std::make_unique<Connection>(*this, static_cast<int>(number), std::move(socket), now_);
     ++open_;
@@ -142,14 +144,26 @@ void AggregatorServer::accept_all() {
   watch_listener(false);
 }
 
+// The system has no room for more. The listener stays readable, so it is not watched meanwhile.
+void AggregatorServer::refuse_for_a_while(std::string const& why) {
+  log_(concat(why, "; connections wait"));
+  accept_again_ = now_ + std::chrono::seconds(1);
+  watch_listener(false);
+}
+
+// Whatever goes wrong ends this connection alone.
 void AggregatorServer::serve(Connection& connection) {
   if (!connection.end.empty()) return;
-  if (!connection.joined) greet(connection);
-  if (!connection.joined) return;
-  for (int i = 0; i < most_at_once; ++i) {
-    if (connection.stream.receive(connection)) continue;
-    connection.readable = false;
-    return;
+  try {
+    if (!connection.joined) greet(connection);
+    if (!connection.joined) return;
+    for (int i = 0; i < most_at_once; ++i) {
+      if (connection.stream.receive(connection)) continue;
+      connection.readable = false;
+      return;
+    }
+  } catch (std::exception const& error) {
+    connection.end = error.what();
   }
 }
 
@@ -178,6 +192,12 @@ void AggregatorServer::greet(Connection& connection) {
   ssize_t const sent = ::send(connection.socket.get(), answer.data(), answer.size(), MSG_NOSIGNAL);
   if (sent != std::ssize(answer)) problem = "it does not take the answer to its greeting";
   connection.end = problem;
+  if (problem.empty()) return;
+  // Were it closed with bytes unread, the answer might be lost.
+  ::shutdown(connection.socket.get(), SHUT_WR);
+  std::array<std::byte, 4096> unread;
+  while (::recv(connection.socket.get(), unread.data(), unread.size(), 0) > 0) {
+  }
 }
 
 void AggregatorServer::send(int connection, std::uint32_t instance, InaMessage const& message,
@@ -220,7 +240,7 @@ void AggregatorServer::close_ended() {
       again = true;
     }
   }
-  if (open_ < options_.connections) watch_listener(true);
+  if (open_ < options_.connections && now_ >= accept_again_) watch_listener(true);
 }
 
 }  // namespace sparsecomm

@@ -24,7 +24,7 @@ namespace sparsecomm {
 struct AggregatorOptions {
   std::string listen;                            // HOST:PORT; port 0: a free one
   std::size_t memory = std::size_t{1} << 28;     // bytes, of all operations together
-  Duration limit = std::chrono::seconds(60);     // of an operation
+  Duration limit = std::chrono::seconds(60);     // of a round of an operation
   Duration greeting = std::chrono::seconds(10);  // within which a connection says who it is
   std::size_t connections = 1024;
 };
@@ -41,9 +41,10 @@ class AggregatorServer final : private InaHost::Outlet {
   // In digits, with the port that was chosen.
   std::string const& address() const { return address_; }
 
-  // Serves until stop(), which may be called from any thread and from a signal's handler.
+  // Serves until stop(), from any thread, or until the file of stop_when() is readable.
   void run();
   void stop() noexcept;
+  void stop_when(FileDescriptor const& readable);
 
  private:
   struct Connection final : MessageSink {
@@ -79,17 +80,19 @@ class AggregatorServer final : private InaHost::Outlet {
   void close_ended();
   void close_silent(TimePoint now);
   void watch_listener(bool on);
+  void refuse_for_a_while(std::string const& why);
 
   AggregatorOptions const options_;
   Log const log_;
+  InaHost host_;  // outlives the bytes that connections still hold
   FileDescriptor listener_, events_, stop_;
   std::string address_;
   bool accepting_ = false;
   std::vector<std::unique_ptr<Connection>> connections_;  // [number]
   std::size_t open_ = 0;
   std::size_t strangers_ = 0;  // have not greeted yet
-  InaHost host_;
   TimePoint now_;
+  TimePoint accept_again_{};  // no connections are accepted before
 };
 
 }  // namespace sparsecomm

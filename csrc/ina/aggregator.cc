@@ -78,7 +78,9 @@ std::optional<InaMessage> InaAggregator::receive(int worker, std::span<const std
                   concat("what worker ", worker, " sends is not valid: ", error.what()));
   }
   take(worker, view);
-  return --missing_ == 0 ? finish_round() : std::nullopt;
+  if (--missing_ > 0) return std::nullopt;
+  deadline_ = now + limit_;
+  return finish_round();
 }
 
 std::optional<InaMessage> InaAggregator::receive_plan(int worker, InaPlan const& plan,
@@ -90,7 +92,9 @@ std::optional<InaMessage> InaAggregator::receive_plan(int worker, InaPlan const&
   arrivals_[index].arrived = true;
   plans_[index] = plan;
   plans_differ_ = plans_differ_ || plan != plan_;
-  return --missing_ == 0 ? finish_round() : std::nullopt;
+  if (--missing_ > 0) return std::nullopt;
+  deadline_ = now + limit_;
+  return finish_round();
 }
 
 void InaAggregator::take(int worker, ContributionView const& view) {

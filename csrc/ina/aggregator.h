@@ -36,9 +36,10 @@ class InaAggregator {
   // Allocates instance_bytes(largest), and nothing later while all goes well.
   explicit InaAggregator(InaPlan const& largest);
 
-  // Throws InvalidArgument for a plan that needs more than the largest. If the plan differs from
-  // the former in more than elements, purpose, reduction and order, the messages of the former
-  // operation must have been sent; otherwise start() may follow once it is done().
+  // `limit`: of each round. Throws InvalidArgument for a plan that needs more than the largest. If
+  // the plan differs from the former in more than elements, purpose, reduction and order, the
+  // messages of the former operation must have been sent; otherwise start() may follow once it is
+  // done().
   void start(InaPlan const& plan, std::uint32_t operation, TimePoint now, Duration limit);
 
   // A worker's message may be received to the front of its spot, and is then not copied. It may be

@@ -32,40 +32,38 @@ void InaClient::keep(std::uint64_t aggregators, std::string const& why) {
   left_ &= aggregators;
 }
 
+// What waits to be sent lies in the streams' memory.
+InaClient::~InaClient() {
+  for (int i = 0; i < link_->size(); ++i) {
+    if (!link_->flushed(i)) link_->close(i, "its client has gone");
+  }
+}
+
 // Steps 1 and 2.
 void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
                       std::span<std::byte> output, Deadline const& deadline) {
-  auto const aggregators = static_cast<std::uint64_t>(std::popcount(left_));
-  std::uint64_t const blocks = plan.blocks();
-  // A stream of less than a round would travel for its own sake.
-  std::uint64_t const rounds = (blocks + plan.window - 1) / plan.window;
-  std::uint64_t const count =
-      std::clamp<std::uint64_t>(rounds, 1, aggregators * static_cast<unsigned>(streams_each_));
   ++operation_;
   TimePoint const now = steady_clock().now();
+  std::uint64_t const blocks = plan.blocks();
   std::uint64_t const elements_of_block = plan.block_bytes / plan.entry().bytes;
-  std::uint64_t rest = left_;
-  std::uint32_t instance = 0;
-  for (std::uint64_t i = 0; i < count; ++i) {
-    // Aggregators in turn, so that each has its share however few the streams are.
-    if (rest == 0) {
-      rest = left_;
-      ++instance;
-    }
-    int const aggregator = std::countr_zero(rest);
-    rest &= rest - 1;
-    std::uint64_t const first = blocks * i / count * elements_of_block;
-    std::uint64_t const past =
-        std::min(blocks * (i + 1) / count * elements_of_block, plan.elements);
+  auto const count =
+      static_cast<std::uint64_t>(std::popcount(left_)) * static_cast<std::uint64_t>(streams_each_);
+  std::uint64_t i = 0;
+  for (Stream& stream : streams_) {
+    if ((left_ >> stream.aggregator & 1) == 0) continue;
+    std::uint64_t const first = std::min(blocks * i / count * elements_of_block, plan.elements);
+    ++i;
+    std::uint64_t const past = std::min(blocks * i / count * elements_of_block, plan.elements);
     InaPlan part = plan;
     part.elements = past - first;
     std::size_t const begin = first * plan.entry().bytes;
     std::size_t const bytes = part.bytes();
-    Stream& stream = stream_of(aggregator, instance);
+    auto const message =
+        stream.worker.start(part, rank_, operation_, input.subspan(begin, bytes),
+                            output.subspan(begin, bytes), now, deadline.remaining());
     stream.running = true;
     ++running_;
-    send(stream, stream.worker.start(part, rank_, operation_, input.subspan(begin, bytes),
-                                     output.subspan(begin, bytes), now, deadline.remaining()));
+    send(stream, message);
   }
 }
 
@@ -76,6 +74,9 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
           "in-network aggregation: an input of ", input.size(), " bytes and an output of ",
           output.size(), ", must both have the ", plan.bytes(), " of ", plan.elements,
           " elements of ", name(plan.type));
+  require(input.data() == output.data() || !overlap(input, output),
+          "in-network aggregation: input and output overlap in part; use the same memory or none "
+          "of it");
   require<AggregatorLost>(left_ != 0, "no aggregator is left of ", link_->size(),
                           "; restart them and the job");
   running_ = 0;
@@ -98,6 +99,7 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
           break;
       }
     }
+    end_refused(deadline);
   } catch (...) {
     abandon("the operation was given up");
     throw;
@@ -154,10 +156,21 @@ void InaClient::lose(int aggregator, std::string const& why) {
   }
 }
 
+// Step 4.
+void InaClient::end_refused(Deadline const& deadline) {
+  if (!refusal_) return;
+  for (int i = 0; i < link_->size(); ++i) {
+    if (!link_->flush(i, deadline)) lose(i, "it does not read");
+  }
+}
+
 // What these aggregators still wait for never comes: their connections end, which tells them.
 void InaClient::abandon(std::string const& why) {
   for (Stream const& stream : streams_) {
     if (stream.running) lose(stream.aggregator, why);
+  }
+  for (int i = 0; i < link_->size(); ++i) {
+    if (!link_->flushed(i)) lose(i, why);
   }
 }
 

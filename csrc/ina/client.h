@@ -1,12 +1,15 @@
 // A worker's side of one reduction through several aggregators.
 //
-// 1. Cut the blocks into streams, runs of about the same length, which go to the aggregators that
-//    are left in turn. A stream is an operation of its own in an instance of its own: while a
-//    message of one is on its way, so are those of the others.
+// 1. Cut the blocks into streams, runs of about the same length: as many for each aggregator that
+// is
+//    left, however few the blocks, so that workers which disagree meet in all of them. A stream is
+//    an operation of its own in an instance of its own: while a message of one is on its way, so
+//    are those of the others.
 // 2. Send the first message of each stream.
 // 3. Hand each message that comes to its stream, and send what that answers, until every stream has
 //    ended: complete, refused for all workers alike, or without its aggregator. A stream that fails
 //    ends no other, so that aggregators which are left stay in step with all workers.
+// 4. After a refusal, which may have come before all of a message had gone, send the rest of it.
 //
 // One thread drives all streams; docs/architecture.md says why ("Aggregators"). Source: Gu et al.
 // 2024 (OmNICCL), section 2.3.
@@ -37,6 +40,9 @@ class InaClient {
  public:
   // `streams`: of an aggregator, at most AggregatorLink::most_instances.
   InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams);
+  InaClient(InaClient const&) = delete;
+  InaClient& operator=(InaClient const&) = delete;
+  ~InaClient();
 
   // Reduces `input` over all workers into `output`, which is the same memory or none of it and is
   // undefined after a throw. All workers make the same calls in the same order; plan.elements is of
@@ -71,6 +77,7 @@ class InaClient {
   void send(Stream& stream, InaMessage const& message);
   void end(Stream& stream, std::exception_ptr const& why);
   void lose(int aggregator, std::string const& why);
+  void end_refused(Deadline const& deadline);
   void abandon(std::string const& why);
 
   std::shared_ptr<AggregatorLink> const link_;

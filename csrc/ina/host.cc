@@ -27,6 +27,8 @@ InaHost::Member& InaHost::member_of(int connection) {
 void InaHost::join(int connection, JobMember const& member) {
   require(member.workers > 0 && member.worker < member.workers, "in-network aggregation: worker ",
           member.worker, " of ", member.workers, " workers, must be less");
+  require(member.workers <= most_workers_, "in-network aggregation: a job of ", member.workers,
+          " workers, must be at most ", most_workers_, ", the connections that there may be");
   auto const known = jobs_.find(member.job);
   if (known != jobs_.end()) {
     std::size_t const workers = known->second.connections.size();
@@ -60,11 +62,16 @@ void InaHost::leave(int connection, std::string const& why) {
     jobs_.erase(member.id);
     return;
   }
+  int const worker = static_cast<int>(member.worker);
   for (auto& [number, instance] : job.instances) {
-    if (!instance.running()) continue;
-    int const worker = static_cast<int>(member.worker);
-    answer(job, number, instance.memory->aggregator.lose(worker, job.lost[member.worker]));
+    if (instance.running()) {
+      answer(job, number, instance.memory->aggregator.lose(worker, job.lost[member.worker]));
+    }
+    // Who takes its place begins where it likes.
+    if (instance.current) instance.current->opened[member.worker] = false;
+    instance.begun[member.worker].reset();
   }
+  for (auto& [number, operation] : job.refused) operation.opened[member.worker] = false;
 }
 
 InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_t bytes,
@@ -79,13 +86,16 @@ InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_
                           header.worker, ", must be 1 (contribution) and ", member.worker,
                           ", as whom the connection has joined");
   member.operation = header.operation;
-  Instance const& at = member.job->instances[instance];
+  Instance& at = member.job->instances[instance];
+  at.begun.resize(member.job->connections.size());
   bool const known = at.current && at.current->number == header.operation;
   bool const opened = known && at.current->opened[member.worker];
   Place place;
   if (header.round == 0 && !opened) {
     if (!known && refuse_former(connection, instance, header)) return {};
     place = open(connection, instance, header, peek_plan(begin), now);
+  } else if (!known && at.begun[member.worker] == header.operation) {
+    return {};  // refused, and others have gone on, before the refusal had arrived
   } else {
     require<MalformedFrame>(opened, "aggregation message: round ", header.round, " of operation ",
                             header.operation, ", which worker ", member.worker,
@@ -111,15 +121,19 @@ InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_
 // Step 4. False if no such operation was refused.
 bool InaHost::refuse_former(int connection, std::uint32_t number, InaHeader const& header) {
   Member const& member = member_of(connection);
-  auto& refused = member.job->instances[number].refused;
-  auto const found = std::ranges::find(refused, header.operation, &Operation::number);
+  auto& refused = member.job->refused;
+  auto const found = std::ranges::find_if(refused, [&](auto const& former) {
+    return former.first == number && former.second.number == header.operation;
+  });
   if (found == refused.end()) return false;
-  require<MalformedFrame>(!found->opened[member.worker], "aggregation message: operation ",
+  Operation& operation = found->second;
+  require<MalformedFrame>(!operation.opened[member.worker], "aggregation message: operation ",
                           header.operation, " of worker ", member.worker,
                           ", which has been refused");
-  found->opened[member.worker] = true;
-  outlet_.send_copy(connection, number, found->refusal);
-  if (found->opened_by_all()) refused.erase(found);
+  operation.opened[member.worker] = true;
+  member.job->instances[number].begun[member.worker] = header.operation;
+  outlet_.send_copy(connection, number, operation.refusal);
+  if (operation.opened_by_all()) refused.erase(found);
   return true;
 }
 
@@ -137,9 +151,18 @@ InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader con
                             header.operation, " of worker ", member.worker, " while operation ",
                             instance.current ? instance.current->number : 0,
                             " is under way in instance ", number);
+    // The difference, so that numbers may begin anew.
+    auto const ahead = instance.current ? header.operation - instance.current->number : 1;
+    require<MalformedFrame>(ahead < std::uint32_t{1} << 31, "aggregation message: operation ",
+                            header.operation, " of worker ", member.worker, " after operation ",
+                            header.operation - ahead, " in instance ", number);
     start(job, number, header, plan, now);
   }
+  require<MalformedFrame>(instance.running() || !instance.current->refusal.empty(),
+                          "aggregation message: operation ", header.operation, " of worker ",
+                          member.worker, ", which is over in instance ", number);
   instance.current->opened[member.worker] = true;
+  instance.begun[member.worker] = header.operation;
   if (!instance.current->refusal.empty()) {
     outlet_.send_copy(connection, number, instance.current->refusal);
     return {};
@@ -160,8 +183,8 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
   bool const fits = instance.memory && same_layout(instance.plan, plan);
   if (instance.current && !instance.current->refusal.empty() &&
       !instance.current->opened_by_all()) {
-    if (instance.refused.size() == most_refused) instance.refused.erase(instance.refused.begin());
-    instance.refused.push_back(std::move(*instance.current));
+    if (job.refused.size() == most_refused) job.refused.erase(job.refused.begin());
+    job.refused.emplace_back(number, std::move(*instance.current));
   }
   if (!instance.current) instance.current.emplace();
   Operation& current = *instance.current;

@@ -21,6 +21,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -60,12 +61,13 @@ class InaHost {
     ~Outlet() = default;
   };
 
-  // `limit`: of an operation, after which a refusal names the workers that are missing.
-  InaHost(std::size_t memory, Duration limit, Outlet& outlet)
-      : admission_(memory), limit_(limit), outlet_(outlet) {}
+  // `limit`: of a round, after which a refusal names the workers that are missing. Jobs have at
+  // most `most_workers`; what the host keeps of one takes, beside `memory`, up to 1 MiB.
+  InaHost(std::size_t memory, Duration limit, Outlet& outlet, std::size_t most_workers = 1024)
+      : admission_(memory), limit_(limit), most_workers_(most_workers), outlet_(outlet) {}
 
   // Step 1. A worker that is connected already is taken to be gone. Throws InvalidArgument if the
-  // member is not one of a job of so many workers.
+  // member is not one of a job of so many workers, or the job has more than there may be.
   void join(int connection, JobMember const& member);
   // `why` is told the other workers. Does nothing if the connection is in no job.
   void leave(int connection, std::string const& why);
@@ -105,7 +107,7 @@ class InaHost {
   };
   struct Instance {
     std::optional<Operation> current;
-    std::vector<Operation> refused;  // before, and some workers have not begun them
+    std::vector<std::optional<std::uint32_t>> begun;  // [worker]: the operation that it began last
     InaPlan plan;
     std::shared_ptr<Memory> memory;  // null until it is admitted
 
@@ -115,6 +117,8 @@ class InaHost {
     std::vector<int> connections;   // [worker], negative: none
     std::vector<std::string> lost;  // [worker]: why, if it was connected and is not
     std::map<std::uint32_t, Instance> instances;
+    // Refused before, and some workers have not begun them, with their instances.
+    std::vector<std::pair<std::uint32_t, Operation>> refused;
   };
   struct Member {
     JobId id{};
@@ -123,8 +127,9 @@ class InaHost {
     std::uint32_t operation = 0;  // of the message that was placed last
   };
 
-  // A worker that is refused may be this many operations ahead of one that has not begun them.
-  static constexpr std::size_t most_refused = 16;
+  // A worker that is refused may be this many operations ahead of one that has not begun them, all
+  // instances of a job together.
+  static constexpr std::size_t most_refused = 128;
 
   Member& member_of(int connection);
   bool refuse_former(int connection, std::uint32_t number, InaHeader const& header);
@@ -136,6 +141,7 @@ class InaHost {
 
   Admission admission_;  // outlives the grants
   Duration limit_;
+  std::size_t most_workers_;
   Outlet& outlet_;
   std::map<JobId, Job> jobs_;
   std::vector<Member> members_;  // [connection]; without a job: none

@@ -39,9 +39,14 @@ class AggregatorLink : public Interruptible {
   // Why the connection is gone, once that has been told or it was closed.
   virtual std::string const& loss(int aggregator) const = 0;
 
-  // Sends, or has next() send what cannot go at once. The bytes of the message must stay until it
-  // has been answered or the aggregator is lost or closed. To one that is gone: does nothing.
+  // Sends, or has next() and flush() send what cannot go at once. The bytes of the message must
+  // stay until it has been answered by an update (a refusal may come before the message has gone),
+  // all has been flushed, or the aggregator is lost or closed. To one that is gone: does nothing.
   virtual void send(int aggregator, std::uint32_t instance, InaMessage const& message) = 0;
+  virtual bool flushed(int aggregator) const = 0;
+  // Waits until all has been sent or the aggregator is gone; false: the deadline has passed. Throws
+  // as next() does.
+  virtual bool flush(int aggregator, Deadline const& deadline) = 0;
 
   // Waits for the next event. Throws Interrupted after interrupt(), and what the deadline's
   // interrupt throws.

@@ -88,7 +88,7 @@ void MessageStream::flush() {
       Outgoing& done = queue_[first_];
       written_ -= done.size();
       copied_ -= done.copy.size();
-      done.copy.clear();
+      done.copy = {};
       done.memory.reset();
       done.message = {};
       first_ = (first_ + 1) % queue_.size();
@@ -132,8 +132,7 @@ bool MessageStream::receive(MessageSink& sink) {
         if (arrived_ == bytes_) {
           in_message_ = false;
           auto const place = std::exchange(place_, {});
-          if (place.bytes.empty()) continue;
-          sink.take(instance_, place.bytes);
+          if (!place.bytes.empty()) sink.take(instance_, place.bytes);
           return true;
         }
       }
@@ -147,7 +146,6 @@ bool MessageStream::receive(MessageSink& sink) {
 
 // Reads the rest of the message to its place, and what follows it to the buffer.
 bool MessageStream::read_some() {
-  if (std::exchange(drained_, false)) return false;
   std::size_t const kept = end_ - begin_;
   std::memmove(buffer_.data(), buffer_.data() + begin_, kept);
   begin_ = 0;
@@ -173,7 +171,6 @@ bool MessageStream::read_some() {
     return false;
   }
   auto const bytes = static_cast<std::size_t>(read);
-  drained_ = bytes < direct + buffer_.size() - end_;
   std::size_t const placed = std::min(bytes, direct);
   arrived_ += placed;
   end_ += bytes - placed;

@@ -62,15 +62,13 @@ class MessageStream {
   // Keeps a copy of what the socket does not take. More than most_copied bytes are an error: the
   // other side does not read.
   void send_copy(std::uint32_t instance, std::span<const std::byte> message);
-  static constexpr std::size_t most_copied = std::size_t{1} << 20;
+  static constexpr std::size_t most_copied = std::size_t{1} << 16;
   void flush();
   bool flushed() const { return count_ == 0; }
 
-  // Reads on until a message is complete (true), or the socket has no more for now or is broken
-  // (false). A read of less than there was room for counts as "no more" without another one, until
-  // readable() says that bytes have come since.
+  // Reads on until a message is complete or has been skipped (true), or the socket has no more for
+  // now or is broken (false).
   bool receive(MessageSink& sink);
-  void readable() { drained_ = false; }
 
  private:
   struct Outgoing {
@@ -102,7 +100,6 @@ class MessageStream {
   std::uint32_t instance_ = 0;
   std::size_t bytes_ = 0, arrived_ = 0;  // of the message
   MessageSink::Place place_;
-  bool drained_ = false;  // the socket had less than there was room for
 };
 
 }  // namespace sparsecomm

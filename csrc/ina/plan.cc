@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <functional>
 #include <limits>
 #include <vector>
 
@@ -47,6 +48,12 @@ BlockList InaPlan::first_blocks() const {
   std::uint64_t const count = std::min<std::uint64_t>(window, blocks());
   for (std::uint32_t number = 0; number < count; ++number) list.push_back(number);
   return list;
+}
+
+bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
+  std::less<> const before;
+  return !a.empty() && !b.empty() && before(a.data(), b.data() + b.size()) &&
+         before(b.data(), a.data() + a.size());
 }
 
 std::string problem(InaPlan const& plan) {

@@ -84,6 +84,8 @@ std::size_t instance_bytes(InaPlan const& plan);
 // "elements: 10 on workers 0, 1 but 12 on worker 2; ...". Empty if none does.
 std::string plan_differences(std::span<const InaPlan> plans);
 
+bool overlap(std::span<const std::byte> a, std::span<const std::byte> b);
+
 // "worker 3", "workers 0, 2"; more than 16 are counted.
 std::string join_workers(std::span<const int> workers);
 

@@ -39,9 +39,17 @@ FileDescriptor open_socket(addrinfo const& to) {
       ::socket(to.ai_family, to.ai_socktype | SOCK_NONBLOCK | SOCK_CLOEXEC, to.ai_protocol));
 }
 
-void send_at_once(int file) {
-  int const on = 1;
-  ::setsockopt(file, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+// Small messages leave at once, and a host that has vanished is noticed within a minute or two.
+void set_up(int file) {
+  auto const set = [file](int level, int name, int value) {
+    ::setsockopt(file, level, name, &value, sizeof(value));
+  };
+  set(IPPROTO_TCP, TCP_NODELAY, 1);
+  set(SOL_SOCKET, SO_KEEPALIVE, 1);
+  set(IPPROTO_TCP, TCP_KEEPIDLE, 30);
+  set(IPPROTO_TCP, TCP_KEEPINTVL, 10);
+  set(IPPROTO_TCP, TCP_KEEPCNT, 3);
+  set(IPPROTO_TCP, TCP_USER_TIMEOUT, 60000);
 }
 
 // What is wrong; empty if the connection stands.
@@ -58,7 +66,7 @@ std::string connect_one(FileDescriptor const& socket, addrinfo const& to,
     ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
     if (error != 0) return text_of(error);
   }
-  send_at_once(socket.get());
+  set_up(socket.get());
   return {};
 }
 
@@ -140,7 +148,7 @@ FileDescriptor listen_at(std::string const& address) {
 FileDescriptor accept_from(FileDescriptor const& listener) {
   FileDescriptor socket(::accept4(listener.get(), nullptr, nullptr, SOCK_NONBLOCK | SOCK_CLOEXEC));
   if (socket.open()) {
-    send_at_once(socket.get());
+    set_up(socket.get());
   } else {
     require<Error>(errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM,
                    "cannot accept a connection: ", text_of(errno));

@@ -17,6 +17,7 @@
 #include "ina/greeting.h"
 #include "ina/message_stream.h"
 #include "ina/socket.h"
+#include "transport/fork_guard.h"
 
 namespace sparsecomm {
 namespace {
@@ -66,6 +67,18 @@ class TcpLink final : public AggregatorLink {
       watch(socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, endpoints_.size());
       endpoints_.push_back(std::make_unique<Endpoint>(address, std::move(socket)));
     }
+    guard_ = ForkGuard(events_.get());
+  }
+  // In a forked child, where the guard has closed them, the sockets' numbers are others' files.
+  ~TcpLink() override {
+    for (auto const& endpoint : endpoints_) {
+      if (!endpoint->stream) continue;
+      if (process_ == ::getpid()) {
+        endpoint->lose("it was closed");
+      } else {
+        endpoint->socket.release();
+      }
+    }
   }
 
   int size() const override { return static_cast<int>(endpoints_.size()); }
@@ -77,6 +90,18 @@ class TcpLink final : public AggregatorLink {
     if (!endpoint.stream) return;
     endpoint.stream->send(instance, message);
     notice(endpoint);
+  }
+
+  bool flushed(int aggregator) const override {
+    auto const& stream = at(aggregator).stream;
+    return !stream || stream->flushed();
+  }
+  bool flush(int aggregator, Deadline const& deadline) override {
+    while (!flushed(aggregator)) {
+      require_wanted();
+      if (!wait(deadline)) return false;
+    }
+    return true;
   }
 
   Event next(Deadline const& deadline) override {
@@ -128,9 +153,11 @@ class TcpLink final : public AggregatorLink {
       instance = number;
       message = bytes;
     }
+    // The other side is told, even if a program that was forked from this one holds the socket.
     void lose(std::string const& why) {
-      loss = why.empty() ? "it was closed" : why;
+      loss = why;
       stream.reset();
+      ::shutdown(socket.get(), SHUT_RDWR);
       socket = FileDescriptor();
     }
 
@@ -182,22 +209,21 @@ class TcpLink final : public AggregatorLink {
         Endpoint& endpoint = *endpoints_[event.data.u64];
         if (!endpoint.stream) continue;
         if ((event.events & EPOLLOUT) != 0) endpoint.stream->flush();
-        if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0) {
-          endpoint.stream->readable();
-          endpoint.readable = true;
-        }
+        if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0) endpoint.readable = true;
         notice(endpoint);
       }
+      deadline.poll_interrupt(steady_clock().now());
       if (count > 0) return true;
       require_wanted();
-      deadline.poll_interrupt(steady_clock().now());
       if (deadline.passed()) return false;
     }
   }
 
+  pid_t const process_ = ::getpid();
   FileDescriptor events_, interruption_;
   std::atomic<bool> interrupted_ = false;
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
+  ForkGuard guard_;
   std::size_t first_ = 0;  // asked first
 };
 

@@ -13,12 +13,6 @@ namespace {
 // Bytes scanned at once, so that blocks are in the second cache when they are copied to the ring.
 constexpr std::size_t scan_bytes = std::size_t{1} << 17;
 
-bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
-  std::less<> const before;
-  return !a.empty() && !b.empty() && before(a.data(), b.data() + b.size()) &&
-         before(b.data(), a.data() + a.size());
-}
-
 }  // namespace
 
 InaMessage InaWorker::start(InaPlan const& plan, int rank, std::uint32_t operation,

@@ -24,6 +24,8 @@ class FileDescriptor {
 
   int get() const { return value_; }
   bool open() const { return value_ >= 0; }
+  // Leaves it open, to somebody else.
+  int release() { return std::exchange(value_, -1); }
 
  private:
   int value_;

@@ -2,9 +2,11 @@
 // line, and what a worker is told that connects to something else.
 #include <gtest/gtest.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <array>
+#include <csignal>
 #include <random>
 
 #include "daemon/command_line.h"
@@ -22,12 +24,13 @@ void write_raw(FileDescriptor const& socket, T const& value) {
   EXPECT_EQ(::send(socket.get(), &value, sizeof(value), MSG_NOSIGNAL), ssize_t(sizeof(value)));
 }
 
-// Everything that comes until the other side closes, or `limit`.
-std::string read_raw(FileDescriptor const& socket, Duration limit = seconds(10)) {
+// Everything that comes until there is enough, the other side closes, or `limit`.
+std::string read_raw(FileDescriptor const& socket, Duration limit = seconds(20),
+                     std::size_t enough = 1 << 20) {
   Deadline const deadline = within(limit);
   std::string all;
   std::array<char, 4096> part;
-  while (wait_readable(socket.get(), deadline)) {
+  while (all.size() < enough && wait_readable(socket.get(), deadline)) {
     ssize_t const read = ::recv(socket.get(), part.data(), part.size(), 0);
     if (read <= 0) break;
     all.append(part.data(), std::size_t(read));
@@ -92,6 +95,49 @@ TEST(AggregatorServer, RandomBytesHarmNobody) {
   expect_serves(server);
 }
 
+// The end of a connection may come with its last bytes.
+TEST(AggregatorServer, AWorkerThatEndsRightAfterItsMessageIsLost) {
+  RunningServer const server;
+  std::vector<std::string> const addresses{server.address()};
+  InaClient client(connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 0},
+                                       within(seconds(10))),
+                   0, 1);
+  InaPlan const plan{.elements = 10000, .workers = 2};
+  {
+    auto const link = connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 1},
+                                          within(seconds(10)));
+    Bytes data(plan.bytes(), std::byte{1});
+    InaWorker worker;
+    auto const message = worker.start(plan, 1, 1, data, data, steady_clock().now(), seconds(10));
+    link->send(0, 0, message);
+  }
+  Bytes data(plan.bytes());
+  EXPECT_THROW(client.reduce(plan, data, data, within(seconds(20))), PeerLost);
+}
+
+// A forked child holds the sockets of its parent.
+TEST(AggregatorServer, ALinkThatIsClosedIsNoticedWhileAChildLives) {
+  RunningServer const server;
+  std::vector<std::string> const addresses{server.address()};
+  InaClient client(connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 0},
+                                       within(seconds(10))),
+                   0, 1);
+  auto link = connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 1},
+                                  within(seconds(10)));
+  pid_t const child = ::fork();
+  if (child == 0) {
+    link.reset();  // does nothing to the parent's
+    ::pause();
+    ::_exit(0);
+  }
+  InaPlan const plan{.elements = 10000, .workers = 2};
+  Bytes data(plan.bytes());
+  link.reset();
+  EXPECT_THROW(client.reduce(plan, data, data, within(seconds(20))), PeerLost);
+  ::kill(child, SIGKILL);
+  ::waitpid(child, nullptr, 0);
+}
+
 TEST(AggregatorServer, WhoSaysNothingIsClosed) {
   AggregatorOptions options;
   options.greeting = milliseconds(200);
@@ -110,14 +156,14 @@ TEST(AggregatorServer, ConnectionsBeyondTheMostWaitForOthersToEnd) {
   RunningServer const server(options);
   auto first = connect_to(server.address(), within(seconds(5)));
   auto const second = connect_to(server.address(), within(seconds(5)));
-  write_raw(first, greeting(0, 3));
-  write_raw(second, greeting(1, 3));
-  EXPECT_EQ(read_raw(first, milliseconds(300)).size(), sizeof(InaAnswer));
+  write_raw(first, greeting(0, 2));
+  write_raw(second, greeting(1, 2));
+  EXPECT_EQ(read_raw(first, seconds(20), sizeof(InaAnswer)).size(), sizeof(InaAnswer));
   auto const third = connect_to(server.address(), within(seconds(5)));
-  write_raw(third, greeting(2, 3));
+  write_raw(third, greeting(0, 1, {8, 8}));
   EXPECT_EQ(read_raw(third, milliseconds(300)), "");
   first = FileDescriptor();
-  EXPECT_EQ(read_raw(third, milliseconds(1000)).size(), sizeof(InaAnswer));
+  EXPECT_EQ(read_raw(third, seconds(20), sizeof(InaAnswer)).size(), sizeof(InaAnswer));
 }
 
 TEST(AggregatorServer, MemoryDoesNotGrowWithWhatIsAnnounced) {
@@ -135,7 +181,8 @@ TEST(AggregatorServer, MemoryDoesNotGrowWithWhatIsAnnounced) {
   encode_contribution({.operation = 1, .bitmap = 0}, plan, {}, {}, {}, head);
   write_raw(socket, InaEnvelope{static_cast<std::uint32_t>(longest_message), 0});
   EXPECT_EQ(::send(socket.get(), head.data(), opening_bytes, MSG_NOSIGNAL), ssize_t(opening_bytes));
-  std::string const answer = read_raw(socket, milliseconds(500));
+  std::size_t const least = sizeof(InaAnswer) + sizeof(InaEnvelope) + sizeof(InaHeader) + 100;
+  std::string const answer = read_raw(socket, seconds(20), least);
   EXPECT_NE(answer.find(std::to_string(instance_bytes(plan))), std::string::npos) << answer;
   expect_serves(server);
 }

@@ -54,7 +54,7 @@ class InaHostTest : public ::testing::Test, protected InaHost::Outlet {
     return assemble(workers_[worker].start(plan, worker, operation, data, data, now_, limit));
   }
 
-  // Fails unless that is all that the connection has been told, and forgets it.
+  // All that the connection has been told since it was asked last.
   std::vector<Bytes> told(int connection, std::uint32_t instance = 0) {
     return std::exchange(said_[{connection, instance}], {});
   }
@@ -162,6 +162,53 @@ TEST_F(InaHostTest, ARefusalWaitsForWorkersThatHaveNotBegun) {
   EXPECT_EQ(told(1).size(), 1u);
 }
 
+// Worker 0 has sent on before the refusal has reached it, and worker 1 has gone on.
+TEST_F(InaHostTest, AMessageOfARefusedOperationIsSkippedAfterOthersHaveGoneOn) {
+  join(0, job_a, 0, 2);
+  join(1, job_a, 1, 2);
+  deliver(0, 0, opening(0, 1, plan));
+  deliver(1, 0, opening(1, 1, plan));
+  auto const next = workers_[0].receive(told(0).at(0), now_);
+  ASSERT_TRUE(next.has_value());
+  Bytes const in_flight = assemble(*next);
+  auto broken = workers_[1].receive(told(1).at(0), now_);
+  ASSERT_TRUE(broken.has_value());
+  Bytes bytes = assemble(*broken);
+  bytes.back() ^= std::byte{1};
+  deliver(1, 0, bytes);
+  EXPECT_EQ(refusal(0, 1, 2).accused, std::vector{1});
+  EXPECT_EQ(refusal(1, 1, 2).accused, std::vector{1});
+  deliver(1, 0, opening(1, 2, plan));
+  deliver(0, 0, in_flight);
+  deliver(0, 0, opening(0, 2, plan));
+  EXPECT_EQ(told(0).size(), 1u);
+  EXPECT_EQ(told(1).size(), 1u);
+}
+
+TEST_F(InaHostTest, ASuccessorIsToldTheRefusalOnceMore) {
+  join(0, job_a, 0, 2);
+  join(1, job_a, 1, 2);
+  deliver(0, 0, opening(0, 1, plan));
+  deliver(1, 0, opening(1, 1, plan));
+  host_.leave(1, "it is tired");
+  join(2, job_a, 1, 2);
+  deliver(2, 0, opening(1, 1, plan));
+  EXPECT_EQ(refusal(2, 1, 2).reason, RefusalReason::lost);
+}
+
+TEST_F(InaHostTest, AnOperationThatIsOverIsNotBegunAgain) {
+  join(0, job_a, 0, 1);
+  InaPlan alone = plan;
+  alone.workers = 1;
+  alone.elements = 10;
+  deliver(0, 0, opening(0, 5, alone));
+  EXPECT_EQ(told(0).size(), 1u);
+  for (std::uint32_t const operation : {5, 4}) {
+    Bytes const bytes = opening(0, operation, alone);
+    EXPECT_THROW(place(0, 0, bytes), MalformedFrame);
+  }
+}
+
 TEST_F(InaHostTest, AWorkerThatWasLostBeforeIsAccusedAtOnce) {
   join(0, job_a, 0, 2);
   join(1, job_a, 1, 2);
@@ -199,6 +246,7 @@ TEST_F(InaHostTest, MembersThatDoNotFitAreNotTaken) {
   EXPECT_THROW(join(1, job_a, 1, 3), InvalidArgument);
   EXPECT_THROW(join(1, job_b, 2, 2), InvalidArgument);
   EXPECT_THROW(join(1, job_b, 0, 0), InvalidArgument);
+  EXPECT_THROW(join(1, job_b, 0, 1025), InvalidArgument);
   EXPECT_EQ(host_.jobs(), 1u);
   EXPECT_THROW(place(1, 0, opening(1, 1, plan)), InvalidArgument);
   host_.leave(1, "");  // never joined

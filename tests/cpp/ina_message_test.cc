@@ -192,7 +192,7 @@ TEST(InaMessageTest, EveryFieldIsCheckedAndNamed) {
       {"reserved", offsetof(InaHeader, reserved), 1, 1},
       {"bitmap", offsetof(InaHeader, bitmap), 8, 1},
       {"reason", sizeof(InaHeader), 4, 0},
-      {"reason", sizeof(InaHeader), 4, 5},
+      {"reason", sizeof(InaHeader), 4, 6},
       {"accused", sizeof(InaHeader) + 4, 4, 4},
       {"accused", sizeof(InaHeader) + 4, 4, 0},
       {"length behind the header", sizeof(InaHeader) + 4, 4, 1},

@@ -91,7 +91,7 @@ def test_the_address_may_be_taken_at_once_after_a_kill() -> None:
         (["--listen", ":0", "--memory", "much"], "much"),
         (["--listen", ":0", "--speed", "9"], "--speed"),
         (["--listen", "no-such-host.invalid:7000"], "no-such-host.invalid"),
-        (["--listen", ":0", "--connections", "1000000"], "1000000"),
+        (["--listen", ":0", "--connections", "2000000"], "2000000"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:

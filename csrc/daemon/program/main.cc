@@ -1,56 +1,66 @@
 // sparsecomm-aggregator: the program.
 
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+
 #include <csignal>
 #include <cstdio>
 #include <exception>
-#include <functional>
 #include <span>
 #include <string>
-#include <thread>
 
 #include "daemon/command_line.h"
 #include "daemon/server.h"
 #include "transport/process.h"
 
+namespace sparsecomm {
 namespace {
 
-// Stops the server at the first of these signals, which must be blocked in all threads.
-void stop_at(sigset_t const& signals, sparsecomm::AggregatorServer& server) {
-  int signal = 0;
-  ::sigwait(&signals, &signal);
-  server.stop();
+// Readable once a signal has come that ends the program.
+FileDescriptor watch_signals() {
+  sigset_t signals;
+  ::sigemptyset(&signals);
+  ::sigaddset(&signals, SIGTERM);
+  ::sigaddset(&signals, SIGINT);
+  ::sigprocmask(SIG_BLOCK, &signals, nullptr);
+  std::signal(SIGPIPE, SIG_IGN);  // of who read the log
+  return FileDescriptor(::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
+}
+
+// As many files as the system lets this program have.
+void raise_file_limit() {
+  rlimit limit{};
+  if (::getrlimit(RLIMIT_NOFILE, &limit) != 0) return;
+  limit.rlim_cur = limit.rlim_max;
+  ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
 int serve(std::span<char const* const> arguments) {
-  using namespace sparsecomm;
   AggregatorCommand const command = parse_command_line(arguments);
   if (command.help) {
     std::fputs(aggregator_usage().c_str(), stdout);
     return 0;
   }
+  raise_file_limit();
   std::string const problem = descriptor_problem(command.options.connections + 16);
   require<Error>(problem.empty(), "--connections ", command.options.connections, ": ", problem);
   AggregatorServer server(command.options, [](std::string const& line) {
     std::fprintf(stderr, "sparsecomm-aggregator: %s\n", line.c_str());
   });
-  sigset_t signals;
-  ::sigemptyset(&signals);
-  ::sigaddset(&signals, SIGTERM);
-  ::sigaddset(&signals, SIGINT);
-  ::pthread_sigmask(SIG_BLOCK, &signals, nullptr);
-  std::thread waiting(stop_at, std::cref(signals), std::ref(server));
+  FileDescriptor const signals = watch_signals();
+  server.stop_when(signals);
   std::printf("listening at %s\n", server.address().c_str());
   std::fflush(stdout);
   server.run();
-  waiting.join();
   return 0;
 }
 
 }  // namespace
+}  // namespace sparsecomm
 
 int main(int count, char** arguments) {
   try {
-    return serve(std::span(arguments, static_cast<std::size_t>(count)).subspan(1));
+    return sparsecomm::serve(std::span(arguments, static_cast<std::size_t>(count)).subspan(1));
   } catch (std::exception const& error) {
     std::fprintf(stderr, "sparsecomm-aggregator: %s\n", error.what());
     return 2;
