@@ -161,6 +161,55 @@ TEST(InaPropertyTest, InvariantsHoldAndEveryWorkerGetsTheDenseSum) {
   }
 }
 
+Bytes filled(InaPlan const& plan, float value) {
+  std::vector<float> const values(plan.elements, value);
+  auto const bytes = std::as_bytes(std::span(values));
+  return {bytes.begin(), bytes.end()};
+}
+
+constexpr TimePoint now{std::chrono::hours(1)};
+constexpr Duration limit = std::chrono::seconds(10);
+
+// Bytes of a former operation would travel otherwise.
+TEST(InaWorkerTest, TheLastBlockIsSentWithZerosBehindIt) {
+  InaPlan plan{.elements = 32, .block_bytes = 64, .workers = 1, .window = 2};
+  Bytes const full = filled(plan, -1.0F);
+  Bytes output = full;
+  InaWorker worker;
+  worker.start(plan, 0, 1, full, output, now, limit);
+  plan.elements = 17;
+  auto const message = assemble(worker.start(plan, 0, 2, std::span(full).first(plan.bytes()),
+                                             std::span(output).first(plan.bytes()), now, limit));
+  ASSERT_GT(message.size(), 128u);
+  auto const blocks = std::span(message).last(128);
+  EXPECT_TRUE(std::ranges::equal(blocks.first(68), std::span(full).first(68)));
+  EXPECT_EQ(std::ranges::count(blocks.subspan(68), std::byte{0}), 60);
+}
+
+// Worker 0 begins the next operation while the last update of the former is on its way to worker 1.
+TEST(InaWorkerTest, OperationsFollowOneAnotherWithoutWaitingForUpdatesToArrive) {
+  InaPlan const plan{.elements = 16, .block_bytes = 64, .workers = 2, .window = 1};
+  InaAggregator aggregator(plan);
+  std::vector<InaWorker> workers(2);
+  std::vector<Bytes> outputs(2, Bytes(plan.bytes()));
+  std::optional<InaMessage> late;  // to worker 1
+  for (std::uint32_t operation = 1; operation < 6; ++operation) {
+    Bytes const input = filled(plan, static_cast<float>(operation));
+    aggregator.start(plan, operation, now, limit);
+    auto const first = workers[0].start(plan, 0, operation, input, outputs[0], now, limit);
+    EXPECT_FALSE(aggregator.receive(0, assemble(first), now));
+    if (late) {
+      EXPECT_FALSE(workers[1].receive(assemble(*late), now));
+      EXPECT_EQ(outputs[1], filled(plan, 2.0F * static_cast<float>(operation - 1)));
+    }
+    auto const second = workers[1].start(plan, 1, operation, input, outputs[1], now, limit);
+    late = aggregator.receive(1, assemble(second), now);
+    ASSERT_TRUE(late);
+    EXPECT_FALSE(workers[0].receive(assemble(*late), now));
+    EXPECT_EQ(outputs[0], filled(plan, 2.0F * static_cast<float>(operation)));
+  }
+}
+
 // I6.
 TEST(MergeSmallestTest, IsCommutativeAssociativeAndIdempotent) {
   std::mt19937 random(6);
