@@ -1,20 +1,12 @@
 #include "ina/worker.h"
 
 #include <algorithm>
-#include <bit>
+#include <array>
 #include <cstring>
-#include <functional>
 
 #include "kernels/block_scan.h"
 
 namespace sparsecomm {
-namespace {
-
-// Bytes scanned at once, so that blocks are in the second cache when they are copied to the ring.
-constexpr std::size_t scan_bytes = std::size_t{1} << 17;
-
-}  // namespace
-
 InaMessage InaWorker::start(InaPlan const& plan, int rank, std::uint32_t operation,
                             std::span<const std::byte> input, std::span<std::byte> output,
                             TimePoint now, Duration limit) {
@@ -40,7 +32,7 @@ InaMessage InaWorker::start(InaPlan const& plan, int rank, std::uint32_t operati
   at_hand_.clear();
   done_ = false;
   running_ = true;
-  found_ = found_begin_ = scanned_ = written_ = 0;
+  scanned_ = written_ = 0;
   ring_begin_ = 0;
   ring_.resize(std::max(ring_.size(), 2 * plan.round_bytes()));
   head_.resize(std::max(head_.size(), most_head_bytes(plan.window)));
@@ -71,39 +63,22 @@ InaMessage InaWorker::contribute() {
   return encode_contribution(header, plan_, at_hand_, blocks, more_blocks, head_);
 }
 
-// Step 1.
+// Step 1. At most d slots hold blocks at hand and d others those of the message in flight, so the
+// slots that are filled are free.
 void InaWorker::fill() {
   std::size_t const slots = 2 * std::size_t{plan_.window};
-  std::size_t const block_bytes = plan_.block_bytes;
-  while (at_hand_.size() < plan_.window && find_block()) {
-    std::uint64_t const number =
-        found_begin_ + static_cast<std::uint64_t>(std::countr_zero(found_));
-    found_ &= found_ - 1;
+  std::array<std::uint32_t, most_blocks> found;
+  while (at_hand_.size() < plan_.window && scanned_ < plan_.blocks()) {
     std::size_t const slot = (ring_begin_ + at_hand_.size()) % slots;
-    auto const block =
-        input_.subspan(number * block_bytes,
-                       std::min<std::uint64_t>(block_bytes, input_.size() - number * block_bytes));
-    auto const place = std::span(ring_).subspan(slot * block_bytes, block_bytes);
-    std::memcpy(place.data(), block.data(), block.size());
-    std::ranges::fill(place.subspan(block.size()), std::byte{0});
-    at_hand_.push_back(static_cast<std::uint32_t>(number));
+    std::size_t const wanted = std::min(plan_.window - at_hand_.size(), slots - slot);
+    auto const room =
+        std::span(ring_).subspan(slot * plan_.block_bytes, wanted * plan_.block_bytes);
+    auto const numbers = std::span(found).first(wanted);
+    BlockWalk const walk =
+        block_kernels().copy_nonzero_blocks(input_, plan_.block_bytes, scanned_, room, numbers);
+    scanned_ = walk.next;
+    for (std::uint32_t const number : numbers.first(walk.found)) at_hand_.push_back(number);
   }
-}
-
-// Scans on until found_ has a bit, or the input ends.
-bool InaWorker::find_block() {
-  std::uint64_t const blocks = plan_.blocks();
-  std::uint64_t const most = std::clamp<std::uint64_t>(scan_bytes / plan_.block_bytes, 1, 64);
-  while (found_ == 0 && scanned_ < blocks) {
-    std::uint64_t const count = std::min(most, blocks - scanned_);
-    std::uint64_t const begin = scanned_ * plan_.block_bytes;
-    auto const part = input_.subspan(
-        begin, std::min<std::uint64_t>(count * plan_.block_bytes, input_.size() - begin));
-    block_kernels().nonzero_blocks(part, plan_.block_bytes, std::span(&found_, 1));
-    found_begin_ = scanned_;
-    scanned_ += count;
-  }
-  return found_ != 0;
 }
 
 std::optional<InaMessage> InaWorker::receive(std::span<const std::byte> message, TimePoint now) {

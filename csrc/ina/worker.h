@@ -67,7 +67,6 @@ class InaWorker {
  private:
   InaMessage contribute();
   void fill();
-  bool find_block();
   void check_next(UpdateView const& update) const;
   void write(UpdateView const& update);
   void write_zeros(std::uint64_t end);
@@ -88,11 +87,7 @@ class InaWorker {
   bool running_ = false;
   bool done_ = false;
 
-  // The scan. A bit of found_ is block found_begin_ + i, not zero and not at hand yet.
-  std::uint64_t found_ = 0;
-  std::uint64_t found_begin_ = 0;
-  std::uint64_t scanned_ = 0;  // blocks
-
+  std::uint64_t scanned_ = 0;  // blocks of the input
   std::uint64_t written_ = 0;  // blocks of the output that are final
   std::size_t ring_begin_ = 0;
   std::vector<std::byte> ring_, head_;  // grow and never shrink

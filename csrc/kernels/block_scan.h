@@ -10,16 +10,31 @@
 
 namespace sparsecomm {
 
-// One instruction set's kernel over blocks.
+// Where a walk over blocks has come to.
+struct BlockWalk {
+  std::uint64_t next = 0;  // the block at which it goes on; past the last: at the end
+  std::size_t found = 0;   // blocks that are not zero
+};
+
+// One instruction set's kernels over blocks.
 struct BlockKernelTable {
   std::string_view target;
 
   // Sets bit i % 64 of bitmap[i / 64] where block i has a bit that is set, so that a NaN and -0.0
   // count, and clears it where it has none; returns how many have. The last block may be shorter.
-  // `block_bytes` is a multiple of 4, and the bitmap has a word for every 64 blocks. Reads all
-  // bytes once.
+  // `block_bytes` is a multiple of 4, and the bitmap has a word for every 64 blocks. Reads no byte
+  // twice.
   std::size_t (*nonzero_blocks)(std::span<const std::byte> bytes, std::size_t block_bytes,
                                 std::span<std::uint64_t> bitmap);
+
+  // Walks from block `first` on until there is a block that is not zero, as above, in every slot or
+  // the bytes end: copies such a block to the next slot, with zeros behind the last one if that is
+  // shorter, and its number to `numbers`. A slot is block_bytes of `slots`, and there are as many
+  // as there is room for numbers. What lies behind the blocks that were found stays as it is. A
+  // block is tested until a bit is found and copied at once, so each byte is read from memory once.
+  BlockWalk (*copy_nonzero_blocks)(std::span<const std::byte> bytes, std::size_t block_bytes,
+                                   std::uint64_t first, std::span<std::byte> slots,
+                                   std::span<std::uint32_t> numbers);
 };
 
 // The fastest table this machine can run, and all that it can run (scalar first).

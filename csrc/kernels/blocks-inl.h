@@ -1,4 +1,4 @@
-// The kernel over blocks, with vectors. Included once per instruction set.
+// The kernels over blocks, with vectors. Included once per instruction set.
 #if defined(SPARSECOMM_KERNELS_BLOCKS_INL_H_) == defined(HWY_TARGET_TOGGLE)
 #ifdef SPARSECOMM_KERNELS_BLOCKS_INL_H_
 #undef SPARSECOMM_KERNELS_BLOCKS_INL_H_
@@ -27,24 +27,57 @@ HWY_INLINE hn::Vec<BlockTag> load_words(std::byte const* p) {
                                   reinterpret_cast<std::uint8_t const*>(p)));
 }
 
-// One bit a block, of a block that is no shorter than a vector.
+HWY_INLINE void store_words(hn::Vec<BlockTag> words, std::byte* p) {
+  hn::StoreU(hn::BitCast(hn::RepartitionToNarrow<hn::RepartitionToNarrow<BlockTag>>(), words),
+             hn::RepartitionToNarrow<hn::RepartitionToNarrow<BlockTag>>(),
+             reinterpret_cast<std::uint8_t*>(p));
+}
+
+HWY_INLINE bool holds_bits(hn::Vec<BlockTag> words) {
+  BlockTag const d;
+  return !hn::AllTrue(d, hn::Eq(words, hn::Zero(d)));
+}
+
+// One bit a block, of a block that is no shorter than a vector. Ends with the first four vectors
+// that have a bit: what is behind them is copied, or need not be read.
 HWY_INLINE bool holds_bits(std::byte const* p, std::size_t block_bytes) {
   BlockTag const d;
   std::size_t const step = hn::Lanes(d) * 4;
-  auto any = hn::Zero(d);
   std::size_t i = 0;
   for (; i + 4 * step <= block_bytes; i += 4 * step) {
     prefetch_bytes(p + i, 4 * step);
     auto const first = hn::Or(load_words(p + i), load_words(p + i + step));
     auto const second = hn::Or(load_words(p + i + 2 * step), load_words(p + i + 3 * step));
-    any = hn::Or3(any, first, second);
+    if (holds_bits(hn::Or(first, second))) return true;
   }
+  auto any = hn::Zero(d);
   for (; i + step <= block_bytes; i += step) {
     prefetch_bytes(p + i, step);
     any = hn::Or(any, load_words(p + i));
   }
   if (i < block_bytes) any = hn::Or(any, load_words(p + block_bytes - step));
-  return !hn::AllTrue(d, hn::Eq(any, hn::Zero(d)));
+  return holds_bits(any);
+}
+
+// Copies a block that is no shorter than a vector. memcpy does not fetch ahead.
+HWY_INLINE void copy_block(std::byte const* p, std::size_t block_bytes, std::byte* to) {
+  std::size_t const step = hn::Lanes(BlockTag()) * 4;
+  std::size_t i = 0;
+  for (; i + 4 * step <= block_bytes; i += 4 * step) {
+    prefetch_bytes(p + i, 4 * step);
+    auto const first = load_words(p + i);
+    auto const second = load_words(p + i + step);
+    auto const third = load_words(p + i + 2 * step);
+    auto const fourth = load_words(p + i + 3 * step);
+    store_words(first, to + i);
+    store_words(second, to + i + step);
+    store_words(third, to + i + 2 * step);
+    store_words(fourth, to + i + 3 * step);
+  }
+  for (; i + step <= block_bytes; i += step) store_words(load_words(p + i), to + i);
+  if (i < block_bytes) {
+    store_words(load_words(p + block_bytes - step), to + block_bytes - step);
+  }
 }
 
 // Bit i: whether word i of the 64 words at p has a bit that is set.
@@ -147,6 +180,22 @@ std::size_t nonzero_blocks(std::span<const std::byte> bytes, std::size_t block_b
     found += static_cast<std::size_t>(std::popcount(word));
   }
   return found + nonzero_block_range(bytes, block_bytes, sets * 64, bitmap);
+}
+
+BlockWalk copy_nonzero_blocks(std::span<const std::byte> bytes, std::size_t block_bytes,
+                              std::uint64_t first, std::span<std::byte> slots,
+                              std::span<std::uint32_t> numbers) {
+  require_walk(bytes.size(), block_bytes, first, slots.size(), numbers.size());
+  std::size_t const vector_bytes = hn::Lanes(BlockTag()) * 4;
+  std::size_t const whole = block_bytes < vector_bytes ? 0 : bytes.size() / block_bytes;
+  BlockWalk walk{.next = first};
+  for (; walk.next < whole && walk.found < numbers.size(); ++walk.next) {
+    std::byte const* p = bytes.data() + walk.next * block_bytes;
+    if (!holds_bits(p, block_bytes)) continue;
+    copy_block(p, block_bytes, slots.data() + walk.found * block_bytes);
+    numbers[walk.found++] = static_cast<std::uint32_t>(walk.next);
+  }
+  return copy_nonzero_range(bytes, block_bytes, walk, slots, numbers);
 }
 
 }  // namespace HWY_NAMESPACE

@@ -111,10 +111,16 @@ KernelTable<T> scalar_kernels() {
 }
 
 BlockKernelTable scalar_block_kernels() {
-  return {"scalar", [](std::span<const std::byte> bytes, std::size_t block_bytes,
-                       std::span<std::uint64_t> bitmap) {
+  return {"scalar",
+          [](std::span<const std::byte> bytes, std::size_t block_bytes,
+             std::span<std::uint64_t> bitmap) {
             require_blocks(bytes.size(), block_bytes, bitmap.size());
             return nonzero_block_range(bytes, block_bytes, 0, bitmap);
+          },
+          [](std::span<const std::byte> bytes, std::size_t block_bytes, std::uint64_t first,
+             std::span<std::byte> slots, std::span<std::uint32_t> numbers) {
+            require_walk(bytes.size(), block_bytes, first, slots.size(), numbers.size());
+            return copy_nonzero_range(bytes, block_bytes, {.next = first}, slots, numbers);
           }};
 }
 

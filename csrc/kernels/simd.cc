@@ -36,7 +36,7 @@ void append_kernels(SimdKernels& all) {
   append(all.f64);
   append(all.f16);
   append(all.bf16);
-  all.blocks.push_back({hwy::TargetName(HWY_TARGET), nonzero_blocks});
+  all.blocks.push_back({hwy::TargetName(HWY_TARGET), nonzero_blocks, copy_nonzero_blocks});
   all.intersections.push_back({hwy::TargetName(HWY_TARGET), intersect});
 }
 #endif

@@ -126,6 +126,160 @@ TEST(BlockScan, EachBitCounts) {
   }
 }
 
+constexpr std::byte unwritten{0xa5};
+
+// A walk of some slots from block `first` on, by the words of the contract.
+struct Walk {
+  BlockWalk end;
+  std::vector<std::uint32_t> numbers;
+  std::vector<std::byte> slots;  // all, with what is not written
+};
+
+Walk expected_walk(std::span<const std::byte> bytes, std::size_t block_bytes, std::uint64_t first,
+                   std::size_t slots) {
+  std::size_t const blocks = (bytes.size() + block_bytes - 1) / block_bytes;
+  Walk walk{{.next = first}, {}, std::vector(slots * block_bytes, unwritten)};
+  while (walk.end.next < blocks && walk.end.found < slots) {
+    std::size_t const begin = walk.end.next * block_bytes;
+    std::vector<std::byte> block(block_bytes);  // with zeros behind the last
+    std::copy_n(bytes.begin() + begin, std::min(block_bytes, bytes.size() - begin), block.begin());
+    if (std::ranges::count(block, std::byte{0}) != std::ssize(block)) {
+      walk.numbers.push_back(static_cast<std::uint32_t>(walk.end.next));
+      std::ranges::copy(block, walk.slots.begin() + walk.end.found * block_bytes);
+      ++walk.end.found;
+    }
+    ++walk.end.next;
+  }
+  return walk;
+}
+
+// Walks over all bytes, some slots at a time, and compares each part.
+void check_walks(BlockKernelTable const& table, std::span<const std::byte> bytes,
+                 std::size_t block_bytes, std::size_t most_slots, std::mt19937_64& random) {
+  std::size_t const blocks = (bytes.size() + block_bytes - 1) / block_bytes;
+  constexpr std::size_t guard = 64;
+  std::vector<std::byte> storage;
+  std::vector<std::uint32_t> numbers;
+  for (std::uint64_t next = 0; next < blocks;) {
+    std::size_t const slots = 1 + random() % most_slots;
+    std::size_t const offset = random() % guard;
+    storage.assign(slots * block_bytes + 2 * guard, unwritten);
+    numbers.assign(slots, 77);
+    auto const room = std::span(storage).subspan(offset, slots * block_bytes);
+    BlockWalk const walk = table.copy_nonzero_blocks(bytes, block_bytes, next, room, numbers);
+    Walk const wanted = expected_walk(bytes, block_bytes, next, slots);
+    SCOPED_TRACE(concat(table.target, ", ", bytes.size(), " bytes in blocks of ", block_bytes,
+                        ", from ", next, ", ", slots, " slots"));
+    ASSERT_EQ(walk.next, wanted.end.next);
+    ASSERT_EQ(walk.found, wanted.end.found);
+    ASSERT_TRUE(std::ranges::equal(std::span(numbers).first(walk.found), wanted.numbers));
+    ASSERT_EQ(std::ranges::count(std::span(numbers).subspan(walk.found), 77u),
+              std::ssize(numbers) - std::ssize(wanted.numbers));
+    ASSERT_TRUE(std::ranges::equal(room, wanted.slots));
+    std::ranges::fill(room, unwritten);
+    ASSERT_EQ(std::ranges::count(storage, unwritten), std::ssize(storage));
+    next = walk.next;
+  }
+}
+
+TEST(BlockWalkTest, EqualsWhatIsSpecified) {
+  std::uint64_t const seed = std::random_device()();
+  SCOPED_TRACE("seed " + std::to_string(seed));
+  std::mt19937_64 random(seed);
+  for (std::size_t const block_bytes : block_sizes) {
+    for (std::size_t const size :
+         {std::size_t{1}, block_bytes - 1, block_bytes, block_bytes + 1, 2 * block_bytes - 1,
+          16 * block_bytes, 17 * block_bytes + 3, 65 * block_bytes + block_bytes / 2}) {
+      for (std::size_t const percent : {0, 10, 50, 100}) {
+        std::vector<std::byte> storage(size + 128, std::byte{0xff});
+        auto const bytes = std::span(storage).subspan(random() % 64, size);
+        std::ranges::fill(bytes, std::byte{0});
+        for (std::size_t begin = 0; begin < size; begin += block_bytes) {
+          if (random() % 100 >= percent) continue;
+          auto const block = bytes.subspan(begin, std::min(block_bytes, size - begin));
+          // One bit, or all bytes.
+          if (random() % 2 == 0) {
+            block[random() % block.size()] = static_cast<std::byte>(1u << random() % 8);
+          } else {
+            for (std::byte& b : block) b = static_cast<std::byte>(random());
+          }
+        }
+        for (auto const& table : block_kernel_tables()) {
+          for (std::size_t const most_slots : {1, 3, 16, 100}) {
+            check_walks(table, bytes, block_bytes, most_slots, random);
+            if (HasFailure()) return;
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(BlockWalkTest, EachBitCounts) {
+  std::mt19937_64 random(1);
+  for (std::size_t const block_bytes : {4, 16, 64, 100, 512, 1024}) {
+    std::vector<std::byte> bytes(2 * block_bytes + block_bytes / 2);
+    for (auto const& table : block_kernel_tables()) {
+      for (std::size_t at = 0; at < bytes.size(); ++at) {
+        bytes[at] = static_cast<std::byte>(1u << at % 8);
+        check_walks(table, bytes, block_bytes, 2, random);
+        if (HasFailure()) return;
+        bytes[at] = std::byte{0};
+      }
+    }
+  }
+}
+
+TEST(BlockWalkTest, TakesNothingWithoutSlotsOrBlocks) {
+  std::vector<std::byte> const bytes(100, std::byte{1});
+  std::vector<std::byte> slots(64);
+  std::vector<std::uint32_t> numbers(1);
+  for (auto const& table : block_kernel_tables()) {
+    auto const expect_nothing = [&](BlockWalk walk, std::uint64_t next) {
+      EXPECT_EQ(walk.next, next) << table.target;
+      EXPECT_EQ(walk.found, 0u) << table.target;
+    };
+    expect_nothing(table.copy_nonzero_blocks(bytes, 64, 1, {}, {}), 1);
+    expect_nothing(table.copy_nonzero_blocks(bytes, 64, 2, slots, numbers), 2);
+    expect_nothing(table.copy_nonzero_blocks({}, 64, 0, slots, numbers), 0);
+  }
+}
+
+TEST(BlockWalkTest, KeepsWhatComparesEqualToZeroOrToNothing) {
+  std::vector<float> values(256, 0.0f);
+  values[17] = -0.0f;
+  values[100] = std::numeric_limits<float>::quiet_NaN();
+  values[255] = std::numeric_limits<float>::denorm_min();
+  std::vector<std::byte> slots(4 * 64);
+  std::vector<std::uint32_t> numbers(4);
+  for (auto const& table : block_kernel_tables()) {
+    auto const walk =
+        table.copy_nonzero_blocks(std::as_bytes(std::span(values)), 64, 0, slots, numbers);
+    ASSERT_EQ(walk.found, 3u);
+    numbers.resize(3);
+    EXPECT_EQ(numbers, (std::vector<std::uint32_t>{1, 6, 15}));
+    numbers.resize(4);
+    EXPECT_EQ(std::memcmp(slots.data(), &values[16], 64), 0);
+    EXPECT_EQ(std::memcmp(slots.data() + 64, &values[96], 64), 0);
+    EXPECT_EQ(std::memcmp(slots.data() + 128, &values[240], 64), 0);
+  }
+}
+
+TEST(BlockWalkTest, RefusesWhatDoesNotFit) {
+  std::vector<std::byte> const bytes(100);
+  std::vector<std::byte> slots(128);
+  std::vector<std::uint32_t> numbers(2);
+  for (auto const& table : block_kernel_tables()) {
+    auto const walk = table.copy_nonzero_blocks;
+    EXPECT_THROW(walk(bytes, 0, 0, slots, numbers), InvalidArgument);
+    EXPECT_THROW(walk(bytes, 6, 0, slots, numbers), InvalidArgument);
+    EXPECT_THROW(walk(bytes, 64, 3, slots, numbers), InvalidArgument);
+    EXPECT_THROW(walk(bytes, 32, 0, slots, numbers), InvalidArgument);
+    EXPECT_THROW(walk(bytes, 64, 0, std::span(slots).first(127), numbers), InvalidArgument);
+    EXPECT_NO_THROW(walk(bytes, 64, 2, slots, numbers));
+  }
+}
+
 TEST(BlockScan, KeepsWhatComparesEqualToZeroOrToNothing) {
   std::vector<float> values(256, 0.0f);
   values[17] = -0.0f;
