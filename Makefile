@@ -144,7 +144,7 @@ test-cuda: tools cuda ## run the CUDA tests and benchmarks on a GPU; torch must 
 	python benchmarks/cuda_kernels.py
 
 # The loops over memory, and what is made of them.
-NEON_TESTS := kernels_test fused_test top_k_test block_scan_test parallel_test sparse_test wire_test values_test qsgd_test
+NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test
 
 test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compiled for aarch64, under an emulator
 	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \

@@ -1,7 +1,10 @@
 #include "ina/element_type.h"
 
 #include <cstring>
+#include <span>
 #include <type_traits>
+
+#include "kernels/half.h"
 
 namespace sparsecomm {
 namespace {
@@ -11,65 +14,70 @@ namespace {
 template <class Sum>
 using Wide = std::conditional_t<std::is_integral_v<Sum> && (sizeof(Sum) < 4), std::int32_t, Sum>;
 
-template <class T>
-constexpr std::size_t in_line = line_bytes / sizeof(T);
+// Whole lines, so that vectors leave no elements over.
+template <class V>
+std::size_t element_count(std::size_t bytes) {
+  return bytes / line_bytes * (line_bytes / sizeof(V));
+}
 
-// partial[i] = f(partial[i], element i of the block), a line at a time. No block: one of zeros.
-template <class T, class Function>
-void update_lines(std::byte* partial, std::byte const* block, std::size_t bytes, Function f) {
-  using Sum = accumulate_t<T>;
-  std::array<T, in_line<T>> elements{};
-  std::array<Sum, in_line<T>> sums;
-  for (std::size_t at = 0; at < bytes; at += line_bytes, partial += sizeof(sums)) {
-    if (block != nullptr) std::memcpy(elements.data(), block + at, line_bytes);
-    std::memcpy(sums.data(), partial, sizeof(sums));
-    for (std::size_t i = 0; i < in_line<T>; ++i) {
-      auto const element = static_cast<Sum>(elements[i]);
-      sums[i] = static_cast<Sum>(f(Wide<Sum>{sums[i]}, Wide<Sum>{element}));
-    }
-    std::memcpy(partial, sums.data(), sizeof(sums));
+// sums[i] = f(sums[i], element(i)).
+template <class Sum, class Element, class Function>
+void update(std::byte* sums, std::size_t count, Element element, Function f) {
+  for (std::size_t i = 0; i < count; ++i) {
+    auto const sum =
+        static_cast<Sum>(f(Wide<Sum>{load_element<Sum>(sums, i)}, Wide<Sum>{element(i)}));
+    std::memcpy(sums + i * sizeof(Sum), &sum, sizeof(Sum));
   }
+}
+
+// Partial results of f16 and bf16, which lie at an address that is aligned for them.
+template <class T>
+std::span<float> wide_sums(std::byte* partial, std::size_t bytes) {
+  return {reinterpret_cast<float*>(partial), bytes / sizeof(T)};
+}
+
+template <Reduction R, class T>
+auto combine_of(HalfKernelTable<T> const& kernels) {
+  if constexpr (R == Reduction::sum) return kernels.sum;
+  if constexpr (R == Reduction::product) return kernels.product;
+  if constexpr (R == Reduction::min) return kernels.min;
+  if constexpr (R == Reduction::max) return kernels.max;
 }
 
 template <class T, Reduction R>
 void combine(std::byte* partial, std::byte const* block, std::size_t bytes) {
-  update_lines<T>(partial, block, bytes, Combine<R, Wide<accumulate_t<T>>>{});
+  if constexpr (std::is_same_v<T, accumulate_t<T>>) {
+    update<T>(
+        partial, element_count<T>(bytes), [&](std::size_t i) { return load_element<T>(block, i); },
+        Combine<R, Wide<T>>{});
+  } else {
+    combine_of<R>(half_kernels<T>())(wide_sums<T>(partial, bytes), block);
+  }
 }
 
 template <class T, Reduction R>
 void combine_zero(std::byte* partial, std::size_t bytes) {
-  update_lines<T>(partial, nullptr, bytes, Combine<R, Wide<accumulate_t<T>>>{});
+  using Sum = accumulate_t<T>;
+  update<Sum>(
+      partial, element_count<T>(bytes), [](std::size_t) { return Sum{0}; },
+      Combine<R, Wide<Sum>>{});
 }
 
 template <class T>
 void widen(std::byte* partial, std::byte const* block, std::size_t bytes) {
-  using Sum = accumulate_t<T>;
-  if constexpr (std::is_same_v<T, Sum>) {
+  if constexpr (std::is_same_v<T, accumulate_t<T>>) {
     std::memcpy(partial, block, bytes);
   } else {
-    std::array<T, in_line<T>> elements;
-    std::array<Sum, in_line<T>> sums;
-    for (std::size_t at = 0; at < bytes; at += line_bytes, partial += sizeof(sums)) {
-      std::memcpy(elements.data(), block + at, line_bytes);
-      for (std::size_t i = 0; i < in_line<T>; ++i) sums[i] = static_cast<Sum>(elements[i]);
-      std::memcpy(partial, sums.data(), sizeof(sums));
-    }
+    half_kernels<T>().widen(wide_sums<T>(partial, bytes), block);
   }
 }
 
 template <class T>
 void round(std::byte* block, std::byte const* partial, std::size_t bytes) {
-  using Sum = accumulate_t<T>;
-  if constexpr (std::is_same_v<T, Sum>) {
+  if constexpr (std::is_same_v<T, accumulate_t<T>>) {
     if (block != partial) std::memmove(block, partial, bytes);
   } else {
-    std::array<T, in_line<T>> elements;
-    std::array<Sum, in_line<T>> sums;
-    for (std::size_t at = 0; at < bytes; at += line_bytes, partial += sizeof(sums)) {
-      std::memcpy(sums.data(), partial, sizeof(sums));
-      for (std::size_t i = 0; i < in_line<T>; ++i) elements[i] = static_cast<T>(sums[i]);
-      std::memcpy(block + at, elements.data(), line_bytes);
-    }
+    half_kernels<T>().narrow(block, {reinterpret_cast<float const*>(partial), bytes / sizeof(T)});
   }
 }
 

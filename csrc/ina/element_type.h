@@ -23,8 +23,8 @@ static_assert(std::uint8_t(ElementType::f32) == std::uint8_t(DType::f32) &&
               std::uint8_t(ElementType::i32) == std::uint8_t(DType::i32) &&
               std::uint8_t(ElementType::i64) == std::uint8_t(DType::i64));
 
-// Block sizes are multiples of it, so the loops over blocks have a constant number of turns inside,
-// which compilers turn into vector instructions.
+// Block sizes are multiples of it, which compilers are told, so that vectors leave no elements
+// over.
 inline constexpr std::size_t line_bytes = 64;
 
 // `bytes`: of the block as it travels, a multiple of line_bytes. Partial results are as wide as the

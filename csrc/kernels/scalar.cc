@@ -94,6 +94,11 @@ Moments moments(std::span<const T> gradient, std::span<const accumulate_t<T>> re
   return lanes.total();
 }
 
+template <class T, class Combination>
+void combine_all(std::span<float> wide, std::byte const* elements) {
+  combine_range<T, Combination>(wide, elements, 0);
+}
+
 }  // namespace
 
 template <class T>
@@ -130,6 +135,20 @@ IntersectKernelTable scalar_intersect_kernels() {
              std::uint32_t* positions) { return intersect_range(one, other, 0, 0, positions, 0); }};
 }
 
+template <class T>
+HalfKernelTable<T> scalar_half_kernels() {
+  return {
+      "scalar",
+      [](std::span<float> wide, std::byte const* elements) { widen_range<T>(wide, elements, 0); },
+      [](std::byte* elements, std::span<const float> wide) { narrow_range<T>(elements, wide, 0); },
+      combine_all<T, WideSum>,
+      combine_all<T, WideProduct>,
+      combine_all<T, WideMin>,
+      combine_all<T, WideMax>};
+}
+
+template HalfKernelTable<Half> scalar_half_kernels();
+template HalfKernelTable<BFloat16> scalar_half_kernels();
 template KernelTable<float> scalar_kernels();
 template KernelTable<double> scalar_kernels();
 template KernelTable<Half> scalar_kernels();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/block_scan.h"
+#include "kernels/half.h"
 #include "kernels/intersect.h"
 #include "kernels/kernels.h"
 
@@ -12,5 +13,7 @@ KernelTable<T> scalar_kernels();
 
 BlockKernelTable scalar_block_kernels();
 IntersectKernelTable scalar_intersect_kernels();
+template <class T>
+HalfKernelTable<T> scalar_half_kernels();
 
 }  // namespace sparsecomm

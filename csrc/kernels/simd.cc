@@ -10,6 +10,7 @@
 #if HWY_TARGET != HWY_SCALAR
 #include "kernels/blocks-inl.h"
 #include "kernels/buckets-inl.h"
+#include "kernels/half-inl.h"
 #include "kernels/intersect-inl.h"
 #include "kernels/scan-inl.h"
 #include "kernels/select-inl.h"
@@ -38,6 +39,8 @@ void append_kernels(SimdKernels& all) {
   append(all.bf16);
   all.blocks.push_back({hwy::TargetName(HWY_TARGET), nonzero_blocks, copy_nonzero_blocks});
   all.intersections.push_back({hwy::TargetName(HWY_TARGET), intersect});
+  all.half_f16.push_back(half_table<Half>());
+  all.half_bf16.push_back(half_table<BFloat16>());
 }
 #endif
 

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/block_scan.h"
+#include "kernels/half.h"
 #include "kernels/intersect.h"
 #include "kernels/kernels.h"
 
@@ -16,6 +17,8 @@ struct SimdKernels {
   std::vector<KernelTable<BFloat16>> bf16;
   std::vector<BlockKernelTable> blocks;
   std::vector<IntersectKernelTable> intersections;
+  std::vector<HalfKernelTable<Half>> half_f16;
+  std::vector<HalfKernelTable<BFloat16>> half_bf16;
 };
 
 // Fastest first; empty where Highway knows only its own scalar emulation.

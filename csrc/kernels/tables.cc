@@ -49,6 +49,28 @@ std::span<IntersectKernelTable const> intersect_kernel_tables() {
 
 IntersectKernelTable const& intersect_kernels() { return intersect_kernel_tables().back(); }
 
+template <>
+std::span<HalfKernelTable<Half> const> half_kernel_tables() {
+  static auto const* const tables =
+      never_destroyed(in_order(scalar_half_kernels<Half>(), simd_kernels().half_f16));
+  return *tables;
+}
+template <>
+std::span<HalfKernelTable<BFloat16> const> half_kernel_tables() {
+  static auto const* const tables =
+      never_destroyed(in_order(scalar_half_kernels<BFloat16>(), simd_kernels().half_bf16));
+  return *tables;
+}
+
+template <>
+HalfKernelTable<Half> const& half_kernels() {
+  return half_kernel_tables<Half>().back();
+}
+template <>
+HalfKernelTable<BFloat16> const& half_kernels() {
+  return half_kernel_tables<BFloat16>().back();
+}
+
 template <class T>
 std::span<KernelTable<T> const> kernel_tables() {
   static auto const* const tables =

@@ -37,9 +37,7 @@ HWY_INLINE hn::Vec<D> load(D d, V const* p) {
   return hn::LoadU(d, p);
 }
 template <class D>
-HWY_INLINE hn::Vec<D> load(D d, Half const* p) {
-  hn::Rebind<std::uint16_t, D> const word;
-  auto const half = hn::LoadU(word, words(p));
+HWY_INLINE hn::Vec<D> widened(D d, Half, hn::Vec<hn::Rebind<std::uint16_t, D>> half) {
 #if (HWY_ARCH_X86 && HWY_TARGET <= HWY_AVX2) || HWY_ARCH_ARM_A64
   return hn::PromoteTo(d, hn::BitCast(hn::Rebind<hwy::float16_t, D>(), half));
 #else
@@ -62,10 +60,17 @@ HWY_INLINE hn::Vec<D> load(D d, Half const* p) {
 #endif
 }
 template <class D>
-HWY_INLINE hn::Vec<D> load(D d, BFloat16 const* p) {
+HWY_INLINE hn::Vec<D> widened(D d, BFloat16, hn::Vec<hn::Rebind<std::uint16_t, D>> half) {
   hn::RebindToUnsigned<D> const wide;
-  hn::Rebind<std::uint16_t, D> const word;
-  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide, hn::LoadU(word, words(p)))));
+  return hn::BitCast(d, hn::ShiftLeft<16>(hn::PromoteTo(wide, half)));
+}
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, Half const* p) {
+  return widened(d, Half(), hn::LoadU(hn::Rebind<std::uint16_t, D>(), words(p)));
+}
+template <class D>
+HWY_INLINE hn::Vec<D> load(D d, BFloat16 const* p) {
+  return widened(d, BFloat16(), hn::LoadU(hn::Rebind<std::uint16_t, D>(), words(p)));
 }
 
 // residual + gradient, the operands in the order of the scalar kernels.

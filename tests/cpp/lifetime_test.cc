@@ -8,6 +8,7 @@
 #include <limits>
 
 #include "kernels/block_scan.h"
+#include "kernels/half.h"
 #include "kernels/intersect.h"
 #include "kernels/kernels.h"
 #include "ranks.h"
@@ -57,9 +58,10 @@ bool tables_are_whole() {
   std::vector<std::uint32_t> const indices{1, 2, 3};
   return scalar(index_kernel_tables()) && scalar(qsgd_kernel_tables<float>()) &&
          scalar(qsgd_kernel_tables<double>()) && scalar(block_kernel_tables()) &&
-         scalar(intersect_kernel_tables()) && scalar(kernel_tables<float>()) &&
-         scalar(kernel_tables<double>()) && scalar(kernel_tables<Half>()) &&
-         scalar(kernel_tables<BFloat16>()) && index_kernels().strictly_increasing(indices);
+         scalar(intersect_kernel_tables()) && scalar(half_kernel_tables<Half>()) &&
+         scalar(kernel_tables<float>()) && scalar(kernel_tables<double>()) &&
+         scalar(kernel_tables<Half>()) && scalar(kernel_tables<BFloat16>()) &&
+         index_kernels().strictly_increasing(indices);
 }
 
 // What is registered first runs last, after the destructors of statics that were made later.
