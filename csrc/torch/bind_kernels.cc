@@ -3,12 +3,15 @@
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <algorithm>
+#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
 #include "bindings.h"
+#include "ina/element_type.h"
 #include "kernels/block_scan.h"
 #include "kernels/kernels.h"
 #include "kernels/parallel.h"
@@ -123,6 +126,54 @@ class Kernels {
         *executor_, blocks_);
   }
 
+  // As a worker of in-network aggregation does it: until x ends, as many blocks at a time as there
+  // are numbers, into the same slots; returns how many they are.
+  std::size_t copy_nonzero_blocks(at::Tensor const& x, std::size_t block_bytes,
+                                  at::Tensor const& numbers, at::Tensor const& slots) const {
+    auto const bytes = std::as_bytes(elements(x, "x"));
+    auto const found = span_of<std::uint32_t>(numbers, at::kUInt32, "numbers");
+    auto const room = std::as_writable_bytes(elements(slots, "slots"));
+    require(!found.empty(), "numbers is empty");
+    std::size_t total = 0;
+    BlockWalk walk;
+    do {
+      walk = blocks_.copy_nonzero_blocks(bytes, block_bytes, walk.next, room, found);
+      total += walk.found;
+    } while (walk.found == found.size());
+    return total;
+  }
+
+  // What that costs at least where no block is zero: copies x, a part at a time, into the slots.
+  static void copy_through(at::Tensor const& x, at::Tensor const& slots) {
+    auto const bytes = std::as_bytes(elements(x, "x"));
+    auto const room = std::as_writable_bytes(elements(slots, "slots"));
+    require(!room.empty(), "slots is empty");
+    for (std::size_t begin = 0; begin < bytes.size(); begin += room.size()) {
+      auto const part = bytes.subspan(begin, std::min(room.size(), bytes.size() - begin));
+      std::memcpy(room.data(), part.data(), part.size());
+    }
+  }
+
+  // As an aggregator does it: adds x, a block at a time, to the partial results of a few blocks,
+  // again and again. What is left of x behind its whole blocks is not added.
+  static void combine_blocks(at::Tensor const& sums, at::Tensor const& x, std::size_t block_bytes) {
+    auto const bytes = std::as_bytes(elements(x, "x"));
+    auto const partial = span_of<V>(sums, scalar_type<V>(), "sums");
+    require(block_bytes > 0 && block_bytes % line_bytes == 0, "blocks of ", block_bytes,
+            " bytes, must be of a positive multiple of ", line_bytes);
+    std::size_t const entries = block_bytes / sizeof(T);
+    require(!partial.empty() && partial.size() % entries == 0, "sums has ", partial.size(),
+            " entries, must be some blocks of ", entries);
+    auto const combine =
+        entry_of(static_cast<ElementType>(dtype_of<T>())).of(Reduction::sum).combine;
+    std::size_t place = 0;
+    for (std::size_t begin = 0; begin + block_bytes <= bytes.size(); begin += block_bytes) {
+      combine(std::as_writable_bytes(partial.subspan(place)).data(), bytes.data() + begin,
+              block_bytes);
+      place = place + entries == partial.size() ? 0 : place + entries;
+    }
+  }
+
   std::size_t qsgd_quantize(at::Tensor const& x, int bits, std::int64_t bucket, std::uint64_t seed,
                             at::Tensor const& codes) const {
     QsgdFormat const format = ops::qsgd_format(bits, bucket);
@@ -198,6 +249,11 @@ void bind(py::module_& module, char const* name) {
            py::arg("k"), py::arg("indices"), py::arg("values"))
       .def("block_scan", &K::block_scan, Released(), py::arg("x"), py::arg("block_bytes"),
            py::arg("bitmap"), py::arg("numbers"), py::arg("blocks"))
+      .def("copy_nonzero_blocks", &K::copy_nonzero_blocks, Released(), py::arg("x"),
+           py::arg("block_bytes"), py::arg("numbers"), py::arg("slots"))
+      .def_static("copy_through", &K::copy_through, Released(), py::arg("x"), py::arg("slots"))
+      .def_static("combine_blocks", &K::combine_blocks, Released(), py::arg("sums"), py::arg("x"),
+                  py::arg("block_bytes"))
       .def("qsgd_quantize", &K::qsgd_quantize, Released(), py::arg("x"), py::arg("bits"),
            py::arg("bucket"), py::arg("seed"), py::arg("codes"))
       .def("qsgd_add", &K::qsgd_add, Released(), py::arg("codes"), py::arg("bits"),

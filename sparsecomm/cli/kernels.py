@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +16,13 @@ import torch
 
 from sparsecomm import _C
 from sparsecomm.cli.bench import at_least_0, at_least_1, check_folder, write_json
+from sparsecomm.cli.kernel_inputs import (
+    STREAMS,
+    Memory,
+    count_of,
+    make_streams,
+    threshold_of,
+)
 
 KERNELS = {
     torch.float32: _C.KernelsF32,
@@ -27,10 +33,9 @@ KERNELS = {
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in KERNELS}
 BUCKET = 512  # of which SparCML takes the largest few, and of a QSGD scale
 BLOCK_BYTES = 1024
-STREAMS = 8  # that are summed
+WINDOW = 16  # blocks of a round of in-network aggregation
 STRIDE = 127  # of a sampled threshold
 QSGD_BITS = (2, 4, 8)
-HUGE_PAGE = 2 << 20  # bytes
 
 DESCRIPTION = """\
 Measures the kernels of one instruction set on this machine, in turn with passes over the same
@@ -56,12 +61,21 @@ kernels:
   qsgd*        values rounded at random to 2, 4 or 8 bits, packed (GB/s of values)
   qsgd*_add    those unpacked and added to values (GB/s of values)
   block_scan   the blocks of {BLOCK_BYTES} bytes that hold a bit, listed and copied
+  walk_10      a tenth of the blocks, those that hold a bit, copied to the same {WINDOW} slots, as a
+               worker of in-network aggregation scans
+  walk_100     the same where all blocks do
+  walk_keep    the same where all blocks do, each to a slot of its own
+  combine      blocks added to the same {WINDOW} partial results, as an aggregator does (GB/s of
+               blocks)
   sum          {STREAMS} sorted streams of density * numel pairs each, added up (float32)
   intersection what two of them share
 
-baselines, on as many threads (numpy: one):
+baselines, on as many threads (numpy, memcpy: one):
   read         torch.sum                      copy     Tensor.copy_
   triad        torch.add(a, b, alpha, out)    topk     torch.topk(x.abs())
+  read_10      torch.sum of what walk_10 scans
+  through      memcpy to what walk_100 copies to
+  copy_keep    Tensor.copy_ to what walk_keep copies to
   argpartition numpy.argpartition of -|x|     nonzero  torch.nonzero(x.abs() > threshold)
   coalesce     torch's sum of sparse tensors
   intersect1d  numpy.intersect1d of indices, and where they are
@@ -112,30 +126,6 @@ class Case:
         start = time.perf_counter()
         self.run()
         self.seconds.append(time.perf_counter() - start)
-
-
-class Memory:
-    """What kernels and baselines pass over, 1-D; the residual as the hooks keep it."""
-
-    def __init__(self, numel: int, dtype: torch.dtype, seed: int) -> None:
-        self.x = make_gradient(numel, dtype, seed)
-        self.gradient = torch.empty_like(self.x)
-        wide = torch.float64 if dtype == torch.float64 else torch.float32
-        self.residual = in_huge_pages(numel, wide)
-        self.others = torch.ones(4 * numel, dtype=wide)
-
-    def refill(self) -> None:
-        self.gradient.copy_(self.x)
-        self.residual.zero_()
-
-
-def in_huge_pages(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeros, in huge pages where the system has them."""
-    memory = mmap.mmap(-1, numel * dtype.itemsize + HUGE_PAGE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    offset = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE_PAGE
-    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
 
 def add_kernels(parsers: argparse._SubParsersAction[Any]) -> None:
@@ -212,7 +202,7 @@ def measure(
     Those are on the first number of threads. On every other one, the kernels that take threads have
     a row each, whose baseline is the kernel itself on the first.
     """
-    memory = Memory(numel, dtype, seed)
+    memory = Memory(numel, dtype, BLOCK_BYTES // dtype.itemsize, WINDOW, seed)
     cases = [
         *baselines(memory, density, seed),
         *kernels(memory, density, target, threads[0], seed),
@@ -258,29 +248,6 @@ def row_of(
     )
 
 
-def make_gradient(numel: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(numel, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def count_of(numel: int, density: float) -> int:
-    return _C.entries_at(density, numel)
-
-
-def threshold_of(x: torch.Tensor, k: int) -> float:
-    """The magnitude that k entries exceed, but for ties."""
-    return float(x.abs().float().topk(min(k + 1, x.numel())).values[-1])
-
-
-def make_streams(numel: int, k: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(seed + 1)
-    streams = []
-    for _ in range(STREAMS):
-        places = torch.randint(numel, (k,), generator=generator)
-        indices = torch.from_numpy(np.unique(places.numpy()))
-        streams.append((indices.to(torch.uint32), torch.randn(len(indices), generator=generator)))
-    return streams
-
-
 def baselines(memory: Memory, density: float, seed: int) -> list[Case]:
     x, z = memory.x, memory.gradient
     y = memory.residual if memory.residual.dtype == x.dtype else torch.zeros_like(x)
@@ -312,6 +279,9 @@ def baselines(memory: Memory, density: float, seed: int) -> list[Case]:
     return [
         Case("read", size, lambda: torch.sum(x)),
         Case("copy", 2 * size, lambda: z.copy_(x)),
+        Case("read_10", size, lambda: torch.sum(memory.tenth)),
+        Case("through", size, lambda: KERNELS[dtype].copy_through(x, memory.slots)),
+        Case("copy_keep", 2 * size, lambda: memory.copied[:numel].copy_(x)),
         Case("triad", 3 * size, lambda: torch.add(x, y, alpha=3, out=z)),
         Case("topk", size, lambda: x.abs().topk(k, sorted=False)),
         Case("topk_of_buckets", size, lambda: buckets.abs().topk(each, sorted=False)),
@@ -346,12 +316,15 @@ def kernels(memory: Memory, density: float, target: str, threads: int, seed: int
     size = numel * dtype.itemsize
     kept = numel * wide.itemsize
     blocks = -(-size // BLOCK_BYTES)
+    in_block = BLOCK_BYTES // dtype.itemsize
     bitmap = torch.empty(-(-blocks // 64), dtype=torch.uint64)
     numbers = torch.empty(blocks, dtype=torch.uint32)
-    copied = torch.empty_like(x)
+    copied = memory.copied
     sparse = torch.where(  # one block in a hundred holds something
-        torch.arange(numel) // max(1, BLOCK_BYTES // dtype.itemsize) % 100 == 0, x, 0
+        torch.arange(numel) // in_block % 100 == 0, x, 0
     ).to(dtype)
+    numbers_of_slots = torch.empty(WINDOW, dtype=torch.uint32)
+    sums = torch.zeros(WINDOW * in_block, dtype=wide)
     streams = make_streams(numel, k, seed)
     total = _C.SparseSum()
     intersection = _C.SparseIntersection(target)
@@ -413,6 +386,37 @@ def kernels(memory: Memory, density: float, target: str, threads: int, seed: int
             baselines=("read",),
             target=target,
             threaded=True,
+        ),
+        Case(
+            "walk_10",
+            size,
+            lambda: own.copy_nonzero_blocks(
+                memory.tenth, BLOCK_BYTES, numbers_of_slots, memory.slots
+            ),
+            baselines=("read_10",),
+            target=target,
+        ),
+        Case(
+            "walk_100",
+            size,
+            lambda: own.copy_nonzero_blocks(x, BLOCK_BYTES, numbers_of_slots, memory.slots),
+            baselines=("through", "read"),
+            target=target,
+        ),
+        Case(
+            "walk_keep",
+            2 * size,
+            lambda: own.copy_nonzero_blocks(x, BLOCK_BYTES, numbers, copied),
+            baselines=("copy_keep",),
+            target=target,
+        ),
+        Case(
+            "combine",
+            size,
+            lambda: own.combine_blocks(sums, x, BLOCK_BYTES),
+            sums.zero_,
+            baselines=("read",),
+            target="best",
         ),
         *(
             Case(

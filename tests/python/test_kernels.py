@@ -13,7 +13,8 @@ import torch
 
 from sparsecomm import _C
 from sparsecomm.cli import main
-from sparsecomm.cli.kernels import DTYPES, KERNELS, STREAMS, make_streams
+from sparsecomm.cli.kernel_inputs import STREAMS, make_blocks, make_streams
+from sparsecomm.cli.kernels import DTYPES, KERNELS
 
 NUMEL = 10_007
 
@@ -60,6 +61,23 @@ def test_kernels_against_torch(target: str, dtype: torch.dtype) -> None:
         total = exact.clone()
         kernels.qsgd_add(codes, bits, bucket, total)
         assert torch.equal(total, exact + rounded)
+
+    blocks = make_blocks(x, 64, 0.3, 4)
+    size = 64 * x.element_size()
+    padded = torch.nn.functional.pad(blocks, (0, -NUMEL % 64)).view(-1, 64)
+    held = padded.any(1).nonzero().flatten()
+    slots = torch.empty_like(padded).flatten()
+    numbers = torch.empty(len(padded), dtype=torch.uint32)
+    count = kernels.copy_nonzero_blocks(blocks, size, numbers, slots)
+    assert torch.equal(numbers[:count].long(), held)
+    assert torch.equal(slots.view(-1, 64)[:count], padded[held])
+    assert kernels.copy_nonzero_blocks(blocks, size, numbers[:3], slots[: 3 * 64]) == count
+    kernels.copy_through(padded.flatten(), slots)
+    assert torch.equal(slots, padded.flatten())
+    sums = torch.zeros(2 * 64, dtype=values.dtype)
+    kernels.combine_blocks(sums, padded[:6].flatten(), size)
+    first, second, third = padded[:6].to(values.dtype).view(3, 2 * 64)
+    assert torch.equal(sums, first + second + third)
 
     x[5] = torch.nan
     assert not kernels.all_finite(x)
@@ -113,6 +131,17 @@ def test_mistakes_are_named() -> None:
         kernels.all_finite(torch.zeros(3, dtype=torch.float64))
     with pytest.raises(ValueError, match="3 indices but 2 values"):
         kernels.select(torch.zeros(3), 1.0, torch.zeros(3, dtype=torch.uint32), torch.zeros(2))
+    numbers = torch.zeros(1, dtype=torch.uint32)
+    with pytest.raises(ValueError, match="blocks of 6 bytes"):
+        kernels.copy_nonzero_blocks(torch.zeros(3), 6, numbers, torch.zeros(16))
+    with pytest.raises(ValueError, match="numbers is empty"):
+        kernels.copy_nonzero_blocks(torch.zeros(3), 64, numbers[:0], torch.zeros(0))
+    with pytest.raises(ValueError, match="slots is empty"):
+        kernels.copy_through(torch.zeros(3), torch.zeros(0))
+    with pytest.raises(ValueError, match="blocks of 4 bytes, must be of a positive multiple of 64"):
+        kernels.combine_blocks(torch.zeros(16), torch.zeros(16), 4)
+    with pytest.raises(ValueError, match="sums has 17 entries, must be some blocks of 16"):
+        kernels.combine_blocks(torch.zeros(17), torch.zeros(16), 64)
     with pytest.raises(ValueError, match="3 values take 6 bytes, codes have 5"):
         kernels.qsgd_quantize(torch.zeros(3), 4, 512, 0, torch.zeros(5, dtype=torch.uint8))
 
@@ -130,6 +159,8 @@ def test_bench_kernels(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert {"select", "fused", "exact_top_k", "block_scan", "qsgd4", "qsgd4_add", "sum"} <= {
         row["kernel"] for row in rows
     }
+    against = {(row["kernel"], row["baseline"]) for row in rows}
+    assert {("walk_10", "read_10"), ("walk_100", "through"), ("walk_keep", "copy_keep")} <= against
     for row in rows:
         assert 0 < row["time_us"]["min"] <= row["time_us"]["median"] <= row["time_us"]["max"]
         assert (row["ratio"] is None) == (row["baseline"] is None)
