@@ -60,6 +60,7 @@ KERNELS = {
     "scatter": 3e-9,
     "reduce": 4e-10,
 }
+UNUSED = {"momentum": 0.0}  # the gradients that are simulated have none
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def simulate_one(chance: random.Random, steps: int, errors: Errors) -> Case:
     truth |= {name: rate * factor(errors.machine) for name, rate in KERNELS.items()}
     measured_figures = {name: value * factor(errors.figures) for name, value in truth.items()}
 
-    rows = _C.predictions(truth, workload(ranks, numel, density, k, union))
+    rows = _C.predictions(truth | UNUSED, workload(ranks, numel, density, k, union))
     seconds = {
         row["algorithm"]: row["seconds"] * factor(errors.model) for row in rows if row["candidate"]
     }
@@ -159,7 +160,7 @@ def simulate_one(chance: random.Random, steps: int, errors: Errors) -> Case:
         row["name"]: (k if row["top_k_result"] else union) if row["sparse"] else numel
         for row in _C.algorithms()
     }
-    plan = _C.SimulatedPlan(measured_figures, workload(ranks, numel, density, k, 0))
+    plan = _C.SimulatedPlan(measured_figures | UNUSED, workload(ranks, numel, density, k, 0))
     first = plan.algorithm
     total = 0.0
     uses: dict[str, int] = {}

@@ -14,7 +14,7 @@ The first step of a block is not counted. A step takes as long as on the slowest
 
 There are two predictions: that of the examples' report, for a link of that rate between hosts with
 cores of their own, and in "explained" that of sparsecomm.explain between these very ranks, which
-measures their link, and their kernels while all of them compute.
+measures their link, and their kernels while all of them compute. prepare's count its momentum.
 
 Bytes are those that a host's interface has sent: headers and acknowledgements count. Without --link
 there is no interface that carries them alone, and they are not recorded.
@@ -28,6 +28,7 @@ auto tries algorithms first, until it has stayed with one for some steps. These 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -48,7 +49,7 @@ from sparsecomm.cli.measure import Spread
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 from common.prediction import METHODS as HOOKS
-from common.prediction import Measured, step_seconds
+from common.prediction import MOMENTUM, Measured, step_seconds
 from ddp_overhead import POWERSGD_START, bf16, powersgd
 from emulation import EmulatedModel, Gradients, shapes_of
 from vgg16.model import PARAMETERS as VGG16_NUMEL
@@ -271,9 +272,7 @@ def measure(settings: Settings) -> None:
 
 
 def measure_at(settings: Settings, compute_ms: float, gradients: Gradients) -> list[Record]:
-    explanation = sparsecomm.explain(
-        settings.numel, settings.density, step_seconds=1e-3 * compute_ms
-    )
+    explained = explain(settings, compute_ms)
     trainings = {
         method: Training(method, settings, gradients, compute_ms / 1e3)
         for method in settings.methods
@@ -304,10 +303,28 @@ def measure_at(settings: Settings, compute_ms: float, gradients: Gradients) -> l
             samples[method],
             parts[method],
             trials[method],
-            explanation,
+            explained[method in MOMENTUM],
         )
         for method, training in trainings.items()
     ]
+
+
+def explain(settings: Settings, compute_ms: float) -> dict[bool, sparsecomm.Explanation]:
+    """Explains a step without and with momentum, by the same figures; collective."""
+    seconds = 1e-3 * compute_ms
+    plain = sparsecomm.explain(settings.numel, settings.density, step_seconds=seconds)
+    figures = plain.figures
+    bandwidth = 8 / figures["byte"] if figures["byte"] > 0 else math.inf
+    with_momentum = sparsecomm.explain(
+        settings.numel,
+        settings.density,
+        link=sparsecomm.Link(figures["round"], figures["message"], bandwidth),
+        ranks=dist.get_world_size(),
+        rates=figures,
+        momentum=True,
+        step_seconds=seconds,
+    )
+    return {False: plain, True: with_momentum}
 
 
 PARTS = ("select", "exchange", "apply")
@@ -359,7 +376,9 @@ def make_record(
         select_us=select if state is not None else None,
         exchange_us=exchange if state is not None else None,
         apply_us=apply if state is not None else None,
-        predicted_us=predicted_us(settings, compute_ms, hook, select),
+        predicted_us=predicted_us(
+            settings, compute_ms, method if method in MOMENTUM else hook, select
+        ),
         explained_us=explained_us(explanation, hook),
     )
 

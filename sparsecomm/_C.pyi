@@ -336,6 +336,7 @@ class Workload:
         options: ExchangeOptions,
         native_allreduce: bool = False,
         commits: bool = True,
+        has_moment: bool = False,
     ) -> None: ...
 
 class SimulatedPlan:

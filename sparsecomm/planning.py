@@ -240,6 +240,7 @@ def explain(
     ranks: int | None = None,
     union: float | None = None,
     dtype: torch.dtype = torch.float32,
+    momentum: bool = False,
     schedule: ThresholdSchedule | None = None,
     index_codec: str = "smallest",
     value_codec: str = "raw",
@@ -267,6 +268,9 @@ def explain(
         union: entries of the union of all selections over those of one, from 1 (all the same) to
             the number of ranks; as if positions were random if ``None``.
         dtype: of the gradient: float32, float64, float16 or bfloat16.
+        momentum: whether the state keeps a velocity or a first moment, as after
+            :func:`sparsecomm.prepare`: more to read and write in every step. DDP and
+            ``"dense_overlap"`` in ``steps`` have none.
         schedule: where thresholds come from.
         index_codec: as in :class:`OkTopkState`.
         value_codec: as in :class:`OkTopkState`; of the algorithms that round.
@@ -334,7 +338,7 @@ def explain(
         raise ValueError(f"union={union!r} is not from 1 to the number of ranks, {ranks}")
 
     def rows_of(
-        entries: int, k: int, union_nnz: int, commits: bool = True
+        entries: int, k: int, union_nnz: int, commits: bool = True, has_moment: bool = False
     ) -> tuple[Prediction, ...]:
         workload = _C.Workload(
             ranks=ranks,
@@ -347,10 +351,11 @@ def explain(
             options=options,
             native_allreduce=native_allreduce,
             commits=commits,
+            has_moment=has_moment,
         )
         return tuple(Prediction(**row) for row in _C.predictions(figures, workload))
 
-    ranking = rows_of(numel, k, union_nnz)
+    ranking = rows_of(numel, k, union_nnz, has_moment=momentum)
     steps: tuple[StepPrediction, ...] = ()
     if step_seconds is not None:
         numels = bucket_numels(numel, dtype.itemsize, bucket_cap_mb)

@@ -305,9 +305,21 @@ class Kernels {
       kernel.fused_error_feedback({gradient, residual}, threshold, 0, 0, {});
     };
     auto const write = [&] { scatter<float>(destination, result.indices, result.values, 2.0f, 0); };
-    if (auto const seconds = times(pass, write)) {
-      rates_.pass = (*seconds)[0] / static_cast<double>(entries_);
+    std::vector<float> velocity(entries_, 0.0f);
+    auto const accumulate = [&] {
+      Threshold<float> threshold{std::numeric_limits<float>::max(), 0};
+      FusedArguments<float> arguments{gradient, residual};
+      arguments.momentum = velocity;
+      arguments.factor = 0.5f;
+      arguments.mask_momentum = false;
+      kernel.fused_error_feedback(arguments, threshold, 0, 0, {});
+      kernel.select(residual, threshold, 0, 0, {});
+    };
+    if (auto const seconds = times(pass, write, accumulate)) {
+      double const entries = static_cast<double>(entries_);
+      rates_.pass = (*seconds)[0] / entries;
       rates_.scatter = (*seconds)[1] / static_cast<double>(result.indices.size());
+      rates_.momentum = std::max(0.0, (*seconds)[2] - (*seconds)[0]) / entries;
     }
   }
 
@@ -380,7 +392,7 @@ Rates rates_in_company(Clock const& clock, double allowance) {
   Rates rates = measurement.measure();
   double const share = (thread_seconds() - used) / measurement.elapsed();
   for (double* const rate : {&rates.check, &rates.exact, &rates.sample, &rates.pass, &rates.pack,
-                             &rates.merge, &rates.scatter, &rates.reduce}) {
+                             &rates.merge, &rates.scatter, &rates.reduce, &rates.momentum}) {
     *rate /= std::min(share, 1.0);
   }
   return rates;

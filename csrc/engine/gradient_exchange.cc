@@ -231,6 +231,7 @@ Workload GradientExchange<T>::workload() const {
           .k = k(),
           .element_bytes = sizeof(T),
           .value_bytes = sizeof(V),
+          .has_moment = options_.rule.has_moment(),
           .native_allreduce = communicator_->services().native != nullptr,
           .commits = commits(),
           .options = collective_options(options_)};
@@ -413,9 +414,7 @@ void GradientExchange<T>::run_sparse(Channel& channel, Agreement const& agreemen
   SparseView<V> selection;
   {
     Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
-    if (options_.rule.accumulates()) {
-      accumulate();
-    }
+    if (options_.rule.accumulates()) accumulate();
     if (lacks_threshold_) find_threshold();
     selection = local_->select(k());
     unselected_ = false;

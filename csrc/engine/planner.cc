@@ -37,8 +37,8 @@ double smoothed(double former, double value, double weight) {
 }  // namespace
 
 std::array<double, Figures::count> Figures::values() const {
-  return {link.round, link.message, link.byte,   rates.check,   rates.exact, rates.sample,
-          rates.pass, rates.pack,   rates.merge, rates.scatter, rates.reduce};
+  return {link.round, link.message, link.byte,   rates.check,   rates.exact,  rates.sample,
+          rates.pass, rates.pack,   rates.merge, rates.scatter, rates.reduce, rates.momentum};
 }
 
 Figures Figures::from_values(std::span<const double> values) {
@@ -48,9 +48,9 @@ Figures Figures::from_values(std::span<const double> values) {
     require(std::isfinite(values[i]) && values[i] >= 0, "figure '", names[i], "' = ", values[i],
             " s is not a time: it must be finite and not negative");
   }
-  return {
-      {values[0], values[1], values[2]},
-      {values[3], values[4], values[5], values[6], values[7], values[8], values[9], values[10]}};
+  return {{values[0], values[1], values[2]},
+          {values[3], values[4], values[5], values[6], values[7], values[8], values[9], values[10],
+           values[11]}};
 }
 
 Figures Figures::from_named(std::map<std::string, double> const& saved) {
@@ -142,6 +142,10 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   if (!entry.sparse) {
     // Error feedback keeps a copy, in case the exchange fails.
     prediction.select += width * extent * 2 * rates.check;
+    // The velocity adds up in a pass of its own, and what that leaves is added in another.
+    if (workload.has_moment) {
+      prediction.select += width * extent * (2 * rates.pass + rates.momentum);
+    }
     return prediction;
   }
   prediction.select +=
@@ -150,6 +154,13 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   prediction.apply = writing(result);
   if (entry.top_k_result && shape.union_nnz > 0) {
     prediction.apply += writing(k * (1 - result / as_double(shape.union_nnz)));
+  }
+  if (workload.has_moment) {
+    // What is selected is taken out of the residual entry by entry. Of that, what the result holds
+    // is looked for, and loses its velocity.
+    prediction.select += width * extent * rates.momentum + writing(k);
+    prediction.apply += (k + result) * rates.merge;
+    if (shape.union_nnz > 0) prediction.apply += writing(k * result / as_double(shape.union_nnz));
   }
   return prediction;
 }
@@ -331,6 +342,7 @@ double Plan::expected(Workload const& workload, std::uint64_t step) {
 std::span<const Prediction> Plan::predictions(Workload const& known) {
   bool const same = known.k == predicted_.k && known.union_nnz == predicted_.union_nnz &&
                     known.extent == predicted_.extent && known.ranks == predicted_.ranks &&
+                    known.has_moment == predicted_.has_moment &&
                     known.commits == predicted_.commits;
   if (same && !predictions_.empty()) return predictions_;
   predictions_.clear();

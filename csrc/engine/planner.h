@@ -36,16 +36,18 @@ struct Rates {
   double merge = 0;    // a sparse entry encoded, decoded or merged
   double scatter = 0;  // an entry written to, or returned to, a place of its own
   double reduce = 0;   // an entry of a dense block encoded, decoded or added
+  // What an entry takes beyond `pass` where a velocity adds up first, and another pass selects.
+  double momentum = 0;
 };
 
 struct Figures {
   Link link;
   Rates rates;
 
-  static constexpr std::size_t count = 11;
+  static constexpr std::size_t count = 12;
   static constexpr std::array<std::string_view, count> names = {
-      "round", "message", "byte",  "check",   "exact", "sample",
-      "pass",  "pack",    "merge", "scatter", "reduce"};
+      "round", "message", "byte",  "check",   "exact",  "sample",
+      "pass",  "pack",    "merge", "scatter", "reduce", "momentum"};
   std::array<double, count> values() const;
   // Throws InvalidArgument, which names the figure, unless all are finite and none is negative.
   static Figures from_values(std::span<const double> values);
@@ -64,6 +66,7 @@ struct Workload {
   std::size_t element_bytes = 4;
   std::size_t value_bytes = 4;    // of a residual, and of a sparse value
   bool selects = true;            // selection and error feedback are part of the step
+  bool has_moment = false;        // where it selects: a velocity or a first moment goes with it
   bool dense_data = true;         // where nothing is selected: of a dense vector, else of pairs
   bool native_allreduce = false;  // the transport's engine has one
   bool commits = true;            // it ends a step, so that ranks confirm its result

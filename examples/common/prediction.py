@@ -21,6 +21,7 @@ METHODS = {
     "oktopk": "oktopk",
     "prepare": "oktopk",
 }
+MOMENTUM = frozenset({"prepare"})  # of METHODS: the exchange applies the optimizer's momentum
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def step_seconds(measured: Measured, link: str, hosts: int = HOSTS) -> float | N
         ranks=hosts,
         step_seconds=measured.compute_seconds,
         rates=rates(),
+        momentum=measured.hook in MOMENTUM,
     )
     step = next(step for step in explanation.steps if step.method == METHODS[measured.hook])
     if step.select > 0:

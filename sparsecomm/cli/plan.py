@@ -113,6 +113,11 @@ def add_plan(parsers: argparse._SubParsersAction[Any]) -> None:
     )
     add("--dtype", choices=DTYPES, default="f32", help="of the gradient (f32)")
     add(
+        "--momentum",
+        action="store_true",
+        help="the exchange applies the optimizer's momentum, as after sparsecomm.prepare",
+    )
+    add(
         "--step-time",
         type=reading(seconds_or_time),
         metavar="T",
@@ -157,6 +162,7 @@ def run_plan(options: argparse.Namespace) -> int:
             ranks=options.ranks,
             union=options.union,
             dtype=DTYPES[options.dtype],
+            momentum=options.momentum,
             index_codec=options.index_codec,
             value_codec=options.value_codec,
             step_seconds=options.step_time,

@@ -63,7 +63,8 @@ class SimulatedTransport final : public WrappedTransport {
 // A difference of two times may be less than what disturbs them, and is 0 then; so is a byte's time
 // where there is one rank.
 bool is_difference(std::string_view figure) {
-  return figure == "round" || figure == "message" || figure == "byte" || figure == "pack";
+  return figure == "round" || figure == "message" || figure == "byte" || figure == "pack" ||
+         figure == "momentum";
 }
 
 void expect_measured(Figures const& figures) {

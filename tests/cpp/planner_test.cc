@@ -18,7 +18,8 @@ namespace {
 
 // A link of `gigabits` per second, and the rates of some processor.
 Figures figures_of(double gigabits, double latency = 20e-6) {
-  return {{latency, 1e-6, 8e-9 / gigabits}, {7e-11, 6e-10, 5e-9, 4e-10, 1e-9, 3e-9, 1e-9, 1e-10}};
+  return {{latency, 1e-6, 8e-9 / gigabits},
+          {7e-11, 6e-10, 5e-9, 4e-10, 1e-9, 3e-9, 1e-9, 1e-10, 3e-10}};
 }
 
 Workload workload_of(int ranks, std::uint64_t extent, double density) {
@@ -106,6 +107,39 @@ TEST(PredictTest, ResultsAndRejectedEntriesAreWrittenOneByOneWhereAPassOverAllIs
   workload.selects = false;
   EXPECT_DOUBLE_EQ(apply("oktopk", quick), pass + k * quick);
   EXPECT_DOUBLE_EQ(apply("oktopk", 1), 2 * pass);
+}
+
+TEST(PredictTest, AMomentTakesAnotherPassAndWritesOneByOneButSendsNothing) {
+  Workload const plain = workload_of(4, 1 << 20, 0.01);
+  Workload moment = plain;
+  moment.has_moment = true;
+  Figures const figures = figures_of(1);
+  Rates const& rates = figures.rates;
+  auto const extent = static_cast<double>(plain.extent);
+  auto const k = static_cast<double>(plain.k);
+  auto const reached = static_cast<double>(expected_union(plain.extent, plain.k, 4));
+  for (AlgorithmEntry const& entry : algorithms()) {
+    SCOPED_TRACE(entry.name);
+    Prediction const without = predict(entry, plain, figures);
+    Prediction const with = predict(entry, moment, figures);
+    EXPECT_EQ(with.exchange(), without.exchange());
+    EXPECT_EQ(with.bytes, without.bytes);
+    double select = extent * (2 * rates.pass + rates.momentum);
+    double apply = 0;
+    if (entry.sparse) {
+      double const result = entry.top_k_result ? k : reached;
+      select = extent * rates.momentum + k * rates.scatter;
+      apply = (k + result) * rates.merge + k * result / reached * rates.scatter;
+    }
+    EXPECT_NEAR(with.select - without.select, select, 1e-9 * with.select);
+    EXPECT_NEAR(with.apply - without.apply, apply, 1e-9 * with.apply);
+    // Where nothing is selected there is none.
+    moment.selects = false;
+    Workload other = plain;
+    other.selects = false;
+    EXPECT_EQ(predict(entry, moment, figures).total(), predict(entry, other, figures).total());
+    moment.selects = true;
+  }
 }
 
 TEST(PredictTest, DenseWinsOnFastLinksAndAtHighDensitiesSparseOnSlowLinks) {
@@ -641,6 +675,21 @@ TEST(PlanTest, RanksDecideAlikeWhateverEachMeasures) {
       << "with such times the plan should have tried several algorithms";
 }
 
+// Seconds expected of the first step of a state that selects by the rule.
+double first_prediction(SelectionRule const& rule, std::size_t numel, Communicator& communicator) {
+  ExchangeOptions options;
+  options.algorithm = auto_algorithm;
+  options.rule = rule;
+  auto const exchange =
+      std::make_shared<GradientExchange<float>>("test", numel, options, communicator);
+  std::vector<float> gradient(numel, 1.0f);
+  std::vector<float> residual(numel);
+  std::vector<float> moment(rule.has_moment() ? numel : 0);
+  exchange->bind({{gradient, residual}}, {}, moment);
+  communicator.submit(exchange).wait();
+  return exchange->last_step().predicted_seconds.value();
+}
+
 TEST(ExchangePlanTest, ALoadedExchangeFollowsThePlanThatWasSaved) {
   std::size_t const numel = 2000;
   CommunicatorOptions communicator_options;
@@ -668,6 +717,20 @@ TEST(ExchangePlanTest, ALoadedExchangeFollowsThePlanThatWasSaved) {
           exchange->bind({{gradient, residual}});
           communicator.submit(exchange).wait();
         }
+      },
+      communicator_options));
+}
+
+TEST(ExchangePlanTest, AMomentIsPartOfThePrediction) {
+  std::size_t const numel = 1 << 16;
+  CommunicatorOptions communicator_options;
+  communicator_options.figures = std::make_shared<Figures const>(figures_of(0.001));
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        double const plain = first_prediction({}, numel, communicator);
+        EXPECT_GT(first_prediction({.velocity = {.momentum = 0.9}}, numel, communicator), plain);
+        EXPECT_GT(first_prediction({.first_moment = 0.9}, numel, communicator), plain);
       },
       communicator_options));
 }

@@ -490,6 +490,17 @@ def test_the_backward_pass_hides_an_allreduce_by_buckets() -> None:
     assert 0.3 < seconds("ddp", "10gbit") < 0.3 + 0.6 * (seconds("dense", "10gbit") - 0.3)
 
 
+def test_prepare_is_predicted_with_its_momentum() -> None:
+    def seconds(hook: str) -> float:
+        measured = prediction.Measured(hook, 14_728_266, 0.02, 0.05, 0.03)
+        found = prediction.step_seconds(measured, "1gbit")
+        assert found is not None
+        return found
+
+    # Selecting takes what it took; beyond it the velocity of what was delivered is cleared.
+    assert seconds("oktopk") < seconds("prepare") < seconds("oktopk") + 0.05
+
+
 def test_the_report_needs_no_dense_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     paths = [write_summary(tmp_path / name, "topk", 0) for name in ("a", "b")]
     assert report.main([*map(str, paths), "--picture", str(tmp_path / "x.png")]) == 0

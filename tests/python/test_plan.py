@@ -93,6 +93,23 @@ def test_explain_ranks_every_algorithm_by_the_sum_of_its_parts() -> None:
     assert json.loads(json.dumps(plan.to_dict()))["ranks"] == 8
 
 
+def test_a_momentum_takes_time_in_every_step_and_sends_nothing() -> None:
+    link = sparsecomm.Link.parse("1gbit")
+    given: dict[str, Any] = {"link": link, "ranks": 4, "step_seconds": 0.05}
+    plain = sparsecomm.explain(1 << 20, 0.02, **given)
+    given["rates"] = plain.figures | {"momentum": 1e-9}
+    found = sparsecomm.explain(1 << 20, 0.02, momentum=True, **given)
+    for row in plain.ranking:
+        other = next(each for each in found.ranking if each.algorithm == row.algorithm)
+        assert other.select > row.select + 0.9e-9 * (1 << 20)
+        assert other.apply > row.apply or row.index_codec == "dense"
+        assert (other.transfer, other.messages) == (row.transfer, row.messages)
+    for step in plain.steps:
+        other_step = next(each for each in found.steps if each.method == step.method)
+        overlaps = step.method in ("ddp", "dense_overlap")
+        assert (other_step.seconds == step.seconds) == overlaps, step.method
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 64])
 def test_plan_and_bench_count_the_same_messages_and_bytes(ranks: int) -> None:
     numel = 1 << 20
@@ -314,14 +331,17 @@ def _load_saved() -> None:
             change(_plan_of(entry)["figures"])
         return changed  # type: ignore[no-any-return]
 
+    # What a momentum takes was not measured then.
+    expected = copy.deepcopy(mine)
+    figures = _plan_of(expected)["figures"]
+    assert len(figures) == 11
+    figures["momentum"] = 0.0
     state.load_state_dict(saved)
-    assert checkpoint_of(state)["groups"] == mine["groups"]
+    assert checkpoint_of(state)["groups"] == expected["groups"]
     for name, residual in mine["residuals"].items():
         assert torch.equal(checkpoint_of(state)["residuals"][name], residual)
-    figures = _plan_of(mine)["figures"]
-    assert len(figures) == 11
-    # Of a release that did not know one of them.
-    for name in figures:
+    # Of a release that did not know one of them either.
+    for name in _plan_of(mine)["figures"]:
         state.load_state_dict(with_figures(lambda named, name=name: named.pop(name)))
         assert _plan_of(checkpoint_of(state))["figures"] == figures | {name: 0.0}
         _step(model, 30)

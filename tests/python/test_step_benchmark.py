@@ -167,6 +167,9 @@ def test_records_are_complete(run: tuple[list[dict[str, Any]], str]) -> None:
             # There is no interface of its own, and no rate.
             assert record["sent_bytes"] is record["predicted_us"] is None
     assert [record["algorithm"] for record in records[3:6]] == ["oktopk", "topk_a", "oktopk"]
+    for part in (records[:7], records[7:]):
+        explained = {record["method"]: record["explained_us"] for record in part}
+        assert explained["prepare"] > explained["oktopk"]  # it has a momentum
     assert printed.count("auto is within 3 % of the best") == 2
 
 
