@@ -6,17 +6,34 @@
 #include <algorithm>
 #include <array>
 #include <cstdio>
+#include <filesystem>
 #include <mutex>
+#include <span>
+#include <string_view>
+#include <system_error>
 #include <utility>
 
 namespace sparsecomm {
 namespace {
 
-// Settings in place of UCX's own, which fail endpoints through shared memory that are to report
-// failures (1.13 leaves shared memory out altogether), and go over to a handshake from 8 KiB on,
-// which costs a TCP message of 16 KiB five times as long.
-constexpr std::array<std::pair<char const*, char const*>, 2> defaults{
-    {{"MM_ERROR_HANDLING", "y"}, {"RNDV_THRESH", "64k"}}};
+// Settings in place of UCX's own, of which the release gets the first value that it takes.
+// MM_ERROR_HANDLING: endpoints through shared memory that are to report failures fail without (1.13
+// leaves shared memory out altogether). RNDV_THRESH: UCX goes over to a handshake from 8 KiB on,
+// which costs a TCP message of 16 KiB five times as long. It pays where it saves a copy, within a
+// host and over RDMA; over TCP alone it leaves the link idle for a round trip in each message.
+struct Default {
+  char const* name;
+  std::vector<std::string> values;
+};
+
+std::vector<Default> default_settings() {
+  std::error_code error;
+  bool const rdma = std::filesystem::directory_iterator("/sys/class/infiniband", error) !=
+                    std::filesystem::directory_iterator();
+  Default threshold{"RNDV_THRESH", {"64k"}};
+  if (!rdma) threshold.values.insert(threshold.values.begin(), "intra:64k,inter:inf");
+  return {{"MM_ERROR_HANDLING", {"y"}}, threshold};
+}
 
 constexpr unsigned api_major = 1, api_minor = 13;
 
@@ -24,17 +41,24 @@ void check(UcxLibrary const& ucx, ucs_status_t status, char const* function) {
   require<Error>(status == UCS_OK, function, " failed: ", ucx.ucs_status_string(status));
 }
 
-std::vector<std::pair<std::string, std::string>> settings_of(UcxOptions const& options) {
-  std::vector<std::pair<std::string, std::string>> settings = options.settings;
-  for (auto const& [name, value] : defaults) {
-    bool const given =
-        std::ranges::any_of(settings, [&](auto const& setting) { return setting.first == name; });
-    if (!given) settings.emplace_back(name, value);
-  }
-  std::erase_if(settings, [&](auto const& setting) {
-    return std::ranges::find(options.reserved, setting.first) != options.reserved.end();
-  });
-  return settings;
+void apply(UcxLibrary const& ucx, UcxOptions const& options, ucp_config_t* config) {
+  std::vector<std::string_view> made(options.reserved.begin(), options.reserved.end());
+  auto const is_made = [&](std::string_view name) {
+    return std::ranges::find(made, name) != made.end();
+  };
+  auto const apply_first = [&](std::string const& name, std::span<const std::string> values) {
+    if (is_made(name)) return;
+    ucs_status_t status = UCS_OK;
+    for (std::string const& value : values) {
+      status = ucx.ucp_config_modify(config, name.c_str(), value.c_str());
+      if (status == UCS_OK) return;
+    }
+    throw Error(concat("UCX ", ucx.release, " does not take the setting ", name, '=', values.back(),
+                       ": ", ucx.ucs_status_string(status)));
+  };
+  for (auto const& [name, value] : options.settings) apply_first(name, std::span(&value, 1));
+  for (auto const& [name, value] : options.settings) made.push_back(name);
+  for (auto const& [name, values] : default_settings()) apply_first(name, values);
 }
 
 }  // namespace
@@ -72,11 +96,7 @@ UcxWorker::UcxWorker(UcxOptions const& options, std::uint64_t features, std::siz
   check(ucx, ucx.ucp_config_read(nullptr, nullptr, &config), "ucp_config_read");
   std::unique_ptr<ucp_config_t, decltype(ucx.ucp_config_release)> const owned(
       config, ucx.ucp_config_release);
-  for (auto const& [name, value] : settings_of(options)) {
-    ucs_status_t const status = ucx.ucp_config_modify(config, name.c_str(), value.c_str());
-    require<Error>(status == UCS_OK, "UCX ", ucx.release, " does not take the setting ", name, '=',
-                   value, ": ", ucx.ucs_status_string(status));
-  }
+  apply(ucx, options, config);
   ucp_params_t params{};
   params.field_mask = UCP_PARAM_FIELD_FEATURES | UCP_PARAM_FIELD_ESTIMATED_NUM_EPS;
   params.features = features | UCP_FEATURE_WAKEUP;
