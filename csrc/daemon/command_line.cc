@@ -50,8 +50,8 @@ std::string aggregator_usage() {
       "                       [::]: those of IPv6 too; port 0: a free one, which the first line "
       "of\n"
       "                       the output names\n"
-      "  --memory SIZE        what operations may take together, in bytes, KiB, MiB or GiB; each\n"
-      "                       job and connection takes up to 1 MiB beside that\n"
+      "  --memory SIZE        what operations may take together, in bytes, KiB, MiB or GiB; a\n"
+      "                       job takes up to 1 MiB beside that, and 600 bytes for each worker\n"
       "                       (default: ",
       options.memory >> 20,
       "MiB)\n"

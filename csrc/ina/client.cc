@@ -32,13 +32,6 @@ void InaClient::keep(std::uint64_t aggregators, std::string const& why) {
   left_ &= aggregators;
 }
 
-// What waits to be sent lies in the streams' memory.
-InaClient::~InaClient() {
-  for (int i = 0; i < link_->size(); ++i) {
-    if (!link_->flushed(i)) link_->close(i, "its client has gone");
-  }
-}
-
 // Steps 1 and 2.
 void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
                       std::span<std::byte> output, Deadline const& deadline) {
@@ -70,13 +63,7 @@ void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
 void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
                        std::span<std::byte> output, Deadline const& deadline) {
   require_plan(plan);
-  require(input.size() == plan.bytes() && output.size() == plan.bytes(),
-          "in-network aggregation: an input of ", input.size(), " bytes and an output of ",
-          output.size(), ", must both have the ", plan.bytes(), " of ", plan.elements,
-          " elements of ", name(plan.type));
-  require(input.data() == output.data() || !overlap(input, output),
-          "in-network aggregation: input and output overlap in part; use the same memory or none "
-          "of it");
+  require_data(plan, input, output);
   require<AggregatorLost>(left_ != 0, "no aggregator is left of ", link_->size(),
                           "; restart them and the job");
   running_ = 0;
@@ -99,7 +86,7 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
           break;
       }
     }
-    end_refused(deadline);
+    send_rest(deadline);
   } catch (...) {
     abandon("the operation was given up");
     throw;
@@ -157,8 +144,7 @@ void InaClient::lose(int aggregator, std::string const& why) {
 }
 
 // Step 4.
-void InaClient::end_refused(Deadline const& deadline) {
-  if (!refusal_) return;
+void InaClient::send_rest(Deadline const& deadline) {
   for (int i = 0; i < link_->size(); ++i) {
     if (!link_->flush(i, deadline)) lose(i, "it does not read");
   }

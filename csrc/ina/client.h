@@ -9,7 +9,8 @@
 // 3. Hand each message that comes to its stream, and send what that answers, until every stream has
 //    ended: complete, refused for all workers alike, or without its aggregator. A stream that fails
 //    ends no other, so that aggregators which are left stay in step with all workers.
-// 4. After a refusal, which may have come before all of a message had gone, send the rest of it.
+// 4. Send the rest of messages that were answered before all of them had gone, as refusals may be:
+//    it lies in memory that the next reduction uses.
 //
 // One thread drives all streams; docs/architecture.md says why ("Aggregators"). Source: Gu et al.
 // 2024 (OmNICCL), section 2.3.
@@ -42,7 +43,6 @@ class InaClient {
   InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams);
   InaClient(InaClient const&) = delete;
   InaClient& operator=(InaClient const&) = delete;
-  ~InaClient();
 
   // Reduces `input` over all workers into `output`, which is the same memory or none of it and is
   // undefined after a throw. All workers make the same calls in the same order; plan.elements is of
@@ -77,7 +77,7 @@ class InaClient {
   void send(Stream& stream, InaMessage const& message);
   void end(Stream& stream, std::exception_ptr const& why);
   void lose(int aggregator, std::string const& why);
-  void end_refused(Deadline const& deadline);
+  void send_rest(Deadline const& deadline);
   void abandon(std::string const& why);
 
   std::shared_ptr<AggregatorLink> const link_;

@@ -62,7 +62,8 @@ class InaHost {
   };
 
   // `limit`: of a round, after which a refusal names the workers that are missing. Jobs have at
-  // most `most_workers`; what the host keeps of one takes, beside `memory`, up to 1 MiB.
+  // most `most_workers`; beside `memory` the host keeps up to 1 MiB of refusals of one, and 600
+  // bytes for each of its workers.
   InaHost(std::size_t memory, Duration limit, Outlet& outlet, std::size_t most_workers = 1024)
       : admission_(memory), limit_(limit), most_workers_(most_workers), outlet_(outlet) {}
 

@@ -41,6 +41,12 @@ void append_differences(std::string& text, std::string_view field, std::span<con
   if (!others.empty()) text += concat(" but others on ", join_workers(others));
 }
 
+bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
+  std::less<> const before;
+  return !a.empty() && !b.empty() && before(a.data(), b.data() + b.size()) &&
+         before(b.data(), a.data() + a.size());
+}
+
 }  // namespace
 
 BlockList InaPlan::first_blocks() const {
@@ -48,12 +54,6 @@ BlockList InaPlan::first_blocks() const {
   std::uint64_t const count = std::min<std::uint64_t>(window, blocks());
   for (std::uint32_t number = 0; number < count; ++number) list.push_back(number);
   return list;
-}
-
-bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
-  std::less<> const before;
-  return !a.empty() && !b.empty() && before(a.data(), b.data() + b.size()) &&
-         before(b.data(), a.data() + a.size());
 }
 
 std::string problem(InaPlan const& plan) {
@@ -89,6 +89,17 @@ std::string problem(InaPlan const& plan) {
 void require_plan(InaPlan const& plan) {
   std::string const text = problem(plan);
   require(text.empty(), "in-network aggregation: ", text);
+}
+
+void require_data(InaPlan const& plan, std::span<const std::byte> input,
+                  std::span<const std::byte> output) {
+  require(input.size() == plan.bytes() && output.size() == plan.bytes(),
+          "in-network aggregation: an input of ", input.size(), " bytes and an output of ",
+          output.size(), ", must both have the ", plan.bytes(), " of ", plan.elements,
+          " elements of ", name(plan.type));
+  require(input.data() == output.data() || !overlap(input, output),
+          "in-network aggregation: input and output overlap in part; use the same memory or none "
+          "of it");
 }
 
 std::size_t instance_bytes(InaPlan const& plan) {

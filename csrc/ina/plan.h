@@ -68,6 +68,10 @@ inline constexpr std::uint32_t most_block_bytes = std::uint32_t{1} << 16;
 std::string problem(InaPlan const& plan);
 // Throws InvalidArgument with it.
 void require_plan(InaPlan const& plan);
+// Throws InvalidArgument unless both are as long as the plan says, and the same memory or none of
+// it.
+void require_data(InaPlan const& plan, std::span<const std::byte> input,
+                  std::span<const std::byte> output);
 
 // The memory that an aggregator allocates for a plan: a receive spot for each worker and two spots
 // from which it sends, each with room for a round's blocks and numbers. With n workers, blocks of b
@@ -83,8 +87,6 @@ std::size_t instance_bytes(InaPlan const& plan);
 // The fields in which the plans of the workers differ, with the workers that have each value:
 // "elements: 10 on workers 0, 1 but 12 on worker 2; ...". Empty if none does.
 std::string plan_differences(std::span<const InaPlan> plans);
-
-bool overlap(std::span<const std::byte> a, std::span<const std::byte> b);
 
 // "worker 3", "workers 0, 2"; more than 16 are counted.
 std::string join_workers(std::span<const int> workers);

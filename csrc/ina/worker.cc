@@ -13,13 +13,7 @@ InaMessage InaWorker::start(InaPlan const& plan, int rank, std::uint32_t operati
   require_plan(plan);
   require(rank >= 0 && rank < plan.workers, "in-network aggregation: rank is ", rank,
           ", must be less than the ", plan.workers, " workers");
-  require(input.size() == plan.bytes() && output.size() == plan.bytes(),
-          "in-network aggregation: an input of ", input.size(), " bytes and an output of ",
-          output.size(), ", must both have the ", plan.bytes(), " of ", plan.elements,
-          " elements of ", name(plan.type));
-  require(input.data() == output.data() || !overlap(input, output),
-          "in-network aggregation: input and output overlap in part; use the same memory or none "
-          "of it");
+  require_data(plan, input, output);
   plan_ = plan;
   rank_ = rank;
   operation_ = operation;

@@ -263,6 +263,55 @@ TEST_P(InaClientTest, JobsDoNotNoticeEachOther) {
   });
 }
 
+// An aggregator that refuses each message at once, of which half is still to be sent.
+class HastyLink final : public AggregatorLink {
+ public:
+  explicit HastyLink(bool reads) : reads_(reads) {}
+
+  int size() const override { return 1; }
+  std::string const& address(int /*aggregator*/) const override { return address_; }
+  std::string const& loss(int /*aggregator*/) const override { return closed_; }
+  void send(int /*aggregator*/, std::uint32_t instance, InaMessage const& message) override {
+    operation_ = parse_ina_header(assemble(message)).operation;
+    waiting_.push_back(instance);
+    flushed_ = false;
+  }
+  bool flushed(int /*aggregator*/) const override { return flushed_ || !closed_.empty(); }
+  bool flush(int /*aggregator*/, Deadline const& /*deadline*/) override {
+    flushed_ = flushed_ || reads_;
+    return flushed(0);
+  }
+  Event next(Deadline const& /*deadline*/) override {
+    answer_ = encode_refusal(operation_, {RefusalReason::mismatch, {}, "differs"});
+    std::uint32_t const instance = waiting_.back();
+    waiting_.pop_back();
+    return {Event::Kind::message, 0, instance, answer_};
+  }
+  void close(int /*aggregator*/, std::string const& why) override { closed_ = why; }
+  void interrupt() noexcept override {}
+
+ private:
+  bool const reads_;
+  std::string const address_ = "hasty";
+  std::string closed_;
+  bool flushed_ = true;
+  std::uint32_t operation_ = 0;
+  std::vector<std::uint32_t> waiting_;
+  std::vector<std::byte> answer_;
+};
+
+TEST(InaClientFaults, WhatWasRefusedBeforeItHadGoneIsSentOrGivenUp) {
+  InaPlan const plan{.elements = 5000, .workers = 1};
+  Bytes data(plan.bytes(), std::byte{1});
+  for (bool const reads : {true, false}) {
+    auto const link = std::make_shared<HastyLink>(reads);
+    InaClient client(link, 0, 3);
+    caught<Mismatch>([&] { client.reduce(plan, data, data, within(seconds(20))); });
+    EXPECT_TRUE(link->flushed(0)) << "else it lies in memory that the next reduction uses";
+    EXPECT_EQ(client.left(), reads ? 1u : 0u);
+  }
+}
+
 // Changes a bit of a message: whoever takes it names it, and the bytes change nothing.
 TEST(InaClientFaults, AMessageThatIsChangedIsNamed) {
   constexpr int workers = 2;
