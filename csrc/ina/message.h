@@ -20,6 +20,7 @@
 #include "base/error.h"
 #include "ina/block_list.h"
 #include "ina/plan.h"
+#include "transport/message_sink.h"
 
 namespace sparsecomm {
 
@@ -142,7 +143,7 @@ Refusal parse_refusal(std::span<const std::byte> in, std::uint32_t operation, in
 // find the machine that it is for. They too throw MalformedFrame; parse_opening() also for other
 // messages than contributions of round 0. peek_plan() does with the first opening_bytes of one, of
 // which it cannot tell whether they are what was sent: the checksum is over all of it.
-inline constexpr std::size_t opening_bytes = sizeof(InaHeader) + sizeof(InaPlanRecord);
+static_assert(opening_bytes == sizeof(InaHeader) + sizeof(InaPlanRecord));
 InaHeader parse_ina_header(std::span<const std::byte> in);
 InaPlan peek_plan(std::span<const std::byte> in);
 InaPlan parse_opening(std::span<const std::byte> in);

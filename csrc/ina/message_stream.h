@@ -16,6 +16,7 @@
 #include "ina/block_list.h"
 #include "ina/message.h"
 #include "ina/plan.h"
+#include "transport/message_sink.h"
 
 namespace sparsecomm {
 
@@ -28,24 +29,6 @@ static_assert(sizeof(InaEnvelope) == 8);
 // No message is longer, whatever the plan.
 inline constexpr std::size_t longest_message =
     most_head_bytes(most_blocks) + most_blocks * most_block_bytes;
-
-// The receiving side of a stream.
-class MessageSink {
- public:
-  struct Place {
-    std::span<std::byte> bytes;          // as long as the message; empty: skip it
-    std::shared_ptr<void const> memory;  // held until the bytes have been written
-  };
-  // The message begins with `begin`: opening_bytes of it, or all if it is shorter. Throws
-  // MalformedFrame to end the stream.
-  virtual Place place(std::uint32_t instance, std::size_t bytes,
-                      std::span<const std::byte> begin) = 0;
-  // The message is at its place.
-  virtual void take(std::uint32_t instance, std::span<const std::byte> message) = 0;
-
- protected:
-  ~MessageSink() = default;
-};
 
 class MessageStream {
  public:

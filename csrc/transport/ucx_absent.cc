@@ -1,5 +1,6 @@
 // Stands in for the other files named ucx* where there were no headers of UCX to compile against.
 #include "transport/ucx.h"
+#include "transport/ucx_messages.h"
 
 namespace sparsecomm {
 namespace {
@@ -19,6 +20,11 @@ std::unique_ptr<Transport> make_ucx_transport(
     std::shared_ptr<Rendezvous> rendezvous,  // NOLINT: as the real one
     UcxOptions const& /*options*/) {
   agree_on_success(*rendezvous, absent);  // other ranks may have been built otherwise
+  throw TransportUnavailable(absent);
+}
+
+std::unique_ptr<UcxMessages> make_ucx_messages(UcxOptions const& /*options*/,
+                                               std::size_t /*connections*/) {
   throw TransportUnavailable(absent);
 }
 

@@ -13,6 +13,7 @@ namespace sparsecomm {
 
 // Every function of libucp and libucs that is used; all are there since 1.13.
 #define SPARSECOMM_UCX_FUNCTIONS(X) \
+  X(ucp_am_recv_data_nbx)           \
   X(ucp_am_send_nbx)                \
   X(ucp_cleanup)                    \
   X(ucp_config_modify)              \

@@ -43,6 +43,8 @@ class UcxWorker {
   // readable (negative ones are left out), but no longer than `limit`, rounded up to milliseconds.
   // Returns whether it was the worker.
   bool sleep(std::initializer_list<int> files, Duration limit);
+  // Readable when something may have happened, once ucp_worker_arm() has returned UCS_OK.
+  int event_file() const { return state_->event; }
   // Has programs that this process executes close the connections that stand now.
   void close_on_exec() const noexcept { state_->guard.close_on_exec(); }
 
