@@ -48,7 +48,7 @@ void InaHost::join(int connection, JobMember const& member) {
   job.lost[member.worker].clear();
   auto const index = static_cast<std::size_t>(connection);
   if (members_.size() <= index) members_.resize(index + 1);
-  members_[index] = {.id = member.job, .job = &job, .worker = member.worker, .operation = 0};
+  members_[index] = {.id = member.job, .job = &job, .worker = member.worker};
 }
 
 void InaHost::leave(int connection, std::string const& why) {
@@ -76,7 +76,7 @@ void InaHost::leave(int connection, std::string const& why) {
 
 InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_t bytes,
                               std::span<const std::byte> begin, TimePoint now) {
-  Member& member = member_of(connection);
+  Member const& member = member_of(connection);
   require<MalformedFrame>(instance < AggregatorLink::most_instances,
                           "aggregation message: instance is ", instance, ", must be less than ",
                           AggregatorLink::most_instances);
@@ -85,7 +85,6 @@ InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_
                           "aggregation message: kind is ", int(header.kind), " and worker is ",
                           header.worker, ", must be 1 (contribution) and ", member.worker,
                           ", as whom the connection has joined");
-  member.operation = header.operation;
   Instance& at = member.job->instances[instance];
   at.begun.resize(member.job->connections.size());
   bool const known = at.current && at.current->number == header.operation;
@@ -224,7 +223,7 @@ void InaHost::receive(int connection, std::uint32_t instance, std::span<const st
   Job& job = *member.job;
   Instance const& at = job.instances[instance];
   // It has failed, and another may have begun, while the message was on its way.
-  if (!at.running() || at.current->number != member.operation) return;
+  if (!at.running() || at.begun[member.worker] != at.current->number) return;
   answer(job, instance,
          at.memory->aggregator.receive(static_cast<int>(member.worker), message, now));
 }

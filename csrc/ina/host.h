@@ -82,7 +82,7 @@ class InaHost {
   // Throws MalformedFrame if nothing that this connection still sends can be of use: end it.
   Place place(int connection, std::uint32_t instance, std::size_t bytes,
               std::span<const std::byte> begin, TimePoint now);
-  // Takes the message that was placed last for this connection.
+  // Takes the message that was placed last for this instance of the connection.
   void receive(int connection, std::uint32_t instance, std::span<const std::byte> message,
                TimePoint now);
 
@@ -125,7 +125,6 @@ class InaHost {
     JobId id{};
     Job* job = nullptr;
     std::size_t worker = 0;
-    std::uint32_t operation = 0;  // of the message that was placed last
   };
 
   // A worker that is refused may be this many operations ahead of one that has not begun them, all
