@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstdint>
 #include <limits>
+#include <string_view>
 #include <utility>
 
 namespace sparsecomm {
@@ -17,6 +18,17 @@ T parse_number(std::string_view name, std::string_view text, T least, T most) {
       error == std::errc{} && end == text.data() + text.size() && value >= least && value <= most,
       name, " is \"", text, "\", must be ", least, " to ", most);
   return value;
+}
+
+MessageTransport parse_transport(std::string_view text) {
+  constexpr std::pair<std::string_view, MessageTransport> names[] = {
+      {"auto", MessageTransport::automatic},
+      {"tcp", MessageTransport::tcp},
+      {"ucx", MessageTransport::ucx}};
+  for (auto const& [name, transport] : names) {
+    if (text == name) return transport;
+  }
+  throw InvalidArgument(concat("--transport is \"", text, "\", must be auto, tcp or ucx"));
 }
 
 }  // namespace
@@ -42,7 +54,7 @@ std::string aggregator_usage() {
   AggregatorOptions const options;
   return concat(
       "usage: sparsecomm-aggregator --listen HOST:PORT [--memory SIZE] [--limit SECONDS]\n"
-      "                             [--connections COUNT]\n"
+      "                             [--connections COUNT] [--transport auto|tcp|ucx]\n"
       "\n"
       "Sums blocks of tensors for the workers of training jobs (in-network aggregation).\n"
       "\n"
@@ -63,6 +75,10 @@ std::string aggregator_usage() {
       "  --connections COUNT  at once; others wait (default: ",
       options.connections,
       ")\n"
+      "  --transport WAY      of messages: ucx (RDMA, shared memory or TCP, with its own "
+      "sockets),\n"
+      "                       tcp, or auto: over UCX with the workers that can, over TCP with\n"
+      "                       others (default: auto)\n"
       "  --help               print this and exit\n"
       "\n"
       "Whoever reaches the address can use it: listen where only the workers can.\n"
@@ -95,6 +111,8 @@ AggregatorCommand parse_command_line(std::span<char const* const> arguments) {
           std::chrono::duration<double>(parse_number(name, value(), .001, 86400.)));
     } else if (name == "--connections") {
       options.connections = parse_number<std::size_t>(name, value(), 1, 1 << 20);
+    } else if (name == "--transport") {
+      options.messages.transport = parse_transport(value());
     } else {
       throw InvalidArgument(concat("unknown argument \"", argument, "\"; see --help"));
     }

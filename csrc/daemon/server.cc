@@ -1,5 +1,6 @@
 #include "daemon/server.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -16,9 +17,16 @@ namespace {
 // Numbers of events beside those of connections.
 constexpr std::uint64_t of_listener = ~std::uint64_t{0};
 constexpr std::uint64_t of_stop = of_listener - 1;
+constexpr std::uint64_t of_ucx = of_listener - 2;
+
+// By which UCX chooses among its ways; it is no limit.
+constexpr std::size_t usual_workers = 64;
 
 // Messages of one connection, before the others have their turn.
 constexpr int most_at_once = 16;
+
+// Of UCX, before the sockets have their turn.
+constexpr int most_polls = 32;
 
 // How often deadlines are looked at, while there are any.
 constexpr std::chrono::milliseconds tick{100};
@@ -40,17 +48,25 @@ AggregatorServer::Connection::Connection(AggregatorServer& its_server, int its_n
       socket(std::move(accepted)),
       peer(peer_address(socket)),
       since(now),
-      stream(socket.get()) {}
+      greeting(sizeof(InaGreeting)),
+      path(socket.get()) {}
 
 MessageSink::Place AggregatorServer::Connection::place(std::uint32_t instance, std::size_t bytes,
                                                        std::span<const std::byte> begin) {
+  if (!end.empty()) return {};
+  // Over UCX messages of several instances may be on their way, and no more than one of each.
+  require<MalformedFrame>(
+      instance >= AggregatorLink::most_instances || (placed >> instance & 1) == 0,
+      "aggregation message: instance is ", instance, ", to which another message is on its way");
   auto place = server.host_.place(number, instance, bytes, begin, server.now_);
+  if (!place.bytes.empty()) placed |= std::uint64_t{1} << instance;
   return {place.bytes, std::move(place.memory)};
 }
 
 void AggregatorServer::Connection::take(std::uint32_t instance,
                                         std::span<const std::byte> message) {
-  server.host_.receive(number, instance, message, server.now_);
+  placed &= ~(std::uint64_t{1} << instance);
+  if (end.empty()) server.host_.receive(number, instance, message, server.now_);
 }
 
 AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
@@ -65,6 +81,21 @@ AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
   require<Error>(events_.open() && stop_.open(), "epoll or eventfd: ", system_text());
   stop_when(stop_);
   watch_listener(true);
+  if (options_.messages.transport != MessageTransport::tcp) open_ucx();
+}
+
+void AggregatorServer::open_ucx() {
+  try {
+    ucx_ = make_ucx_messages(options_.messages.ucx, usual_workers);
+    require<Error>(control(events_, EPOLL_CTL_ADD, ucx_->file(), EPOLLIN, of_ucx),
+                   "epoll_ctl: ", system_text());
+    log_("messages go over UCX with workers that have the same release, over TCP with others");
+  } catch (Error const& error) {
+    require<TransportUnavailable>(options_.messages.transport != MessageTransport::ucx,
+                                  error.what());
+    ucx_.reset();
+    log_(concat("messages go over TCP: ", error.what()));
+  }
 }
 
 void AggregatorServer::stop_when(FileDescriptor const& readable) {
@@ -92,7 +123,8 @@ void AggregatorServer::run() {
   for (;;) {
     // Who has more messages than its turn took is served again without a wait.
     bool const timed = busy || strangers_ > 0 || (!accepting_ && open_ < options_.connections);
-    int const timeout = !ready.empty() ? 0 : timed ? int(tick.count()) : -1;
+    bool const at_once = !ready.empty() || !may_sleep();
+    int const timeout = at_once ? 0 : timed ? int(tick.count()) : -1;
     int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
     require<Error>(count >= 0 || errno == EINTR, "epoll_wait: ", system_text());
     now_ = steady_clock().now();
@@ -103,12 +135,14 @@ void AggregatorServer::run() {
         accept_all();
         continue;
       }
+      if (event.data.u64 == of_ucx) continue;
       auto const& connection = connections_[event.data.u64];
       if (!connection) continue;
-      if ((event.events & EPOLLOUT) != 0) connection->stream.flush();
+      if ((event.events & EPOLLOUT) != 0) connection->path.flush();
       if ((event.events & ~std::uint32_t{EPOLLOUT}) == 0) continue;
       if (!std::exchange(connection->readable, true)) ready.push_back(event.data.u64);
     }
+    progress();  // before the sockets, whose end may overtake messages
     for (std::size_t const number : ready) serve(*connections_[number]);
     busy = host_.expire(now_);
     close_silent(now_);
@@ -158,7 +192,7 @@ void AggregatorServer::serve(Connection& connection) {
     if (!connection.joined) greet(connection);
     if (!connection.joined) return;
     for (int i = 0; i < most_at_once; ++i) {
-      if (connection.stream.receive(connection)) continue;
+      if (connection.path.receive(connection)) continue;
       connection.readable = false;
       return;
     }
@@ -178,17 +212,22 @@ void AggregatorServer::greet(Connection& connection) {
   }
   connection.greeted += static_cast<std::size_t>(read);
   if (connection.greeted < connection.greeting.size()) return;
-  --strangers_;
+  ParsedGreeting greeting;
   std::string problem;
+  std::vector<std::byte> answer;
   try {
-    JobMember const member = parse_greeting(connection.greeting);
-    host_.join(connection.number, member);
-    connection.joined = true;
+    greeting = parse_greeting(std::span(connection.greeting).first<sizeof(InaGreeting)>());
+    connection.greeting.resize(sizeof(InaGreeting) + greeting.introduction_bytes);
+    if (connection.greeted < connection.greeting.size()) return;
+    answer = welcome(connection, greeting);
   } catch (Error const& error) {
     problem = error.what();
+    answer = make_refusal(problem);
   }
+  --strangers_;
+  connection.stranger = false;
+  connection.greeting = {};
   // A new socket takes so little at once.
-  auto const answer = make_answer(problem);
   ssize_t const sent = ::send(connection.socket.get(), answer.data(), answer.size(), MSG_NOSIGNAL);
   if (sent != std::ssize(answer)) problem = "it does not take the answer to its greeting";
   connection.end = problem;
@@ -200,15 +239,67 @@ void AggregatorServer::greet(Connection& connection) {
   }
 }
 
+// The answer.
+std::vector<std::byte> AggregatorServer::welcome(Connection& connection,
+                                                 ParsedGreeting const& greeting) {
+  auto const rest = std::span(connection.greeting).subspan(sizeof(InaGreeting));
+  UcxOffer const own = take_offer(
+      connection,
+      {.introduction = std::string(reinterpret_cast<char const*>(rest.data()), rest.size()),
+       .token = greeting.token});
+  host_.join(connection.number, greeting.member);
+  connection.joined = true;
+  return make_answer(own);
+}
+
+// What to offer in return; nothing: messages go over TCP.
+UcxOffer AggregatorServer::take_offer(Connection& connection, UcxOffer const& offer) {
+  std::string problem = "it offers no UCX";
+  if (ucx_ && offer.token != 0) {
+    std::uint64_t const token = UcxMessages::draw_token();
+    try {
+      connection.path.use(ucx_->connect(offer.introduction, token, offer.token, connection));
+      return {.introduction = ucx_->introduction(), .token = token};
+    } catch (MalformedFrame const&) {
+      throw;
+    } catch (Error const& error) {
+      problem = error.what();
+      log_(concat("messages of ", connection.peer, " go over TCP: ", problem));
+    }
+  }
+  require<Error>(options_.messages.transport != MessageTransport::ucx,
+                 "the aggregator was started with --transport ucx: ", problem);
+  return {};
+}
+
+void AggregatorServer::progress() {
+  if (!ucx_) return;
+  bool happened = false;
+  // A look at the sockets costs more than one at UCX.
+  for (int i = 0; i < most_polls && !happened; ++i) happened = ucx_->progress();
+  if (!happened) {
+    ::sched_yield();  // a worker may want this core
+    return;
+  }
+  last_progress_ = now_;
+  for (int i = 0; i < most_polls && ucx_->progress(); ++i) {
+  }
+}
+
+// Those who have slept wake each other slowly, so it goes on polling for a while.
+bool AggregatorServer::may_sleep() {
+  return !ucx_ || (now_ - last_progress_ >= options_.messages.ucx.spin && ucx_->rest());
+}
+
 void AggregatorServer::send(int connection, std::uint32_t instance, InaMessage const& message,
                             std::shared_ptr<void const> memory) {
-  connections_[static_cast<std::size_t>(connection)]->stream.send(instance, message,
-                                                                  std::move(memory));
+  connections_[static_cast<std::size_t>(connection)]->path.send(instance, message,
+                                                                std::move(memory));
 }
 
 void AggregatorServer::send_copy(int connection, std::uint32_t instance,
                                  std::span<const std::byte> message) {
-  connections_[static_cast<std::size_t>(connection)]->stream.send_copy(instance, message);
+  connections_[static_cast<std::size_t>(connection)]->path.send_copy(instance, message);
 }
 
 void AggregatorServer::drop(int connection, std::string const& why) {
@@ -218,7 +309,7 @@ void AggregatorServer::drop(int connection, std::string const& why) {
 void AggregatorServer::close_silent(TimePoint now) {
   if (strangers_ == 0) return;
   for (auto const& connection : connections_) {
-    if (!connection || connection->greeted == connection->greeting.size()) continue;
+    if (!connection || !connection->stranger) continue;
     if (now - connection->since < options_.greeting || !connection->end.empty()) continue;
     connection->end = concat("no greeting within ",
                              std::chrono::duration<double>(options_.greeting).count(), " s");
@@ -230,10 +321,10 @@ void AggregatorServer::close_ended() {
   for (bool again = true; std::exchange(again, false);) {
     for (auto& connection : connections_) {
       if (!connection) continue;
-      if (connection->end.empty()) connection->end = connection->stream.error();
+      if (connection->end.empty()) connection->end = connection->path.error();
       if (connection->end.empty()) continue;
       log_(concat("connection from ", connection->peer, " closed: ", connection->end));
-      if (connection->greeted < connection->greeting.size()) --strangers_;
+      if (connection->stranger) --strangers_;
       auto const closed = std::move(connection);
       --open_;
       host_.leave(closed->number, closed->end);

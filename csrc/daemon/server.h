@@ -1,4 +1,5 @@
-// An aggregator as a server over TCP: one thread, any number of jobs one after another and at once.
+// An aggregator as a server over TCP and UCX: one thread, any number of jobs one after another and
+// at once.
 #pragma once
 
 #include <sys/types.h>
@@ -16,7 +17,7 @@
 #include "base/clock.h"
 #include "ina/greeting.h"
 #include "ina/host.h"
-#include "ina/message_stream.h"
+#include "ina/message_path.h"
 #include "ina/socket.h"
 
 namespace sparsecomm {
@@ -27,13 +28,15 @@ struct AggregatorOptions {
   Duration limit = std::chrono::seconds(60);     // of a round of an operation
   Duration greeting = std::chrono::seconds(10);  // within which a connection says who it is
   std::size_t connections = 1024;
+  MessageOptions messages;
 };
 
 class AggregatorServer final : private InaHost::Outlet {
  public:
   using Log = std::function<void(std::string const& line)>;
 
-  // Listens. Throws AddressError if that cannot be.
+  // Listens. Throws AddressError if that cannot be, and TransportUnavailable if messages are to go
+  // over UCX, which cannot be used here.
   AggregatorServer(AggregatorOptions const& options, Log log);
   AggregatorServer(AggregatorServer const&) = delete;
   AggregatorServer& operator=(AggregatorServer const&) = delete;
@@ -60,10 +63,12 @@ class AggregatorServer final : private InaHost::Outlet {
     FileDescriptor socket;
     std::string peer;
     TimePoint since;
-    std::array<std::byte, sizeof(InaGreeting)> greeting{};
-    std::size_t greeted = 0;  // bytes of it that are there
+    std::vector<std::byte> greeting;  // as long as it is known to be
+    std::size_t greeted = 0;          // bytes of it that are there
+    bool stranger = true;             // has not greeted yet
     bool joined = false;
-    MessageStream stream;
+    MessagePath path;
+    std::uint64_t placed = 0;  // a bit for each instance: a message is on its way to its place
     bool readable = false;
     std::string end;  // why it is to be closed; empty: it is not
   };
@@ -77,6 +82,11 @@ class AggregatorServer final : private InaHost::Outlet {
   void accept_all();
   void serve(Connection& connection);
   void greet(Connection& connection);
+  std::vector<std::byte> welcome(Connection& connection, ParsedGreeting const& greeting);
+  UcxOffer take_offer(Connection& connection, UcxOffer const& offer);
+  void open_ucx();
+  void progress();
+  bool may_sleep();
   void close_ended();
   void close_silent(TimePoint now);
   void watch_listener(bool on);
@@ -84,7 +94,8 @@ class AggregatorServer final : private InaHost::Outlet {
 
   AggregatorOptions const options_;
   Log const log_;
-  InaHost host_;  // outlives the bytes that connections still hold
+  InaHost host_;                      // outlives the bytes that connections still hold
+  std::unique_ptr<UcxMessages> ucx_;  // null: over TCP only
   FileDescriptor listener_, events_, stop_;
   std::string address_;
   bool accepting_ = false;
@@ -92,7 +103,8 @@ class AggregatorServer final : private InaHost::Outlet {
   std::size_t open_ = 0;
   std::size_t strangers_ = 0;  // have not greeted yet
   TimePoint now_;
-  TimePoint accept_again_{};  // no connections are accepted before
+  TimePoint last_progress_{};  // over UCX
+  TimePoint accept_again_{};   // no connections are accepted before
 };
 
 }  // namespace sparsecomm

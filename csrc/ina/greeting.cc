@@ -15,50 +15,96 @@ void check_version(std::uint32_t magic, std::uint16_t version, std::string_view 
                           "; workers and aggregators need the same release");
 }
 
-}  // namespace
-
-InaGreeting make_greeting(JobMember const& member) {
-  return {.magic = greeting_magic,
-          .version = ina_version,
-          .workers = member.workers,
-          .worker = member.worker,
-          .reserved = {},
-          .job = {member.job[0], member.job[1]}};
+// Both or neither of them.
+void check_offer(std::size_t introduction_bytes, std::uint64_t token) {
+  require<MalformedFrame>(introduction_bytes <= UcxMessages::most_introduction,
+                          "greeting: introduction_bytes is ", introduction_bytes,
+                          ", must be at most ", UcxMessages::most_introduction);
+  require<MalformedFrame>((introduction_bytes == 0) == (token == 0), "greeting: token is ", token,
+                          ", must ", introduction_bytes == 0 ? "" : "not ",
+                          "be 0 with introduction_bytes of ", introduction_bytes);
 }
 
-JobMember parse_greeting(std::span<const std::byte, sizeof(InaGreeting)> bytes) {
-  InaGreeting greeting;
-  std::memcpy(&greeting, bytes.data(), sizeof(greeting));
-  check_version(greeting.magic, greeting.version, "worker");
-  for (std::uint16_t const value : greeting.reserved) {
+void check_reserved(std::span<const std::uint16_t> reserved) {
+  for (std::uint16_t const value : reserved) {
     require<MalformedFrame>(value == 0, "greeting: reserved is ", value, ", must be 0");
   }
-  require<MalformedFrame>(greeting.worker < greeting.workers, "greeting: worker is ",
-                          greeting.worker, ", must be less than the ", greeting.workers,
-                          " workers");
-  return {.job = {greeting.job[0], greeting.job[1]},
-          .workers = greeting.workers,
-          .worker = greeting.worker};
 }
 
-std::vector<std::byte> make_answer(std::string const& problem) {
-  auto const text = std::string_view(problem).substr(0, most_answer_text);
-  InaAnswer const answer{.magic = greeting_magic,
-                         .version = ina_version,
-                         .text_bytes = static_cast<std::uint16_t>(text.size())};
-  std::vector<std::byte> bytes(sizeof(answer) + text.size());
-  std::memcpy(bytes.data(), &answer, sizeof(answer));
-  std::ranges::copy(std::as_bytes(std::span(text)), bytes.begin() + sizeof(answer));
+template <class Fixed>
+std::vector<std::byte> join(Fixed const& fixed, std::string_view text) {
+  std::vector<std::byte> bytes(sizeof(fixed) + text.size());
+  std::memcpy(bytes.data(), &fixed, sizeof(fixed));
+  std::ranges::copy(std::as_bytes(std::span(text)), bytes.begin() + sizeof(fixed));
   return bytes;
 }
 
-std::size_t parse_answer(std::span<const std::byte, sizeof(InaAnswer)> bytes) {
+}  // namespace
+
+std::vector<std::byte> make_greeting(JobMember const& member, UcxOffer const& offer) {
+  return join(
+      InaGreeting{.magic = greeting_magic,
+                  .version = ina_version,
+                  .workers = member.workers,
+                  .worker = member.worker,
+                  .introduction_bytes = static_cast<std::uint16_t>(offer.introduction.size()),
+                  .reserved = {},
+                  .job = {member.job[0], member.job[1]},
+                  .token = offer.token},
+      offer.introduction);
+}
+
+ParsedGreeting parse_greeting(std::span<const std::byte, sizeof(InaGreeting)> bytes) {
+  InaGreeting greeting;
+  std::memcpy(&greeting, bytes.data(), sizeof(greeting));
+  check_version(greeting.magic, greeting.version, "worker");
+  check_reserved(greeting.reserved);
+  require<MalformedFrame>(greeting.worker < greeting.workers, "greeting: worker is ",
+                          greeting.worker, ", must be less than the ", greeting.workers,
+                          " workers");
+  check_offer(greeting.introduction_bytes, greeting.token);
+  return {.member = {.job = {greeting.job[0], greeting.job[1]},
+                     .workers = greeting.workers,
+                     .worker = greeting.worker},
+          .introduction_bytes = greeting.introduction_bytes,
+          .token = greeting.token};
+}
+
+std::vector<std::byte> make_answer(UcxOffer const& offer) {
+  return join(InaAnswer{.magic = greeting_magic,
+                        .version = ina_version,
+                        .text_bytes = 0,
+                        .introduction_bytes = static_cast<std::uint16_t>(offer.introduction.size()),
+                        .reserved = {},
+                        .token = offer.token},
+              offer.introduction);
+}
+
+std::vector<std::byte> make_refusal(std::string_view problem) {
+  auto const text = problem.substr(0, most_answer_text);
+  return join(InaAnswer{.magic = greeting_magic,
+                        .version = ina_version,
+                        .text_bytes = static_cast<std::uint16_t>(text.size()),
+                        .introduction_bytes = 0,
+                        .reserved = {},
+                        .token = 0},
+              text);
+}
+
+ParsedAnswer parse_answer(std::span<const std::byte, sizeof(InaAnswer)> bytes) {
   InaAnswer answer;
   std::memcpy(&answer, bytes.data(), sizeof(answer));
   check_version(answer.magic, answer.version, "aggregator");
+  check_reserved(answer.reserved);
   require<MalformedFrame>(answer.text_bytes <= most_answer_text, "greeting: text_bytes is ",
                           answer.text_bytes, ", must be at most ", most_answer_text);
-  return answer.text_bytes;
+  require<MalformedFrame>(answer.text_bytes == 0 || answer.introduction_bytes == 0,
+                          "greeting: introduction_bytes is ", answer.introduction_bytes,
+                          ", must be 0 after a refusal");
+  check_offer(answer.introduction_bytes, answer.token);
+  return {.text_bytes = answer.text_bytes,
+          .introduction_bytes = answer.introduction_bytes,
+          .token = answer.token};
 }
 
 }  // namespace sparsecomm

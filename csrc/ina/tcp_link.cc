@@ -1,5 +1,6 @@
 #include "ina/tcp_link.h"
 
+#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -15,7 +16,7 @@
 #include <vector>
 
 #include "ina/greeting.h"
-#include "ina/message_stream.h"
+#include "ina/message_path.h"
 #include "ina/socket.h"
 #include "transport/fork_guard.h"
 
@@ -35,47 +36,76 @@ void read_all(int file, std::span<std::byte> to, Deadline const& deadline) {
   }
 }
 
-// Says who connects; the socket is new, and takes that at once.
-void greet(int file, JobMember const& member, Deadline const& deadline) {
-  InaGreeting const greeting = make_greeting(member);
-  ssize_t const sent = ::send(file, &greeting, sizeof(greeting), MSG_NOSIGNAL);
-  require<AddressError>(sent == ssize_t(sizeof(greeting)),
-                        "the greeting could not be sent: ", std::system_category().message(errno));
-  std::array<std::byte, sizeof(InaAnswer)> answer;
-  read_all(file, answer, deadline);
-  std::string text(parse_answer(answer), '\0');
+std::string read_text(int file, std::size_t bytes, Deadline const& deadline) {
+  std::string text(bytes, '\0');
   read_all(file, std::as_writable_bytes(std::span(text)), deadline);
-  require<AddressError>(text.empty(), text);
+  return text;
 }
 
-class TcpLink final : public AggregatorLink {
+// Says who connects, and returns what the aggregator offers for UCX; the socket is new, and takes
+// that at once.
+UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Deadline const& deadline) {
+  auto const greeting = make_greeting(member, offer);
+  ssize_t const sent = ::send(file, greeting.data(), greeting.size(), MSG_NOSIGNAL);
+  require<AddressError>(sent == std::ssize(greeting),
+                        "the greeting could not be sent: ", std::system_category().message(errno));
+  std::array<std::byte, sizeof(InaAnswer)> bytes;
+  read_all(file, bytes, deadline);
+  ParsedAnswer const answer = parse_answer(bytes);
+  std::string const text = read_text(file, answer.text_bytes, deadline);
+  require<AddressError>(text.empty(), text);
+  return {.introduction = read_text(file, answer.introduction_bytes, deadline),
+          .token = answer.token};
+}
+
+// Null: over TCP only.
+std::unique_ptr<UcxMessages> open_ucx_messages(MessageOptions const& options,
+                                               std::size_t aggregators) {
+  if (options.transport == MessageTransport::tcp) return nullptr;
+  try {
+    return make_ucx_messages(options.ucx, aggregators);
+  } catch (Error const& error) {
+    require<TransportUnavailable>(options.transport != MessageTransport::ucx, error.what());
+    return nullptr;
+  }
+}
+
+class Link final : public AggregatorLink {
  public:
-  TcpLink(std::span<const std::string> addresses, JobMember const& member, Deadline const& deadline)
+  Link(std::span<const std::string> addresses, JobMember const& member, Deadline const& deadline,
+       MessageOptions const& options)
       : events_(::epoll_create1(EPOLL_CLOEXEC)),
-        interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+        interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+        spin_(options.ucx.spin),
+        ucx_(open_ucx_messages(options, addresses.size())) {
     require<Error>(events_.open() && interruption_.open(),
                    "epoll or eventfd: ", std::system_category().message(errno));
-    watch(interruption_.get(), EPOLLIN, addresses.size());
+    watch(interruption_.get(), EPOLLIN, no_endpoint);
     endpoints_.reserve(addresses.size());
     for (auto const& address : addresses) {
-      FileDescriptor socket = connect_to(address, deadline);
+      auto endpoint = std::make_unique<Endpoint>(address, connect_to(address, deadline));
       try {
-        greet(socket.get(), member, deadline);
+        join(*endpoint, member, options.transport, deadline);
       } catch (Error const& error) {
         throw AddressError(concat("aggregator ", address, ": ", error.what()));
       }
-      watch(socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, endpoints_.size());
-      endpoints_.push_back(std::make_unique<Endpoint>(address, std::move(socket)));
+      watch(endpoint->socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, endpoints_.size());
+      endpoints_.push_back(std::move(endpoint));
     }
+    bool const used = std::ranges::any_of(
+        endpoints_, [](auto const& endpoint) { return endpoint->path->over_ucx(); });
+    if (!used) ucx_.reset();
+    if (ucx_) watch(ucx_->file(), EPOLLIN, no_endpoint);
     guard_ = ForkGuard(events_.get());
   }
   // In a forked child, where the guard has closed them, the sockets' numbers are others' files.
-  ~TcpLink() override {
+  ~Link() override {
     for (auto const& endpoint : endpoints_) {
-      if (!endpoint->stream) continue;
+      if (!endpoint->path) continue;
       if (process_ == ::getpid()) {
         endpoint->lose("it was closed");
       } else {
+        endpoint->path.reset();
         endpoint->socket.release();
       }
     }
@@ -87,14 +117,12 @@ class TcpLink final : public AggregatorLink {
 
   void send(int aggregator, std::uint32_t instance, InaMessage const& message) override {
     Endpoint& endpoint = at(aggregator);
-    if (!endpoint.stream) return;
-    endpoint.stream->send(instance, message);
-    notice(endpoint);
+    if (endpoint.path) endpoint.path->send(instance, message);
   }
 
   bool flushed(int aggregator) const override {
-    auto const& stream = at(aggregator).stream;
-    return !stream || stream->flushed();
+    auto const& path = at(aggregator).path;
+    return !path || path->flushed() || !path->error().empty();
   }
   bool flush(int aggregator, Deadline const& deadline) override {
     while (!flushed(aggregator)) {
@@ -105,19 +133,18 @@ class TcpLink final : public AggregatorLink {
   }
 
   Event next(Deadline const& deadline) override {
+    if (told_.arrival) told_.endpoint->unused.push_back(std::move(told_.arrival));
     for (;;) {
       require_wanted();
       for (std::size_t i = 0; i < endpoints_.size(); ++i) {
         std::size_t const index = (first_ + i) % endpoints_.size();
         Endpoint& endpoint = *endpoints_[index];
-        if (endpoint.stream && endpoint.readable) {
-          if (endpoint.stream->receive(endpoint)) {
-            first_ = (index + 1) % endpoints_.size();
-            return {Event::Kind::message, static_cast<int>(index), endpoint.instance,
-                    endpoint.message};
-          }
-          endpoint.readable = false;
-          notice(endpoint);
+        read(endpoint);
+        if (endpoint.ready()) {
+          first_ = (index + 1) % endpoints_.size();
+          told_ = {&endpoint, endpoint.take_first()};
+          return {Event::Kind::message, static_cast<int>(index), told_.arrival->instance,
+                  std::span(told_.arrival->buffer).first(told_.arrival->bytes)};
         }
         if (std::exchange(endpoint.to_be_told, false)) {
           return {Event::Kind::lost, static_cast<int>(index), 0, {}};
@@ -129,7 +156,7 @@ class TcpLink final : public AggregatorLink {
 
   void close(int aggregator, std::string const& why) override {
     Endpoint& endpoint = at(aggregator);
-    if (endpoint.stream) endpoint.lose(why);
+    if (endpoint.path) endpoint.lose(why);
   }
 
   void interrupt() noexcept override {
@@ -139,37 +166,80 @@ class TcpLink final : public AggregatorLink {
   }
 
  private:
+  struct Arrival {
+    std::vector<std::byte> buffer;
+    std::size_t bytes = 0;
+    std::uint32_t instance = 0;
+    bool complete = false;
+  };
+
   struct Endpoint final : MessageSink {
     Endpoint(std::string text, FileDescriptor connected)
-        : address(std::move(text)), socket(std::move(connected)), stream(socket.get()) {}
+        : address(std::move(text)), socket(std::move(connected)), path(socket.get()) {}
 
+    // Several may come at once over UCX. An instance has an update and a refusal on their way at
+    // most.
     Place place(std::uint32_t number, std::size_t bytes, std::span<const std::byte>) override {
       require<MalformedFrame>(number < most_instances, "aggregation message: instance is ", number,
                               ", must be less than ", most_instances);
-      if (buffer.size() < bytes) buffer.resize(bytes);
-      return {std::span(buffer).first(bytes), nullptr};
+      require<MalformedFrame>(bytes <= longest_message, "aggregation message: length is ", bytes,
+                              ", must be at most ", longest_message);
+      require<MalformedFrame>(count < order.size(), "aggregation message: ", count,
+                              " messages wait, more than there can be");
+      if (unused.empty()) unused.push_back(std::make_shared<Arrival>());
+      auto& held = order[(begin + count++) % order.size()] = std::move(unused.back());
+      unused.pop_back();
+      Arrival& arrival = *held;
+      if (arrival.buffer.size() < bytes) arrival.buffer.resize(bytes);
+      arrival.bytes = bytes;
+      arrival.instance = number;
+      arrival.complete = false;
+      return {std::span(arrival.buffer).first(bytes), held};
     }
-    void take(std::uint32_t number, std::span<const std::byte> bytes) override {
-      instance = number;
-      message = bytes;
+    void take(std::uint32_t, std::span<const std::byte> message) override {
+      for (std::size_t i = 0; i < count; ++i) {
+        Arrival& arrival = *order[(begin + i) % order.size()];
+        if (arrival.buffer.data() == message.data()) arrival.complete = true;
+      }
+    }
+    // Whether there is a message to tell of, in the order in which they were sent.
+    bool ready() const { return path && count > 0 && order[begin]->complete; }
+    std::shared_ptr<Arrival> take_first() {
+      auto first = std::move(order[begin]);
+      begin = (begin + 1) % order.size();
+      --count;
+      return first;
     }
     // The other side is told, even if a program that was forked from this one holds the socket.
     void lose(std::string const& why) {
       loss = why;
-      stream.reset();
+      path.reset();
       ::shutdown(socket.get(), SHUT_RDWR);
       socket = FileDescriptor();
     }
 
     std::string address;
     FileDescriptor socket;
-    std::optional<MessageStream> stream;  // none once it is lost
+    std::optional<MessagePath> path;  // none once it is lost
     std::string loss;
     bool readable = false, to_be_told = false;
-    std::vector<std::byte> buffer;
-    std::uint32_t instance = 0;
-    std::span<const std::byte> message;
+    std::vector<std::shared_ptr<Arrival>> unused;
+    std::array<std::shared_ptr<Arrival>, std::size_t{2} * most_instances> order;  // a ring
+    std::size_t begin = 0, count = 0;
   };
+
+  // Greets, and agrees on the way of messages.
+  void join(Endpoint& endpoint, JobMember const& member, MessageTransport transport,
+            Deadline const& deadline) {
+    UcxOffer own;
+    if (ucx_) own = {.introduction = ucx_->introduction(), .token = UcxMessages::draw_token()};
+    UcxOffer const other = greet(endpoint.socket.get(), member, own, deadline);
+    if (ucx_ && other.token != 0) {
+      endpoint.path->use(ucx_->connect(other.introduction, own.token, other.token, endpoint));
+    }
+    require<AddressError>(endpoint.path->over_ucx() || transport != MessageTransport::ucx,
+                          "it does not take UCX; its log says why");
+  }
 
   Endpoint& at(int aggregator) const {
     require(aggregator >= 0 && aggregator < size(), "aggregator is ", aggregator,
@@ -177,15 +247,24 @@ class TcpLink final : public AggregatorLink {
     return *endpoints_[static_cast<std::size_t>(aggregator)];
   }
 
-  void watch(int file, std::uint32_t events, std::size_t number) {
+  void watch(int file, std::uint32_t events, std::uint64_t number) {
     epoll_event event{.events = events, .data = {.u64 = number}};
     require<Error>(::epoll_ctl(events_.get(), EPOLL_CTL_ADD, file, &event) == 0,
                    "epoll_ctl: ", std::system_category().message(errno));
   }
 
-  static void notice(Endpoint& endpoint) {
-    if (endpoint.stream->error().empty()) return;
-    endpoint.lose(std::string(endpoint.stream->error()));
+  // Reads its socket, unless it has a message to tell of.
+  void read(Endpoint& endpoint) {
+    if (!endpoint.path || endpoint.ready()) return;
+    if (endpoint.readable) {
+      // The end of the socket may overtake messages.
+      while (endpoint.path->over_ucx() && ucx_->progress()) {
+      }
+      if (endpoint.ready() || endpoint.path->receive(endpoint)) return;
+      endpoint.readable = false;
+    }
+    if (endpoint.path->error().empty()) return;
+    endpoint.lose(std::string(endpoint.path->error()));
     endpoint.to_be_told = true;
   }
 
@@ -195,45 +274,66 @@ class TcpLink final : public AggregatorLink {
 
   // False: the deadline has passed.
   bool wait(Deadline const& deadline) {
-    std::array<epoll_event, 16> found;
+    TimePoint const begin = steady_clock().now();
     for (;;) {
+      bool happened = false;
+      // A look at the sockets costs more than one at UCX.
+      for (int i = 0; ucx_ && i < 32 && !happened; ++i) happened = ucx_->progress();
+      TimePoint const now = steady_clock().now();
+      bool const sleep = !happened && (!ucx_ || (now - begin >= spin_ && ucx_->rest()));
       auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
       if (deadline.interruptible()) {
         left = std::min(left, std::chrono::ceil<std::chrono::milliseconds>(Interrupt::period));
       }
-      int const timeout = static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30));
-      int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
-      for (int i = 0; i < count; ++i) {
-        auto const& event = found[static_cast<std::size_t>(i)];
-        if (event.data.u64 == endpoints_.size()) continue;  // an interruption
-        Endpoint& endpoint = *endpoints_[event.data.u64];
-        if (!endpoint.stream) continue;
-        if ((event.events & EPOLLOUT) != 0) endpoint.stream->flush();
-        if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0) endpoint.readable = true;
-        notice(endpoint);
-      }
+      if (!sleep) left = std::chrono::milliseconds(0);
+      if (!sleep && !happened) ::sched_yield();  // the aggregator may want this core
+      happened = look(static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30))) || happened;
       deadline.poll_interrupt(steady_clock().now());
-      if (count > 0) return true;
+      if (happened) return true;
       require_wanted();
       if (deadline.passed()) return false;
     }
   }
 
+  // Whether anything has happened to a socket, UCX or interruption_ within so many milliseconds.
+  bool look(int timeout) {
+    std::array<epoll_event, 16> found;
+    int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
+    for (int i = 0; i < count; ++i) {
+      auto const& event = found[static_cast<std::size_t>(i)];
+      if (event.data.u64 == no_endpoint) continue;
+      Endpoint& endpoint = *endpoints_[event.data.u64];
+      if (!endpoint.path) continue;
+      if ((event.events & EPOLLOUT) != 0) endpoint.path->flush();
+      if ((event.events & ~std::uint32_t{EPOLLOUT}) != 0) endpoint.readable = true;
+    }
+    return count > 0;
+  }
+
+  static constexpr std::uint64_t no_endpoint = ~std::uint64_t{0};
+
   pid_t const process_ = ::getpid();
   FileDescriptor events_, interruption_;
   std::atomic<bool> interrupted_ = false;
+  Duration const spin_;
+  std::unique_ptr<UcxMessages> ucx_;  // null: none is used
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
   ForkGuard guard_;
   std::size_t first_ = 0;  // asked first
+  struct {
+    Endpoint* endpoint = nullptr;
+    std::shared_ptr<Arrival> arrival;
+  } told_;  // what the caller has
 };
 
 }  // namespace
 
 std::shared_ptr<AggregatorLink> connect_aggregators(std::span<const std::string> addresses,
                                                     JobMember const& member,
-                                                    Deadline const& deadline) {
+                                                    Deadline const& deadline,
+                                                    MessageOptions const& options) {
   require(!addresses.empty(), "no address of an aggregator; give one or more, HOST:PORT");
-  return std::make_shared<TcpLink>(addresses, member, deadline);
+  return std::make_shared<Link>(addresses, member, deadline, options);
 }
 
 }  // namespace sparsecomm

@@ -38,17 +38,25 @@ std::string read_raw(FileDescriptor const& socket, Duration limit = seconds(20),
   return all;
 }
 
-InaGreeting greeting(int worker, int workers, JobId job = some_job) {
-  return make_greeting({.job = job,
-                        .workers = static_cast<std::uint16_t>(workers),
-                        .worker = static_cast<std::uint16_t>(worker)});
+JobMember member(int worker, int workers, JobId job = some_job) {
+  return {.job = job,
+          .workers = static_cast<std::uint16_t>(workers),
+          .worker = static_cast<std::uint16_t>(worker)};
 }
 
+InaGreeting greeting(int worker, int workers, JobId job = some_job) {
+  InaGreeting greeting;
+  std::memcpy(&greeting, make_greeting(member(worker, workers, job)).data(), sizeof(greeting));
+  return greeting;
+}
+
+MessageOptions const over_ucx = messages_over(MessageTransport::ucx);
+
 // One worker of one job is served.
-void expect_serves(RunningServer const& server) {
+void expect_serves(RunningServer const& server, MessageOptions const& messages = {}) {
   std::vector<std::string> const addresses{server.address()};
   JobMember const member{.job = {9, 9}, .workers = 1, .worker = 0};
-  InaClient client(connect_aggregators(addresses, member, within(seconds(10))), 0, 2);
+  InaClient client(connect_aggregators(addresses, member, within(seconds(10)), messages), 0, 2);
   InaPlan const plan{.elements = 5000, .workers = 1};
   std::vector<float> data(plan.elements, 3);
   auto const bytes = std::as_writable_bytes(std::span(data));
@@ -67,8 +75,17 @@ TEST(AggregatorServer, OtherVersionsAndNonsenseAreAnsweredAndClosed) {
   beyond.worker = 2;
   InaGreeting reserved = good;
   reserved.reserved[1] = 1;
-  for (auto const& [bad, says] :
-       {std::pair{other, "77"}, {strange, "magic"}, {beyond, "worker"}, {reserved, "reserved"}}) {
+  InaGreeting endless = good;
+  endless.introduction_bytes = UcxMessages::most_introduction + 1;
+  endless.token = 1;
+  InaGreeting token = good;
+  token.token = 1;
+  for (auto const& [bad, says] : {std::pair{other, "77"},
+                                  {strange, "magic"},
+                                  {beyond, "worker"},
+                                  {reserved, "reserved"},
+                                  {endless, "introduction_bytes"},
+                                  {token, "token"}}) {
     auto const socket = connect_to(server.address(), within(seconds(5)));
     write_raw(socket, bad);
     std::string const answer = read_raw(socket);
@@ -187,6 +204,166 @@ TEST(AggregatorServer, MemoryDoesNotGrowWithWhatIsAnnounced) {
   expect_serves(server);
 }
 
+class AggregatorServerOverUcx : public ::testing::Test {
+ protected:
+  void SetUp() override {
+    if (std::string const problem = ucx_problem_here(); !problem.empty()) GTEST_SKIP() << problem;
+  }
+  static AggregatorOptions options(MessageTransport transport = MessageTransport::automatic) {
+    AggregatorOptions options;
+    options.messages = messages_over(transport);
+    return options;
+  }
+};
+
+// Takes what comes as it is.
+struct AnySink final : MessageSink {
+  Place place(std::uint32_t, std::size_t size, std::span<const std::byte>) override {
+    bytes.resize(size);
+    return {bytes, nullptr};
+  }
+  void take(std::uint32_t, std::span<const std::byte> message) override {
+    taken = std::string(reinterpret_cast<char const*>(message.data()), message.size());
+  }
+  Bytes bytes;
+  std::string taken;
+};
+
+// A connection that has greeted and may send what it likes.
+struct RawUcx {
+  RawUcx(RunningServer const& server, JobMember const& who, UcxMessages& messages)
+      : socket(connect_to(server.address(), within(seconds(5)))) {
+    std::uint64_t const own = UcxMessages::draw_token();
+    auto const bytes = make_greeting(who, {messages.introduction(), own});
+    EXPECT_EQ(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), std::ssize(bytes));
+    std::string const fixed = read_raw(socket, seconds(20), sizeof(InaAnswer));
+    // The fixed part and what follows it come together.
+    auto const answer = parse_answer(std::as_bytes(std::span(fixed)).first<sizeof(InaAnswer)>());
+    token = answer.token;
+    introduction = fixed.substr(sizeof(InaAnswer));
+    EXPECT_EQ(introduction.size(), answer.introduction_bytes);
+    connection = messages.connect(introduction, own, token, sink);
+  }
+  FileDescriptor socket;
+  std::uint64_t token = 0;
+  std::string introduction;
+  AnySink sink;
+  std::unique_ptr<UcxConnection> connection;
+};
+
+// Whether the server closes the socket within a while.
+bool is_closed(RawUcx const& raw, UcxMessages& messages) {
+  Deadline const deadline = within(seconds(10));
+  while (!deadline.passed()) {
+    messages.progress();
+    std::byte byte{};
+    ssize_t const read = ::recv(raw.socket.get(), &byte, 1, MSG_DONTWAIT);
+    if (read == 0) return true;
+    EXPECT_EQ(read, -1);
+  }
+  return false;
+}
+
+TEST_F(AggregatorServerOverUcx, NonsenseEndsItsConnectionAlone) {
+  RunningServer const server(options());
+  auto const messages = make_ucx_messages(over_ucx.ucx, 1);
+  std::mt19937_64 random(5);
+  std::uint64_t job = 0;
+  for (std::size_t const bytes : {0, 1, 31, 32, 63, 64, 65, 1000, 300000}) {
+    RawUcx const raw(server, member(0, 1, {3, ++job}), *messages);
+    Bytes nonsense(bytes);
+    for (auto& byte : nonsense) byte = static_cast<std::byte>(random());
+    std::span<const std::byte> const piece = nonsense;
+    raw.connection->send(static_cast<std::uint32_t>(random() % 100), std::span(&piece, 1), nullptr);
+    EXPECT_TRUE(is_closed(raw, *messages)) << bytes;
+  }
+  expect_serves(server, over_ucx);
+  expect_serves(server);
+}
+
+TEST_F(AggregatorServerOverUcx, UnknownTokensAreDropped) {
+  RunningServer const server(options());
+  auto const messages = make_ucx_messages(over_ucx.ucx, 1);
+  RawUcx const raw(server, member(0, 1, {3, 1}), *messages);
+  AnySink sink;
+  auto const stranger = messages->connect(raw.introduction, 5, raw.token ^ 1, sink);
+  for (std::size_t const bytes : {32, 1000, 300000}) {
+    Bytes const nonsense(bytes);
+    std::span<const std::byte> const piece = nonsense;
+    stranger->send(0, std::span(&piece, 1), nullptr);
+    Deadline const deadline = within(seconds(10));
+    while (!stranger->flushed() && !deadline.passed()) messages->progress();
+    EXPECT_TRUE(stranger->flushed()) << bytes;
+  }
+  expect_serves(server, over_ucx);
+  EXPECT_EQ(server.log().find("closed: "), server.log().rfind("closed: ")) << server.log();
+}
+
+TEST_F(AggregatorServerOverUcx, AnIntroductionThatIsChangedIsRefused) {
+  RunningServer const server(options());
+  auto const messages = make_ucx_messages(over_ucx.ucx, 1);
+  for (std::size_t const at : {std::size_t{0}, messages->introduction().size() - 1}) {
+    std::string introduction = messages->introduction();
+    introduction[at] ^= 1;
+    auto const socket = connect_to(server.address(), within(seconds(5)));
+    auto const bytes = make_greeting(member(0, 2), {introduction, 7});
+    EXPECT_EQ(::send(socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL), std::ssize(bytes));
+    std::string const answer = read_raw(socket);
+    EXPECT_NE(answer.find("checksum"), std::string::npos) << answer;
+  }
+  expect_serves(server, over_ucx);
+}
+
+TEST_F(AggregatorServerOverUcx, BytesOverTheSocketEndIt) {
+  RunningServer const server(options());
+  auto const messages = make_ucx_messages(over_ucx.ucx, 1);
+  RawUcx const raw(server, member(0, 1), *messages);
+  write_raw(raw.socket, std::array<InaEnvelope, 20>{InaEnvelope{64, 0}});
+  EXPECT_TRUE(is_closed(raw, *messages));
+}
+
+// One job: a worker with UCX, one without, and aggregators of both kinds.
+TEST_F(AggregatorServerOverUcx, ThoseWithoutWorkBesideIt) {
+  RunningServer const with(options()), without(options(MessageTransport::tcp));
+  std::vector<std::string> const addresses{with.address(), without.address()};
+  for_each_rank(2, [&](int rank) {
+    MessageOptions const way =
+        messages_over(rank == 0 ? MessageTransport::automatic : MessageTransport::tcp);
+    InaClient client(connect_aggregators(addresses, member(rank, 2), within(seconds(10)), way),
+                     rank, 4);
+    InaPlan const plan{.elements = 100000, .workers = 2};
+    for (int i = 0; i < 10; ++i) {
+      std::vector<float> data(plan.elements, 3);
+      auto const bytes = std::as_writable_bytes(std::span(data));
+      client.reduce(plan, bytes, bytes, within(seconds(20)));
+      EXPECT_EQ(data, std::vector<float>(plan.elements, 6));
+    }
+  });
+}
+
+TEST_F(AggregatorServerOverUcx, WhoAsksForItIsToldThatItIsNotThere) {
+  RunningServer const with(options(MessageTransport::ucx));
+  RunningServer const without(options(MessageTransport::tcp));
+  auto const connect = [](RunningServer const& server, MessageTransport transport) {
+    std::vector<std::string> const addresses{server.address()};
+    connect_aggregators(addresses, member(0, 1), within(seconds(5)), messages_over(transport));
+  };
+  EXPECT_THROW(connect(without, MessageTransport::ucx), AddressError);
+  EXPECT_THROW(connect(with, MessageTransport::tcp), AddressError);
+  MessageOptions missing = over_ucx;
+  missing.ucx.library = "/no/such/libucp.so";
+  std::vector<std::string> const addresses{with.address()};
+  EXPECT_THROW(connect_aggregators(addresses, member(0, 1), within(seconds(5)), missing),
+               TransportUnavailable);
+  AggregatorOptions wanting = options(MessageTransport::ucx);
+  wanting.messages = missing;
+  EXPECT_THROW(RunningServer{wanting}, TransportUnavailable);
+  wanting.messages.transport = MessageTransport::automatic;
+  RunningServer const alone(wanting);
+  EXPECT_NE(alone.log().find("over TCP"), std::string::npos) << alone.log();
+  expect_serves(alone);
+}
+
 TEST(ConnectAggregators, ErrorsNameTheAddress) {
   auto const problem = [](std::string const& address, Duration limit) {
     std::vector<std::string> const addresses{address};
@@ -253,12 +430,13 @@ AggregatorCommand parse(std::vector<char const*> arguments) {
 }
 
 TEST(AggregatorCommandLine, Parses) {
-  auto const command =
-      parse({"--listen", "10.0.0.1:7", "--memory=3MiB", "--limit", "1.5", "--connections", "12"});
+  auto const command = parse({"--listen", "10.0.0.1:7", "--memory=3MiB", "--limit", "1.5",
+                              "--connections", "12", "--transport", "ucx"});
   EXPECT_EQ(command.options.listen, "10.0.0.1:7");
   EXPECT_EQ(command.options.memory, std::size_t{3} << 20);
   EXPECT_EQ(command.options.limit, milliseconds(1500));
   EXPECT_EQ(command.options.connections, 12u);
+  EXPECT_EQ(command.options.messages.transport, MessageTransport::ucx);
   EXPECT_TRUE(parse({"--help"}).help);
   for (std::vector<char const*> const& bad : {std::vector<char const*>{},
                                               {"--listen"},
@@ -270,6 +448,7 @@ TEST(AggregatorCommandLine, Parses) {
                                               {"--listen", ":7", "--limit", "0"},
                                               {"--listen", ":7", "--limit", "nan"},
                                               {"--listen", ":7", "--connections", "1x"},
+                                              {"--listen", ":7", "--transport", "udp"},
                                               {":7"}}) {
     EXPECT_THROW(parse(bad), InvalidArgument);
   }

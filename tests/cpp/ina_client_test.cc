@@ -18,6 +18,9 @@ constexpr std::size_t memory = std::size_t{64} << 20;
 
 class InaClientTest : public ::testing::TestWithParam<ClusterKind> {
  protected:
+  void SetUp() override {
+    if (std::string const problem = GetParam().problem(); !problem.empty()) GTEST_SKIP() << problem;
+  }
   std::unique_ptr<Aggregators> make(int count, std::size_t bytes = memory,
                                     Duration limit = seconds(20)) const {
     return GetParam().make(count, bytes, limit);
@@ -80,6 +83,27 @@ TEST_P(InaClientTest, ReducesAsDenseDoes) {
       }
     });
   }
+}
+
+// So long that UCX announces them within a host, and the receiver fetches them.
+TEST_P(InaClientTest, LongMessagesGo) {
+  constexpr int workers = 2;
+  InaPlan const plan{.elements = 200000, .block_bytes = 16384, .workers = workers, .window = 16};
+  std::mt19937_64 random(3);
+  std::vector<Bytes> inputs;
+  for (int rank = 0; rank < workers; ++rank) {
+    inputs.push_back(random_blocks<float>(plan, .1, random));
+  }
+  Bytes const expected = dense_reduction(plan, inputs);
+  auto const cluster = make(2);
+  for_each_rank(workers, [&](int rank) {
+    InaClient client(cluster->connect(member(rank, workers)), rank, 3);
+    Bytes output(plan.bytes());
+    for (int i = 0; i < 5; ++i) {
+      client.reduce(plan, inputs[rank], output, within(seconds(20)));
+      ASSERT_EQ(output, expected);
+    }
+  });
 }
 
 TEST_P(InaClientTest, OrderByRankHasTheSameBitsInEveryRun) {

@@ -17,6 +17,7 @@
 #include "ina/inproc_link.h"
 #include "ina/tcp_link.h"
 #include "ina_run.h"
+#include "ucx_ranks.h"
 
 namespace sparsecomm::test {
 
@@ -76,39 +77,58 @@ class InprocCluster final : public Aggregators {
   InprocAggregators hub_;
 };
 
-class TcpCluster final : public Aggregators {
+inline MessageOptions messages_over(MessageTransport transport) {
+  return {.transport = transport, .ucx = ucx_options_here()};
+}
+
+class ServerCluster final : public Aggregators {
  public:
-  TcpCluster(int count, std::size_t memory, Duration limit) {
+  ServerCluster(int count, std::size_t memory, Duration limit, MessageTransport transport)
+      : messages_(messages_over(transport)) {
     for (int i = 0; i < count; ++i) {
       AggregatorOptions options;
       options.memory = memory;
       options.limit = limit;
+      options.messages = messages_;
       servers_.push_back(std::make_unique<RunningServer>(options));
       addresses_.push_back(servers_.back()->address());
     }
   }
   std::shared_ptr<AggregatorLink> connect(JobMember const& member) override {
-    return connect_aggregators(addresses_, member, within(std::chrono::seconds(10)));
+    return connect_aggregators(addresses_, member, within(std::chrono::seconds(10)), messages_);
   }
   void kill(int aggregator) override { servers_[std::size_t(aggregator)]->stop(); }
 
  private:
+  MessageOptions messages_;
   std::vector<std::unique_ptr<RunningServer>> servers_;
   std::vector<std::string> addresses_;
 };
 
+// Why UCX cannot be used here; empty where it can.
+inline std::string ucx_problem_here() {
+  std::string problem = ucx_problem(ucx_options_here());
+  if (problem.empty()) load_ucx_modules();
+  return problem;
+}
+
 struct ClusterKind {
   std::string_view name;
+  std::string (*problem)();  // why there can be none here
   std::unique_ptr<Aggregators> (*make)(int count, std::size_t memory, Duration limit);
 };
 inline constexpr ClusterKind cluster_kinds[] = {
-    {"inproc",
+    {"inproc", [] { return std::string(); },
      [](int count, std::size_t memory, Duration limit) -> std::unique_ptr<Aggregators> {
        return std::make_unique<InprocCluster>(count, memory, limit);
      }},
-    {"tcp",
+    {"tcp", [] { return std::string(); },
      [](int count, std::size_t memory, Duration limit) -> std::unique_ptr<Aggregators> {
-       return std::make_unique<TcpCluster>(count, memory, limit);
+       return std::make_unique<ServerCluster>(count, memory, limit, MessageTransport::tcp);
+     }},
+    {"ucx", ucx_problem_here,
+     [](int count, std::size_t memory, Duration limit) -> std::unique_ptr<Aggregators> {
+       return std::make_unique<ServerCluster>(count, memory, limit, MessageTransport::ucx);
      }},
 };
 
