@@ -55,6 +55,7 @@ std::string aggregator_usage() {
   return concat(
       "usage: sparsecomm-aggregator --listen HOST:PORT [--memory SIZE] [--limit SECONDS]\n"
       "                             [--connections COUNT] [--transport auto|tcp|ucx]\n"
+      "                             [--ucx-library FILE]\n"
       "\n"
       "Sums blocks of tensors for the workers of training jobs (in-network aggregation).\n"
       "\n"
@@ -79,6 +80,7 @@ std::string aggregator_usage() {
       "sockets),\n"
       "                       tcp, or auto: over UCX with the workers that can, over TCP with\n"
       "                       others (default: auto)\n"
+      "  --ucx-library FILE   libucp.so.0 to use for that (default: the system's)\n"
       "  --help               print this and exit\n"
       "\n"
       "Whoever reaches the address can use it: listen where only the workers can.\n"
@@ -111,6 +113,8 @@ AggregatorCommand parse_command_line(std::span<char const* const> arguments) {
           std::chrono::duration<double>(parse_number(name, value(), .001, 86400.)));
     } else if (name == "--connections") {
       options.connections = parse_number<std::size_t>(name, value(), 1, 1 << 20);
+    } else if (name == "--ucx-library") {
+      options.messages.ucx.library = value();
     } else if (name == "--transport") {
       options.messages.transport = parse_transport(value());
     } else {

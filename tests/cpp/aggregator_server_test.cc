@@ -133,14 +133,14 @@ TEST(AggregatorServer, AWorkerThatEndsRightAfterItsMessageIsLost) {
 }
 
 // A forked child holds the sockets of its parent.
-TEST(AggregatorServer, ALinkThatIsClosedIsNoticedWhileAChildLives) {
-  RunningServer const server;
+void expect_closing_noticed_while_a_child_lives(MessageOptions const& messages) {
+  AggregatorOptions options;
+  options.messages = messages;
+  RunningServer const server(options);
   std::vector<std::string> const addresses{server.address()};
-  InaClient client(connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 0},
-                                       within(seconds(10))),
-                   0, 1);
-  auto link = connect_aggregators(addresses, {.job = some_job, .workers = 2, .worker = 1},
-                                  within(seconds(10)));
+  InaClient client(connect_aggregators(addresses, member(0, 2), within(seconds(10)), messages), 0,
+                   1);
+  auto link = connect_aggregators(addresses, member(1, 2), within(seconds(10)), messages);
   pid_t const child = ::fork();
   if (child == 0) {
     link.reset();  // does nothing to the parent's
@@ -153,6 +153,10 @@ TEST(AggregatorServer, ALinkThatIsClosedIsNoticedWhileAChildLives) {
   EXPECT_THROW(client.reduce(plan, data, data, within(seconds(20))), PeerLost);
   ::kill(child, SIGKILL);
   ::waitpid(child, nullptr, 0);
+}
+
+TEST(AggregatorServer, ALinkThatIsClosedIsNoticedWhileAChildLives) {
+  expect_closing_noticed_while_a_child_lives(messages_over(MessageTransport::tcp));
 }
 
 TEST(AggregatorServer, WhoSaysNothingIsClosed) {
@@ -322,6 +326,10 @@ TEST_F(AggregatorServerOverUcx, BytesOverTheSocketEndIt) {
   EXPECT_TRUE(is_closed(raw, *messages));
 }
 
+TEST_F(AggregatorServerOverUcx, ALinkThatIsClosedIsNoticedWhileAChildLives) {
+  expect_closing_noticed_while_a_child_lives(over_ucx);
+}
+
 // One job: a worker with UCX, one without, and aggregators of both kinds.
 TEST_F(AggregatorServerOverUcx, ThoseWithoutWorkBesideIt) {
   RunningServer const with(options()), without(options(MessageTransport::tcp));
@@ -430,13 +438,15 @@ AggregatorCommand parse(std::vector<char const*> arguments) {
 }
 
 TEST(AggregatorCommandLine, Parses) {
-  auto const command = parse({"--listen", "10.0.0.1:7", "--memory=3MiB", "--limit", "1.5",
-                              "--connections", "12", "--transport", "ucx"});
+  auto const command =
+      parse({"--listen", "10.0.0.1:7", "--memory=3MiB", "--limit", "1.5", "--connections", "12",
+             "--transport", "ucx", "--ucx-library", "/a/libucp.so.0"});
   EXPECT_EQ(command.options.listen, "10.0.0.1:7");
   EXPECT_EQ(command.options.memory, std::size_t{3} << 20);
   EXPECT_EQ(command.options.limit, milliseconds(1500));
   EXPECT_EQ(command.options.connections, 12u);
   EXPECT_EQ(command.options.messages.transport, MessageTransport::ucx);
+  EXPECT_EQ(command.options.messages.ucx.library, "/a/libucp.so.0");
   EXPECT_TRUE(parse({"--help"}).help);
   for (std::vector<char const*> const& bad : {std::vector<char const*>{},
                                               {"--listen"},

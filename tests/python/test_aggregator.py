@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 COMMAND = Path(sys.executable).with_name("sparsecomm-aggregator")
-GREETING = struct.Struct("<IHHH6xQQ")  # magic, version, workers, worker, job
-ANSWER = struct.Struct("<IHH")  # magic, version, length of a text
+# magic, version, workers, worker, length of an introduction to UCX, job, token
+GREETING = struct.Struct("<IHHHH4xQQQ")
+# magic, version, lengths of a text and of an introduction, token
+ANSWER = struct.Struct("<IHHH6xQ")
 MAGIC = 0x494E4153
 
 
@@ -40,9 +42,9 @@ def aggregator(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], tuple[s
 
 def greet(address: tuple[str, int], worker: int, workers: int) -> socket.socket:
     connection = socket.create_connection(address, timeout=30)
-    connection.sendall(GREETING.pack(MAGIC, 1, workers, worker, 12, 34))
-    magic, version, length = ANSWER.unpack(connection.recv(ANSWER.size, socket.MSG_WAITALL))
-    assert (magic, version, length) == (MAGIC, 1, 0)
+    connection.sendall(GREETING.pack(MAGIC, 1, workers, worker, 0, 12, 34, 0))
+    answer = ANSWER.unpack(connection.recv(ANSWER.size, socket.MSG_WAITALL))
+    assert answer == (MAGIC, 1, 0, 0, 0)
     return connection
 
 
@@ -62,6 +64,7 @@ def test_a_connection_that_ends_is_logged() -> None:
     with aggregator() as (process, address):
         greet(address, 0, 1).close()
         assert process.stderr is not None
+        assert "messages go over" in process.stderr.readline()
         assert "connection from 127.0.0.1:" in process.stderr.readline()
 
 
@@ -92,6 +95,8 @@ def test_the_address_may_be_taken_at_once_after_a_kill() -> None:
         (["--listen", ":0", "--speed", "9"], "--speed"),
         (["--listen", "no-such-host.invalid:7000"], "no-such-host.invalid"),
         (["--listen", ":0", "--connections", "2000000"], "2000000"),
+        (["--listen", ":0", "--transport", "udp"], "udp"),
+        (["--listen", ":0", "--transport", "ucx", "--ucx-library", "/no/such.so"], "/no/such.so"),
     ],
 )
 def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:
@@ -103,5 +108,5 @@ def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:
 def test_help_names_every_argument() -> None:
     done = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for argument in ("--listen", "--memory", "--limit", "--connections"):
+    for argument in ("--listen", "--memory", "--limit", "--connections", "--transport", "--ucx-library"):
         assert argument in done.stdout

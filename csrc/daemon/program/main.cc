@@ -44,10 +44,10 @@ int serve(std::span<char const* const> arguments) {
   raise_file_limit();
   std::string const problem = descriptor_problem(command.options.connections + 16);
   require<Error>(problem.empty(), "--connections ", command.options.connections, ": ", problem);
+  FileDescriptor const signals = watch_signals();  // first, so that UCX's threads do not take them
   AggregatorServer server(command.options, [](std::string const& line) {
     std::fprintf(stderr, "sparsecomm-aggregator: %s\n", line.c_str());
   });
-  FileDescriptor const signals = watch_signals();
   server.stop_when(signals);
   std::printf("listening at %s\n", server.address().c_str());
   std::fflush(stdout);
