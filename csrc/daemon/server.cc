@@ -1,6 +1,5 @@
 #include "daemon/server.h"
 
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -123,7 +122,7 @@ void AggregatorServer::run() {
   for (;;) {
     // Who has more messages than its turn took is served again without a wait.
     bool const timed = busy || strangers_ > 0 || (!accepting_ && open_ < options_.connections);
-    bool const at_once = !ready.empty() || !may_sleep();
+    bool const at_once = !ready.empty() || (ucx_ && !ucx_->rest());
     int const timeout = at_once ? 0 : timed ? int(tick.count()) : -1;
     int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
     require<Error>(count >= 0 || errno == EINTR, "epoll_wait: ", system_text());
@@ -272,23 +271,11 @@ UcxOffer AggregatorServer::take_offer(Connection& connection, UcxOffer const& of
   return {};
 }
 
+// Polling for longer, or yielding, would give the core away: with more threads than cores it makes
+// messages ten times as slow.
 void AggregatorServer::progress() {
-  if (!ucx_) return;
-  bool happened = false;
   // A look at the sockets costs more than one at UCX.
-  for (int i = 0; i < most_polls && !happened; ++i) happened = ucx_->progress();
-  if (!happened) {
-    ::sched_yield();  // a worker may want this core
-    return;
-  }
-  last_progress_ = now_;
-  for (int i = 0; i < most_polls && ucx_->progress(); ++i) {
-  }
-}
-
-// Those who have slept wake each other slowly, so it goes on polling for a while.
-bool AggregatorServer::may_sleep() {
-  return !ucx_ || (now_ - last_progress_ >= options_.messages.ucx.spin && ucx_->rest());
+  for (int i = 0; ucx_ && i < most_polls; ++i) ucx_->progress();
 }
 
 void AggregatorServer::send(int connection, std::uint32_t instance, InaMessage const& message,

@@ -86,7 +86,6 @@ class AggregatorServer final : private InaHost::Outlet {
   UcxOffer take_offer(Connection& connection, UcxOffer const& offer);
   void open_ucx();
   void progress();
-  bool may_sleep();
   void close_ended();
   void close_silent(TimePoint now);
   void watch_listener(bool on);
@@ -103,8 +102,7 @@ class AggregatorServer final : private InaHost::Outlet {
   std::size_t open_ = 0;
   std::size_t strangers_ = 0;  // have not greeted yet
   TimePoint now_;
-  TimePoint last_progress_{};  // over UCX
-  TimePoint accept_again_{};   // no connections are accepted before
+  TimePoint accept_again_{};  // no connections are accepted before
 };
 
 }  // namespace sparsecomm

@@ -1,6 +1,5 @@
 #include "ina/tcp_link.h"
 
-#include <sched.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -76,7 +75,6 @@ class Link final : public AggregatorLink {
        MessageOptions const& options)
       : events_(::epoll_create1(EPOLL_CLOEXEC)),
         interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        spin_(options.ucx.spin),
         ucx_(open_ucx_messages(options, addresses.size())) {
     require<Error>(events_.open() && interruption_.open(),
                    "epoll or eventfd: ", std::system_category().message(errno));
@@ -274,19 +272,18 @@ class Link final : public AggregatorLink {
 
   // False: the deadline has passed.
   bool wait(Deadline const& deadline) {
-    TimePoint const begin = steady_clock().now();
     for (;;) {
       bool happened = false;
       // A look at the sockets costs more than one at UCX.
       for (int i = 0; ucx_ && i < 32 && !happened; ++i) happened = ucx_->progress();
-      TimePoint const now = steady_clock().now();
-      bool const sleep = !happened && (!ucx_ || (now - begin >= spin_ && ucx_->rest()));
+      // Polling for longer would take the core from an aggregator or a computation: with more
+      // threads than cores it makes messages ten times as slow.
+      bool const sleep = !happened && (!ucx_ || ucx_->rest());
       auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
       if (deadline.interruptible()) {
         left = std::min(left, std::chrono::ceil<std::chrono::milliseconds>(Interrupt::period));
       }
       if (!sleep) left = std::chrono::milliseconds(0);
-      if (!sleep && !happened) ::sched_yield();  // the aggregator may want this core
       happened = look(static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30))) || happened;
       deadline.poll_interrupt(steady_clock().now());
       if (happened) return true;
@@ -315,7 +312,6 @@ class Link final : public AggregatorLink {
   pid_t const process_ = ::getpid();
   FileDescriptor events_, interruption_;
   std::atomic<bool> interrupted_ = false;
-  Duration const spin_;
   std::unique_ptr<UcxMessages> ucx_;  // null: none is used
   std::vector<std::unique_ptr<Endpoint>> endpoints_;
   ForkGuard guard_;
