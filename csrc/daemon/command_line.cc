@@ -76,10 +76,11 @@ std::string aggregator_usage() {
       "  --connections COUNT  at once; others wait (default: ",
       options.connections,
       ")\n"
-      "  --transport WAY      of messages: ucx (RDMA, shared memory or TCP, with its own "
-      "sockets),\n"
-      "                       tcp, or auto: over UCX with the workers that can, over TCP with\n"
-      "                       others (default: auto)\n"
+      "  --transport WAY      of messages: tcp; ucx (RDMA, shared memory or its own TCP), or "
+      "auto:\n"
+      "                       RDMA or shared memory over UCX with the workers that can, TCP with\n"
+      "                       others (default: tcp, since UCX does not check what arrives: use it\n"
+      "                       where everybody who can connect is trusted)\n"
       "  --ucx-library FILE   libucp.so.0 to use for that (default: the system's)\n"
       "  --help               print this and exit\n"
       "\n"

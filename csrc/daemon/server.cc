@@ -80,21 +80,19 @@ AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
   require<Error>(events_.open() && stop_.open(), "epoll or eventfd: ", system_text());
   stop_when(stop_);
   watch_listener(true);
-  if (options_.messages.transport != MessageTransport::tcp) open_ucx();
+  open_ucx();
 }
 
 void AggregatorServer::open_ucx() {
-  try {
-    ucx_ = make_ucx_messages(options_.messages.ucx, usual_workers);
-    require<Error>(control(events_, EPOLL_CTL_ADD, ucx_->file(), EPOLLIN, of_ucx),
-                   "epoll_ctl: ", system_text());
-    log_("messages go over UCX with workers that have the same release, over TCP with others");
-  } catch (Error const& error) {
-    require<TransportUnavailable>(options_.messages.transport != MessageTransport::ucx,
-                                  error.what());
-    ucx_.reset();
-    log_(concat("messages go over TCP: ", error.what()));
+  std::string why_not;
+  ucx_ = open_ucx_messages(options_.messages, usual_workers, &why_not);
+  if (!ucx_) {
+    if (!why_not.empty()) log_(concat("messages go over TCP: ", why_not));
+    return;
   }
+  require<Error>(control(events_, EPOLL_CTL_ADD, ucx_->file(), EPOLLIN, of_ucx),
+                 "epoll_ctl: ", system_text());
+  log_("messages go over UCX with workers that have the same release, over TCP with others");
 }
 
 void AggregatorServer::stop_when(FileDescriptor const& readable) {

@@ -28,7 +28,8 @@ struct AggregatorOptions {
   Duration limit = std::chrono::seconds(60);     // of a round of an operation
   Duration greeting = std::chrono::seconds(10);  // within which a connection says who it is
   std::size_t connections = 1024;
-  MessageOptions messages;
+  // UCX trusts those who connect.
+  MessageOptions messages{.transport = MessageTransport::tcp, .ucx = {}};
 };
 
 class AggregatorServer final : private InaHost::Outlet {

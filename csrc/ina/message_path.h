@@ -14,7 +14,7 @@ namespace sparsecomm {
 
 // How messages are to go over connections that are made.
 enum class MessageTransport : std::uint8_t {
-  automatic,  // over UCX where both sides can
+  automatic,  // over UCX where both sides can and it has shared memory or RDMA, else TCP
   tcp,
   ucx,  // a connection that cannot is refused
 };
@@ -23,6 +23,12 @@ struct MessageOptions {
   MessageTransport transport = MessageTransport::automatic;
   UcxOptions ucx;
 };
+
+// For about `connections` at once. Null: no messages go over UCX; if it cannot be used here,
+// `why_not` says why. Throws TransportUnavailable then if they must.
+std::unique_ptr<UcxMessages> open_ucx_messages(MessageOptions const& options,
+                                               std::size_t connections,
+                                               std::string* why_not = nullptr);
 
 class MessagePath {
  public:

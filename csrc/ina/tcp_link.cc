@@ -57,18 +57,6 @@ UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Deadlin
           .token = answer.token};
 }
 
-// Null: over TCP only.
-std::unique_ptr<UcxMessages> open_ucx_messages(MessageOptions const& options,
-                                               std::size_t aggregators) {
-  if (options.transport == MessageTransport::tcp) return nullptr;
-  try {
-    return make_ucx_messages(options.ucx, aggregators);
-  } catch (Error const& error) {
-    require<TransportUnavailable>(options.transport != MessageTransport::ucx, error.what());
-    return nullptr;
-  }
-}
-
 class Link final : public AggregatorLink {
  public:
   Link(std::span<const std::string> addresses, JobMember const& member, Deadline const& deadline,
@@ -236,7 +224,8 @@ class Link final : public AggregatorLink {
       endpoint.path->use(ucx_->connect(other.introduction, own.token, other.token, endpoint));
     }
     require<AddressError>(endpoint.path->over_ucx() || transport != MessageTransport::ucx,
-                          "it does not take UCX; its log says why");
+                          "it does not take messages over UCX: its log says why; start it with "
+                          "--transport ucx or auto, or use TCP here");
   }
 
   Endpoint& at(int aggregator) const {

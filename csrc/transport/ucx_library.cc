@@ -99,14 +99,14 @@ SignalHandlersKept::~SignalHandlersKept() {
   }
 }
 
-UcxQuiet::UcxQuiet(UcxLibrary const& library) : library_(library) {
+UcxQuiet::UcxQuiet(UcxLibrary const& library, char const* least) : library_(library) {
   std::array<char, 32> level{};
   if (library.ucs_global_opts_get_value("LOG_LEVEL", level.data(), level.size()) == UCS_OK) {
     level_ = level.data();
   }
   // Whoever wants to see more than warnings is looking for something.
   if (::strcasecmp(level_.c_str(), "warn") == 0)
-    library.ucs_global_opts_set_value("LOG_LEVEL", "ERROR");
+    library.ucs_global_opts_set_value("LOG_LEVEL", least);
 }
 
 UcxQuiet::~UcxQuiet() {

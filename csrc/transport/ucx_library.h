@@ -68,10 +68,10 @@ class SignalHandlersKept {
   std::unique_ptr<Handlers> handlers_;
 };
 
-// No warnings of UCX's, only errors, as long as it lives.
+// No warnings of UCX's, only what is `least` or worse, as long as it lives.
 class UcxQuiet {
  public:
-  explicit UcxQuiet(UcxLibrary const& library);
+  explicit UcxQuiet(UcxLibrary const& library, char const* least = "ERROR");
   ~UcxQuiet();
   UcxQuiet(UcxQuiet const&) = delete;
   UcxQuiet& operator=(UcxQuiet const&) = delete;

@@ -214,6 +214,7 @@ std::unique_ptr<UcxConnection> MessageEngine::connect(std::string const& introdu
   });
   Peer& peer = unused == peers_.end() ? peers_.emplace_back() : *unused;
   peer = {};
+  UcxQuiet const quiet(ucx(), "FATAL");  // that there is no way is said below
   ucs_status_t const status = worker_.connect(std::string(text), failed, &peer, peer.endpoint);
   require<Error>(status == UCS_OK, "no way over UCX: ", ucx().ucs_status_string(status));
   peer.token = token;
@@ -246,6 +247,7 @@ void MessageEngine::send(Peer& peer, std::uint32_t instance,
   send.header.instance = instance;
   std::size_t opening = 0, count = 0;
   for (auto const piece : pieces) {
+    if (piece.empty()) continue;
     std::size_t const first = std::min(piece.size(), opening_bytes - opening);
     std::memcpy(send.header.opening.data() + opening, piece.data(), first);
     opening += first;

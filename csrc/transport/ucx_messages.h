@@ -51,11 +51,10 @@ class UcxMessages {
   virtual std::string const& introduction() const = 0;
   static constexpr std::size_t most_introduction = 8192;
 
-  // Connects with a peer whose messages name `token`, of draw_token(), and which is sent to under
-  // its `peer_token`. The
-  // sink is called within progress(); what it throws is the connection's error. Throws
-  // MalformedFrame if `introduction` has been changed on its way (UCX itself checks nothing, so it
-  // must be of somebody who is trusted), or Error if the releases differ or there is no way.
+  // Connects with a peer whose messages name `token`, of draw_token(), and to which messages name
+  // `peer_token`. The sink is called within progress(); what it throws is the connection's error.
+  // Throws MalformedFrame if `introduction` has been changed on its way (UCX itself checks nothing,
+  // so it must be of somebody who is trusted), or Error if the releases differ or there is no way.
   virtual std::unique_ptr<UcxConnection> connect(std::string const& introduction,
                                                  std::uint64_t token, std::uint64_t peer_token,
                                                  MessageSink& sink) = 0;

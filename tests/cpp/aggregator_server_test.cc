@@ -349,6 +349,21 @@ TEST_F(AggregatorServerOverUcx, ThoseWithoutWorkBesideIt) {
   });
 }
 
+// Here UCX would go over shared memory.
+TEST_F(AggregatorServerOverUcx, WhereItHasButTcpMessagesGoOverASocket) {
+  RunningServer const server(options());
+  MessageOptions far = messages_over(MessageTransport::automatic);
+  far.ucx.settings.emplace_back("TLS", "tcp");
+  std::vector<std::string> const addresses{server.address()};
+  InaClient client(connect_aggregators(addresses, member(0, 1), within(seconds(10)), far), 0, 4);
+  InaPlan const plan{.elements = 1000, .workers = 1};
+  std::vector<float> data(plan.elements, 3);
+  auto const bytes = std::as_writable_bytes(std::span(data));
+  client.reduce(plan, bytes, bytes, within(seconds(20)));
+  EXPECT_EQ(data, std::vector<float>(plan.elements, 3));
+  EXPECT_NE(server.log().find("go over TCP: no way over UCX"), std::string::npos) << server.log();
+}
+
 TEST_F(AggregatorServerOverUcx, WhoAsksForItIsToldThatItIsNotThere) {
   RunningServer const with(options(MessageTransport::ucx));
   RunningServer const without(options(MessageTransport::tcp));
