@@ -110,9 +110,9 @@ bench: build ## measure the collectives on this machine
 lab: build ## measure over rate-limited links between network namespaces, as root (ARGS="--grid goals" for minutes)
 	python benchmarks/lab.py $(ARGS)
 
-aggregator: setup ## compile the program of in-network aggregation, build/python/sparsecomm-aggregator
-	$(CONFIGURE)
-	cmake --build $(BUILD) --parallel $(JOBS) --target sparsecomm_aggregator
+aggregator: ## compile the program of in-network aggregation, build/aggregator/sparsecomm-aggregator; needs CMake and a compiler alone
+	cmake -S csrc -B build/aggregator -DSPARSECOMM_CUDA=OFF
+	cmake --build build/aggregator --parallel $(JOBS) --target sparsecomm_aggregator
 
 scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=full: also 1,024
 	python benchmarks/scale/scale.py $(ARGS)

@@ -90,10 +90,8 @@ TEST_P(InaClientTest, LongMessagesGo) {
   constexpr int workers = 2;
   InaPlan const plan{.elements = 200000, .block_bytes = 16384, .workers = workers, .window = 16};
   std::mt19937_64 random(3);
-  std::vector<Bytes> inputs;
-  for (int rank = 0; rank < workers; ++rank) {
-    inputs.push_back(random_blocks<float>(plan, .1, random));
-  }
+  std::vector<Bytes> inputs(workers);
+  for (Bytes& input : inputs) input = random_blocks<float>(plan, .1, random);
   Bytes const expected = dense_reduction(plan, inputs);
   auto const cluster = make(2);
   for_each_rank(workers, [&](int rank) {

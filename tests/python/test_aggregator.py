@@ -108,5 +108,12 @@ def test_bad_arguments_are_named(arguments: list[str], named: str) -> None:
 def test_help_names_every_argument() -> None:
     done = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    for argument in ("--listen", "--memory", "--limit", "--connections", "--transport", "--ucx-library"):
+    for argument in (
+        "--listen",
+        "--memory",
+        "--limit",
+        "--connections",
+        "--transport",
+        "--ucx-library",
+    ):
         assert argument in done.stdout
