@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <system_error>
 #include <utility>
 
 namespace sparsecomm {
@@ -29,8 +28,6 @@ constexpr int most_polls = 32;
 
 // How often deadlines are looked at, while there are any.
 constexpr std::chrono::milliseconds tick{100};
-
-std::string system_text() { return std::system_category().message(errno); }
 
 bool control(FileDescriptor const& events, int operation, int file, std::uint32_t wanted,
              std::uint64_t number) {
@@ -59,7 +56,7 @@ MessageSink::Place AggregatorServer::Connection::place(std::uint32_t instance, s
       "aggregation message: instance is ", instance, ", to which another message is on its way");
   auto place = server.host_.place(number, instance, bytes, begin, server.now_);
   if (!place.bytes.empty()) placed |= std::uint64_t{1} << instance;
-  return {place.bytes, std::move(place.memory)};
+  return place;
 }
 
 void AggregatorServer::Connection::take(std::uint32_t instance,
@@ -269,8 +266,8 @@ UcxOffer AggregatorServer::take_offer(Connection& connection, UcxOffer const& of
   return {};
 }
 
-// Polling for longer, or yielding, would give the core away: with more threads than cores it makes
-// messages ten times as slow.
+// Polling for longer would take the core from a worker, and yielding would give it to whoever
+// computes: either makes messages ten times as slow where threads are more than cores.
 void AggregatorServer::progress() {
   // A look at the sockets costs more than one at UCX.
   for (int i = 0; ucx_ && i < most_polls; ++i) ucx_->progress();

@@ -75,10 +75,7 @@ class InaHost {
 
   // Steps 2 and 3: the place for a message of `bytes` that begins with `begin`: at least its first
   // opening_bytes, or all of it.
-  struct Place {
-    std::span<std::byte> bytes;          // empty: the message is not wanted, or has been answered
-    std::shared_ptr<void const> memory;  // to be held until the bytes have been written
-  };
+  using Place = MessageSink::Place;  // empty if the message has been answered, too
   // Throws MalformedFrame if nothing that this connection still sends can be of use: end it.
   Place place(int connection, std::uint32_t instance, std::size_t bytes,
               std::span<const std::byte> begin, TimePoint now);

@@ -6,8 +6,9 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
-#include <system_error>
 #include <utility>
+
+#include "ina/socket.h"
 
 namespace sparsecomm {
 namespace {
@@ -15,8 +16,6 @@ namespace {
 constexpr std::size_t most_parts = 32;  // of a write
 
 iovec part(void const* data, std::size_t size) { return {const_cast<void*>(data), size}; }
-
-std::string text_of(int error) { return std::system_category().message(error); }
 
 bool not_now(int error) { return error == EAGAIN || error == EWOULDBLOCK; }
 
@@ -80,7 +79,7 @@ void MessageStream::flush() {
     ssize_t const written = ::sendmsg(file_, &header, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (written < 0) {
       if (errno == EINTR) continue;
-      if (!not_now(errno)) error_ = text_of(errno);
+      if (!not_now(errno)) error_ = system_text();
       return;
     }
     written_ += static_cast<std::size_t>(written);
@@ -163,7 +162,7 @@ bool MessageStream::read_some() {
     read = ::readv(file_, parts.data(), used);
   } while (read < 0 && errno == EINTR);
   if (read < 0) {
-    if (!not_now(errno)) error_ = text_of(errno);
+    if (!not_now(errno)) error_ = system_text();
     return false;
   }
   if (read == 0) {

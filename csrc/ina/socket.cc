@@ -11,12 +11,9 @@
 #include <cerrno>
 #include <chrono>
 #include <memory>
-#include <system_error>
 
 namespace sparsecomm {
 namespace {
-
-std::string text_of(int error) { return std::system_category().message(error); }
 
 using Addresses = std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)>;
 
@@ -30,7 +27,7 @@ Addresses resolve(std::string const& address, int flags) {
   char const* host = parts.host.empty() ? nullptr : parts.host.c_str();
   int const error = ::getaddrinfo(host, parts.port.c_str(), &hints, &found);
   require<AddressError>(error == 0, "address ", address, ": ",
-                        error == EAI_SYSTEM ? text_of(errno) : ::gai_strerror(error));
+                        error == EAI_SYSTEM ? system_text() : ::gai_strerror(error));
   return {found, &::freeaddrinfo};
 }
 
@@ -55,16 +52,16 @@ void set_up(int file) {
 // What is wrong; empty if the connection stands.
 std::string connect_one(FileDescriptor const& socket, addrinfo const& to,
                         Deadline const& deadline) {
-  if (!socket.open()) return text_of(errno);
+  if (!socket.open()) return system_text();
   if (::connect(socket.get(), to.ai_addr, to.ai_addrlen) != 0) {
-    if (errno != EINPROGRESS) return text_of(errno);
+    if (errno != EINPROGRESS) return system_text();
     if (!wait_writable(socket.get(), deadline)) {
       return concat("no answer within ", deadline.allowance_seconds(), " s");
     }
     int error = 0;
     socklen_t size = sizeof(error);
     ::getsockopt(socket.get(), SOL_SOCKET, SO_ERROR, &error, &size);
-    if (error != 0) return text_of(error);
+    if (error != 0) return system_text(error);
   }
   set_up(socket.get());
   return {};
@@ -72,13 +69,8 @@ std::string connect_one(FileDescriptor const& socket, addrinfo const& to,
 
 bool wait_for(int file, short events, Deadline const& deadline) {
   for (;;) {
-    auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
-    if (deadline.interruptible()) {
-      left = std::min(left, std::chrono::ceil<std::chrono::milliseconds>(Interrupt::period));
-    }
     pollfd watched{.fd = file, .events = events, .revents = 0};
-    int const timeout = static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30));
-    if (::poll(&watched, 1, timeout) > 0) return true;
+    if (::poll(&watched, 1, poll_milliseconds(deadline)) > 0) return true;
     deadline.poll_interrupt(steady_clock().now());
     if (deadline.passed()) return false;
   }
@@ -140,7 +132,7 @@ FileDescriptor listen_at(std::string const& address) {
         ::listen(socket.get(), SOMAXCONN) == 0) {
       return socket;
     }
-    problem = text_of(errno);
+    problem = system_text();
   }
   throw AddressError(concat("cannot listen at ", address, ": ", problem));
 }
@@ -151,7 +143,7 @@ FileDescriptor accept_from(FileDescriptor const& listener) {
     set_up(socket.get());
   } else {
     require<Error>(errno != EMFILE && errno != ENFILE && errno != ENOBUFS && errno != ENOMEM,
-                   "cannot accept a connection: ", text_of(errno));
+                   "cannot accept a connection: ", system_text());
   }
   return socket;
 }
@@ -170,6 +162,14 @@ std::string peer_address(FileDescriptor const& socket) {
     return "an unknown address";
   }
   return text_of(address, size);
+}
+
+int poll_milliseconds(Deadline const& deadline) {
+  auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
+  if (deadline.interruptible()) {
+    left = std::min(left, std::chrono::ceil<std::chrono::milliseconds>(Interrupt::period));
+  }
+  return static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30));
 }
 
 bool wait_readable(int file, Deadline const& deadline) { return wait_for(file, POLLIN, deadline); }

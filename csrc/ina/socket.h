@@ -2,9 +2,11 @@
 // gather small messages.
 #pragma once
 
+#include <cerrno>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <system_error>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -37,6 +39,12 @@ FileDescriptor accept_from(FileDescriptor const& listener);
 std::string local_address(FileDescriptor const& socket);
 std::string peer_address(FileDescriptor const& socket);
 
+// The system's words for an error.
+inline std::string system_text(int error = errno) { return std::system_category().message(error); }
+
+// How long poll() and epoll_wait() may sleep before the deadline, or an interrupt that is asked
+// now and then, is looked at again.
+int poll_milliseconds(Deadline const& deadline);
 // Waits until the file is readable, or writable. False: the deadline has passed.
 bool wait_readable(int file, Deadline const& deadline);
 bool wait_writable(int file, Deadline const& deadline);

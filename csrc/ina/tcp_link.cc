@@ -9,8 +9,6 @@
 #include <array>
 #include <atomic>
 #include <cerrno>
-#include <chrono>
-#include <system_error>
 #include <utility>
 #include <vector>
 
@@ -47,7 +45,7 @@ UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Deadlin
   auto const greeting = make_greeting(member, offer);
   ssize_t const sent = ::send(file, greeting.data(), greeting.size(), MSG_NOSIGNAL);
   require<AddressError>(sent == std::ssize(greeting),
-                        "the greeting could not be sent: ", std::system_category().message(errno));
+                        "the greeting could not be sent: ", system_text());
   std::array<std::byte, sizeof(InaAnswer)> bytes;
   read_all(file, bytes, deadline);
   ParsedAnswer const answer = parse_answer(bytes);
@@ -64,8 +62,7 @@ class Link final : public AggregatorLink {
       : events_(::epoll_create1(EPOLL_CLOEXEC)),
         interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
         ucx_(open_ucx_messages(options, addresses.size())) {
-    require<Error>(events_.open() && interruption_.open(),
-                   "epoll or eventfd: ", std::system_category().message(errno));
+    require<Error>(events_.open() && interruption_.open(), "epoll or eventfd: ", system_text());
     watch(interruption_.get(), EPOLLIN, no_endpoint);
     endpoints_.reserve(addresses.size());
     for (auto const& address : addresses) {
@@ -237,7 +234,7 @@ class Link final : public AggregatorLink {
   void watch(int file, std::uint32_t events, std::uint64_t number) {
     epoll_event event{.events = events, .data = {.u64 = number}};
     require<Error>(::epoll_ctl(events_.get(), EPOLL_CTL_ADD, file, &event) == 0,
-                   "epoll_ctl: ", std::system_category().message(errno));
+                   "epoll_ctl: ", system_text());
   }
 
   // Reads its socket, unless it has a message to tell of.
@@ -268,12 +265,7 @@ class Link final : public AggregatorLink {
       // Polling for longer would take the core from an aggregator or a computation: with more
       // threads than cores it makes messages ten times as slow.
       bool const sleep = !happened && (!ucx_ || ucx_->rest());
-      auto left = std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining());
-      if (deadline.interruptible()) {
-        left = std::min(left, std::chrono::ceil<std::chrono::milliseconds>(Interrupt::period));
-      }
-      if (!sleep) left = std::chrono::milliseconds(0);
-      happened = look(static_cast<int>(std::min<std::int64_t>(left.count(), 1 << 30))) || happened;
+      happened = look(sleep ? poll_milliseconds(deadline) : 0) || happened;
       deadline.poll_interrupt(steady_clock().now());
       if (happened) return true;
       require_wanted();
