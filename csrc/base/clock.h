@@ -70,6 +70,13 @@ class Deadline {
     auto const left = end_ - clock_->now();
     return left > Duration::zero() ? left : Duration::zero();
   }
+  // One that ends after `allowance` at the latest.
+  Deadline within(Duration allowance) const {
+    Deadline sooner = *this;
+    sooner.allowance_ = std::min(remaining(), std::max(allowance, Duration::zero()));
+    sooner.end_ = clock_->now() + sooner.allowance_;
+    return sooner;
+  }
   // For what took time that the operation is not accountable for.
   void postpone(Duration time) { end_ += time; }
   bool passed() const { return remaining() == Duration::zero(); }

@@ -24,6 +24,7 @@ std::span<const AlgorithmEntry> algorithms() {
       gaussian_k,
       gtopk,
       oktopk,
+      ina,
   };
   return table;
 }

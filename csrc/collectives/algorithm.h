@@ -15,6 +15,7 @@
 #include "collectives/dense.h"
 #include "collectives/services.h"
 #include "compress/schedule.h"
+#include "ina/plan.h"
 #include "sparse/stream.h"
 
 namespace sparsecomm {
@@ -43,6 +44,12 @@ struct AlgorithmOptions {
   ValueCodec dense_codec = ValueCodec::raw;
   std::uint64_t seed = 0;  // of stochastic rounding; the same on every rank
   std::uint64_t overlap_chunk = std::uint64_t{1} << 18;  // elements of a chunk of dense_overlap
+  // Of in-network aggregation: bytes of a block, a power of two from 64 to 65,536; blocks of a
+  // message, at most 64; whether aggregators add in the order of ranks, for the same bits in every
+  // run.
+  std::uint32_t block_bytes = 1024;
+  std::uint8_t block_window = 16;
+  CombineOrder combine_order = CombineOrder::arrival;
 };
 
 // What an algorithm keeps from step to step and a checkpoint must hold.
@@ -109,6 +116,7 @@ struct CostShape {
   FrameOptions frame = {.index_codec = IndexCodecChoice::raw32, .allow_dense = false};
   // Entries of the reduction over all ranks; 0: as many as there can be.
   std::uint64_t union_nnz = 0;
+  int aggregators = 1;  // where an algorithm needs them
 
   // Entries of the reduction of `count` ranks' contributions, at most: what an algorithm that
   // merges on the way passes on.

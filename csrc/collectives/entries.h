@@ -22,6 +22,7 @@ extern AlgorithmEntry const topk_dsa;
 extern AlgorithmEntry const gaussian_k;
 extern AlgorithmEntry const gtopk;
 extern AlgorithmEntry const oktopk;
+extern AlgorithmEntry const ina;
 
 // The makers of an algorithm whose class template is A<V>, constructed from the options and, if it
 // takes them, the services.

@@ -12,8 +12,10 @@
 
 namespace sparsecomm {
 
+class InaClient;  // ina/client.h
+
 // The service that an algorithm cannot do without.
-enum class Needs : std::uint8_t { nothing, native_allreduce };
+enum class Needs : std::uint8_t { nothing, native_allreduce, aggregators };
 
 constexpr std::string_view name(Needs needs) {
   switch (needs) {
@@ -21,12 +23,15 @@ constexpr std::string_view name(Needs needs) {
       return "nothing";
     case Needs::native_allreduce:
       return "native_allreduce";
+    case Needs::aggregators:
+      return "aggregators";
   }
   return {};
 }
 
 struct Services {
   NativeAllreduce* native = nullptr;  // null: the transport has none
+  InaClient* aggregators = nullptr;   // null: none were given
 
   // Why an algorithm with these needs cannot run over that transport, and what to do; empty if it
   // can.
@@ -39,6 +44,10 @@ struct Services {
         return concat(
             "it is the allreduce of the transport's engine, and ", transport,
             R"( has none; use transport "c10d", or the algorithm "dense", which needs none)");
+      case Needs::aggregators:
+        if (aggregators != nullptr) return {};
+        return R"(it needs aggregators and has none; give it the addresses of some, or use the )"
+               R"(algorithm "dense", which needs none)";
     }
     return concat("it needs a service of number ", static_cast<int>(needs), ", which is unknown");
   }

@@ -31,6 +31,15 @@ constexpr char const* waits_for_itself =
     "operations, or the handler of a log message or of a signal, would wait for itself; start the "
     "operation with async_op=True and wait for it on another thread, or after the handler";
 
+// A wait for an aggregator ends when those for ranks do.
+std::unique_ptr<InaClient> connect_client(CommunicatorOptions& options, Transport const& transport,
+                                          Interruptibles& interruptibles) {
+  if (!options.aggregators) return nullptr;
+  interruptibles.push_back(options.aggregators);
+  return std::make_unique<InaClient>(std::move(options.aggregators), transport.rank(),
+                                     options.aggregator_streams, options.aggregator_patience);
+}
+
 }  // namespace
 
 struct Communicator::Handle::State {
@@ -101,6 +110,7 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       clock_(clock),
       owner_(::getpid()),
       interruptibles_(std::make_unique<Interruptibles>(std::move(options_.interruptibles))),
+      aggregators_(connect_client(options_, *transport_, *interruptibles_)),
       link_model_(std::make_unique<LinkModel>(clock, options_.timeout, options_.figures)),
       intents_(transport_->size()),
       counters_(transport_->size()),
@@ -126,6 +136,7 @@ Communicator::~Communicator() {
     std::ignore = changed_.release();
     std::ignore = watch_.release();
     std::ignore = interruptibles_.release();
+    std::ignore = aggregators_.release();
     std::ignore = thread_.release();
     return;
   }

@@ -45,6 +45,7 @@
 #include "engine/observer.h"
 #include "engine/proposal.h"
 #include "engine/stall.h"
+#include "ina/client.h"
 #include "transport/interruptible.h"
 #include "transport/transport.h"
 
@@ -116,6 +117,11 @@ struct CommunicatorOptions {
   StallOptions stall = {};
   // Waits of operations for services end when those for ranks do.
   Interruptibles interruptibles = {};
+  // Of this rank, connected as the worker of that number in a job of as many workers as there are
+  // ranks, to the same aggregators on all ranks; null: none.
+  std::shared_ptr<AggregatorLink> aggregators = {};
+  int aggregator_streams = InaClient::default_streams;  // see InaClient; the same on all ranks
+  Duration aggregator_patience = InaClient::default_patience;
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
@@ -173,7 +179,9 @@ class Communicator final : private Commit {
   std::string_view transport_name() const { return transport_->name(); }
   Transport const& transport() const { return *transport_; }
   // For algorithms. A transport that connects when it is first used has none before.
-  Services services() const { return {.native = transport_->native()}; }
+  Services services() const {
+    return {.native = transport_->native(), .aggregators = aggregators_.get()};
+  }
   // Why these ranks cannot run the algorithm, and what to do; empty if they can.
   std::string missing(AlgorithmEntry const& entry) const;
   // Lets every rank know, with the agreement of the next operation, that this one has a request,
@@ -226,6 +234,7 @@ class Communicator final : private Commit {
   Clock const& clock_;
   pid_t owner_;
   std::unique_ptr<Interruptibles> interruptibles_;
+  std::unique_ptr<InaClient> aggregators_;
   // Of the thread that runs an operation.
   FrameAllgather gather_;
   std::vector<std::byte> frame_;

@@ -69,6 +69,7 @@ struct Workload {
   bool has_moment = false;        // where it selects: a velocity or a first moment goes with it
   bool dense_data = true;         // where nothing is selected: of a dense vector, else of pairs
   bool native_allreduce = false;  // the transport's engine has one
+  int aggregators = 0;            // that are left
   bool commits = true;            // it ends a step, so that ranks confirm its result
   AlgorithmOptions options;       // the schedule, and how frames are encoded
 
@@ -78,6 +79,8 @@ struct Workload {
         return true;
       case Needs::native_allreduce:
         return native_allreduce;
+      case Needs::aggregators:
+        return aggregators > 0;
     }
     return false;
   }

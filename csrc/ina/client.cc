@@ -6,8 +6,8 @@
 
 namespace sparsecomm {
 
-InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams)
-    : link_(std::move(link)), rank_(rank), streams_each_(streams) {
+InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams, Duration patience)
+    : link_(std::move(link)), rank_(rank), streams_each_(streams), patience_(patience) {
   require(streams >= 1 && streams <= int(AggregatorLink::most_instances), "streams is ", streams,
           ", must be 1 to ", AggregatorLink::most_instances);
   int const aggregators = link_->size();
@@ -73,7 +73,8 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
     begin(plan, input, output, deadline);
     // Step 3.
     while (running_ > 0) {
-      auto const event = link_->next(deadline);
+      Deadline const patient = deadline.within(patience_);
+      auto const event = link_->next(patient);
       switch (event.kind) {
         case AggregatorLink::Event::Kind::message:
           take(event);
@@ -82,7 +83,7 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
           lose(event.aggregator, link_->loss(event.aggregator));
           break;
         case AggregatorLink::Event::Kind::late:
-          abandon(concat("no update within ", deadline.allowance_seconds(), " s"));
+          abandon(concat("no update within ", patient.allowance_seconds(), " s"));
           break;
       }
     }
@@ -127,7 +128,10 @@ void InaClient::send(Stream& stream, InaMessage const& message) {
 void InaClient::end(Stream& stream, std::exception_ptr const& why) {
   stream.running = false;
   --running_;
-  if (!refusal_) refusal_ = why;
+  auto const number = static_cast<std::size_t>(&stream - streams_.data());
+  if (!why || (refusal_ && refused_ < number)) return;
+  refusal_ = why;
+  refused_ = number;
 }
 
 // Ends all streams of an aggregator.

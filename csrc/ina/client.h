@@ -39,8 +39,12 @@ class AggregatorLost : public Error {
 
 class InaClient {
  public:
-  // `streams`: of an aggregator, at most AggregatorLink::most_instances.
-  InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams);
+  static constexpr int default_streams = 4;
+  static constexpr Duration default_patience = std::chrono::seconds(30);
+  // `streams`: of an aggregator, at most AggregatorLink::most_instances. Aggregators that are
+  // waited for count as lost if none of them sends anything for as long as `patience`.
+  InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams = default_streams,
+            Duration patience = default_patience);
   InaClient(InaClient const&) = delete;
   InaClient& operator=(InaClient const&) = delete;
 
@@ -48,7 +52,8 @@ class InaClient {
   // undefined after a throw. All workers make the same calls in the same order; plan.elements is of
   // the whole. Throws what a refusal says, AggregatorLost with the addresses, Interrupted, and what
   // the deadline's interrupt throws. O(plan.blocks()) time and no allocation but for errors and for
-  // a plan with longer messages than those before.
+  // a plan with longer messages than those before. A refusal is the same, in the same words, on all
+  // workers that are connected.
   void reduce(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
               Deadline const& deadline);
 
@@ -83,11 +88,13 @@ class InaClient {
   std::shared_ptr<AggregatorLink> const link_;
   int const rank_;
   int const streams_each_;
+  Duration const patience_;
   std::uint64_t left_;
   std::uint32_t operation_ = 0;
   std::vector<Stream> streams_;  // [aggregator][instance]
   std::size_t running_ = 0;      // of the streams
-  std::exception_ptr refusal_;   // the first
+  std::exception_ptr refusal_;   // of the first stream that has one, whatever came first
+  std::size_t refused_ = 0;      // that stream
   std::string losses_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;
 };

@@ -7,7 +7,7 @@
 
 #include "collectives/algorithm.h"
 #include "gradients.h"
-#include "reducing_transport.h"
+#include "services.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -75,7 +75,7 @@ void check(AlgorithmEntry const& entry, int ranks, std::size_t numel) {
           .wait();
       EXPECT_TRUE(std::ranges::equal(data, expected)) << "on rank " << communicator.rank();
     };
-    expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(entry.name)));
+    expect_no_errors(run_ranks(ranks, body, {}, {}, services_for(entry.name)));
   }
 }
 
@@ -118,7 +118,7 @@ TEST(DenseTest, ReplicasAreIdenticalWhereSumsAreRounded) {
             .wait();
         results[communicator.rank()] = data;
       };
-      expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for(entry.name)));
+      expect_no_errors(run_ranks(ranks, body, {}, {}, services_for(entry.name)));
       for (int rank = 1; rank < ranks; ++rank) {
         EXPECT_EQ(std::memcmp(results[rank].data(), results[0].data(), numel * sizeof(Half)), 0)
             << entry.name << ", P=" << ranks << ", rank " << rank;

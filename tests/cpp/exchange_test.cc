@@ -13,7 +13,7 @@
 #include "allocations.h"
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
-#include "reducing_transport.h"
+#include "services.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -137,7 +137,7 @@ void check_one(Case const& c) {
     }
   };
   expect_no_errors(run_ranks(c.ranks, body, with_figures((c.ranks + c.numel) % 3 == 0), {},
-                             wrap_for(c.algorithm)));
+                             services_for(c.algorithm)));
   if (::testing::Test::HasFailure()) return;
 
   std::vector<double> carried(c.numel, 0.0);
@@ -505,7 +505,7 @@ TEST_P(ExchangeTest, NonFiniteGradientPoisonsEveryRankAndSparesResiduals) {
         communicator.submit(exchange).wait();
         EXPECT_TRUE(std::ranges::all_of(gradient, [](float x) { return std::isfinite(x); }));
       };
-      expect_no_errors(run_ranks(ranks, body, with_figures(), {}, wrap_for(GetParam())));
+      expect_no_errors(run_ranks(ranks, body, with_figures(), {}, services_for(GetParam())));
     }
   }
 }
@@ -611,7 +611,7 @@ TEST_P(ExchangeTest, AveragesExactlyWhereTheAverageIsRepresentable) {
       communicator.submit(exchange).wait();
       for (int i = 0; i < 50; ++i) EXPECT_EQ(gradient[i], static_cast<float>(i));
     };
-    expect_no_errors(run_ranks(ranks, body, with_figures(), {}, wrap_for(GetParam())));
+    expect_no_errors(run_ranks(ranks, body, with_figures(), {}, services_for(GetParam())));
   }
 }
 
@@ -857,7 +857,7 @@ TEST(InnerTest, AfterReconnectingTheNewTransportsAllreduceIsUsed) {
   for (std::size_t i = 0; i < 2; ++i) {
     for (auto& transport : make_inproc_transports(2)) {
       reducing[i].push_back(std::make_unique<CountingTransport>(
-          wrap_for(options.algorithm)(std::move(transport)), calls[i]));
+          services_for(options.algorithm).wrap(std::move(transport)), calls[i]));
     }
   }
   expect_no_errors(on_threads(2, [&](int rank) {

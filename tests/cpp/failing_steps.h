@@ -6,7 +6,7 @@
 
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
-#include "reducing_transport.h"
+#include "services.h"
 #include "step_log.h"
 
 namespace sparsecomm::test {
@@ -43,7 +43,7 @@ inline std::uint64_t messages_of_two_steps(std::string const& algorithm, int ran
     if (communicator.rank() == rank)
       messages = Counters::total(communicator.counters().sent_messages);
   };
-  expect_no_errors(run_ranks(ranks, body, patient_options(), {}, wrap_for(algorithm)));
+  expect_no_errors(run_ranks(ranks, body, patient_options(), {}, services_for(algorithm)));
   return messages;
 }
 

@@ -40,7 +40,7 @@ void check_fault(std::string const& algorithm, std::vector<std::unique_ptr<Trans
       [&](Communicator& communicator) {
         survivors[communicator.rank()] = run_until_failure(communicator, algorithm, numel);
       },
-      options_for(fault.kind), RankFault{culprit, fault}, wrap_for(algorithm));
+      options_for(fault.kind), RankFault{culprit, fault}, services_for(algorithm));
   expect_no_errors(errors);
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   for (int rank = 0; rank < ranks; ++rank) {
@@ -167,7 +167,7 @@ TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunica
           }
           attempt(100, options);
         },
-        patient_options(), {}, wrap_for(GetParam()));
+        patient_options(), {}, services_for(GetParam()));
     expect_no_errors(errors);
     for (std::string const& message : messages) EXPECT_EQ(message, messages[0]);
     EXPECT_NE(messages[0].find("numel: 100 on "), std::string::npos) << messages[0];

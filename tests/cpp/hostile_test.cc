@@ -111,7 +111,7 @@ void check_lie(std::string const& algorithm, int ranks, std::uint64_t message, s
           }
         }
       },
-      options, {}, wrap_for(algorithm)));
+      options, {}, services_for(algorithm)));
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time());
 }
 

@@ -5,7 +5,7 @@
 
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
-#include "reducing_transport.h"
+#include "services.h"
 
 namespace sparsecomm::test {
 namespace {

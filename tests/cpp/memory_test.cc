@@ -111,7 +111,7 @@ bool starve(std::string const& algorithm, int steps, std::size_t first, std::siz
   };
   CommunicatorOptions options = patient_options();
   options.failure_grace = patiently(std::chrono::seconds(1));
-  expect_no_errors(run_ranks(ranks, body, options, {}, wrap_for(algorithm)));
+  expect_no_errors(run_ranks(ranks, body, options, {}, services_for(algorithm)));
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   bool const refused = allocated > first;
   for (int rank = 0; rank < ranks; ++rank) {

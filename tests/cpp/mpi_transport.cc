@@ -188,7 +188,8 @@ TEST_P(MpiFailure, SurvivorsNameTheRank) {
     auto transport = make_mpi_transport(MPI_COMM_WORLD);
     int const rank = transport->rank();
     if (rank == culprit) transport = make_faulty(std::move(transport), fault);
-    if (auto const wrap = test::wrap_for(algorithm)) transport = wrap(std::move(transport));
+    if (auto const wrap = test::services_for(algorithm).wrap)
+      transport = wrap(std::move(transport));
     auto const start = std::chrono::steady_clock::now();
     std::size_t applied = 0;
     {

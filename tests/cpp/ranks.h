@@ -3,12 +3,16 @@
 
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <cstdint>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
 #include <thread>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "engine/communicator.h"
@@ -39,6 +43,18 @@ inline CommunicatorOptions options_for(FaultKind kind) {
 
 using WrapTransport = std::function<std::unique_ptr<Transport>(std::unique_ptr<Transport>)>;
 
+// What ranks have beside plain transports.
+struct Surroundings {
+  Surroundings() = default;
+  template <class Wrap>
+    requires std::is_invocable_v<Wrap&, std::unique_ptr<Transport>>
+  Surroundings(Wrap before) : wrap(std::move(before)) {}  // NOLINT: what most tests need
+
+  WrapTransport wrap;  // goes before every rank's transport, faults included
+  // Of each rank; `run` is another one in each call of run_ranks().
+  std::function<void(CommunicatorOptions&, std::uint64_t run, int rank, int size)> equip;
+};
+
 // errors[r] is what body(r) threw on its thread, null when it returned.
 inline std::vector<std::exception_ptr> on_threads(int size,
                                                   std::function<void(int rank)> const& body) {
@@ -57,20 +73,24 @@ inline std::vector<std::exception_ptr> on_threads(int size,
   return errors;
 }
 
-// `wrap` may put something between every rank and its transport, faults included.
 inline std::vector<std::exception_ptr> run_ranks(
     std::vector<std::unique_ptr<Transport>> transports,
     std::function<void(Communicator&)> const& body,
     CommunicatorOptions const& options = patient_options(),
-    std::optional<RankFault> fault = std::nullopt, WrapTransport const& wrap = {}) {
+    std::optional<RankFault> fault = std::nullopt, Surroundings const& around = {}) {
   if (fault) {
     transports[fault->rank] = make_faulty(std::move(transports[fault->rank]), fault->fault);
   }
-  if (wrap) {
-    for (auto& transport : transports) transport = wrap(std::move(transport));
+  if (around.wrap) {
+    for (auto& transport : transports) transport = around.wrap(std::move(transport));
   }
-  return on_threads(static_cast<int>(transports.size()), [&](int rank) {
-    Communicator communicator(std::move(transports[rank]), options);
+  int const size = static_cast<int>(transports.size());
+  static std::atomic<std::uint64_t> runs = 0;
+  std::uint64_t const run = runs++;
+  return on_threads(size, [&](int rank) {
+    CommunicatorOptions own = options;
+    if (around.equip) around.equip(own, run, rank, size);
+    Communicator communicator(std::move(transports[rank]), std::move(own));
     body(communicator);
   });
 }
@@ -79,8 +99,8 @@ inline std::vector<std::exception_ptr> run_ranks(
 inline std::vector<std::exception_ptr> run_ranks(
     int size, std::function<void(Communicator&)> const& body,
     CommunicatorOptions const& options = patient_options(),
-    std::optional<RankFault> fault = std::nullopt, WrapTransport const& wrap = {}) {
-  return run_ranks(make_inproc_transports(size), body, options, fault, wrap);
+    std::optional<RankFault> fault = std::nullopt, Surroundings const& around = {}) {
+  return run_ranks(make_inproc_transports(size), body, options, fault, around);
 }
 
 inline std::string message_of(std::exception_ptr const& error) {

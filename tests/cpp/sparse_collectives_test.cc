@@ -10,7 +10,7 @@
 
 #include "allocations.h"
 #include "collectives/patterns.h"
-#include "reducing_transport.h"
+#include "services.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -136,7 +136,7 @@ void check_allreduce(int ranks) {
       }
     }
   };
-  expect_no_errors(run_ranks(ranks, body, {}, {}, wrap_for("auto")));
+  expect_no_errors(run_ranks(ranks, body, {}, {}, services_for("auto")));
 }
 
 class SparseCollectivesTest : public testing::TestWithParam<int> {};
@@ -452,7 +452,7 @@ INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
 TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
   int const culprit = 1;
   bool const allreduce = GetParam() != "allgather" && GetParam() != "reduce-scatter";
-  WrapTransport const wrap = allreduce ? wrap_for(GetParam()) : WrapTransport{};
+  Surroundings const around = allreduce ? services_for(GetParam()) : Surroundings{};
   for (int const ranks : {2, 3, 4}) {
     std::uint64_t messages = 0;
     auto const count = [&](Communicator& communicator) {
@@ -461,7 +461,7 @@ TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
       if (communicator.rank() == culprit)
         messages = Counters::total(communicator.counters().sent_messages);
     };
-    expect_no_errors(run_ranks(ranks, count, patient_options(), {}, wrap));
+    expect_no_errors(run_ranks(ranks, count, patient_options(), {}, around));
     ASSERT_GE(messages, 2u);
     for (auto const kind :
          {FaultKind::die, FaultKind::corrupt, FaultKind::truncate, FaultKind::delay}) {
@@ -493,7 +493,7 @@ TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
                   }
                 }
               },
-              options_for(kind), RankFault{culprit, {kind, message}}, wrap));
+              options_for(kind), RankFault{culprit, {kind, message}}, around));
           EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
           for (int rank = 0; rank < ranks; ++rank) {
             if (rank != culprit) {

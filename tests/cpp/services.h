@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "collectives/algorithm.h"
+#include "ina/inproc_link.h"
 #include "ranks.h"
 #include "transport/wrapped.h"
 
@@ -35,12 +36,30 @@ class ReducingTransport final : public WrappedTransport, public NativeAllreduce 
   std::uint32_t operation_ = 1u << 27;  // far from the communicator's
 };
 
-// What run_ranks() is to put before its transports so that they can run the algorithm.
-inline WrapTransport wrap_for(std::string_view algorithm) {
-  if (algorithm != "auto" && find_algorithm(algorithm).needs == Needs::nothing) return {};
-  return [](std::unique_ptr<Transport> inner) {
-    return std::make_unique<ReducingTransport>(std::move(inner));
+// Two aggregators in this process.
+inline Surroundings with_aggregators() {
+  Surroundings around;
+  around.equip = [hub = std::make_shared<InprocAggregators>(2, std::size_t{1} << 28, long_time())](
+                     CommunicatorOptions& options, std::uint64_t run, int rank, int size) {
+    options.aggregators = hub->connect({.job = {run, 0},
+                                        .workers = static_cast<std::uint16_t>(size),
+                                        .worker = static_cast<std::uint16_t>(rank)});
   };
+  return around;
+}
+
+// The surroundings in which run_ranks() can run the algorithm.
+inline Surroundings services_for(std::string_view algorithm) {
+  Surroundings around;
+  Needs const needs =
+      algorithm == "auto" ? Needs::native_allreduce : find_algorithm(algorithm).needs;
+  if (needs == Needs::aggregators) around = with_aggregators();
+  if (needs == Needs::native_allreduce) {
+    around.wrap = [](std::unique_ptr<Transport> inner) {
+      return std::make_unique<ReducingTransport>(std::move(inner));
+    };
+  }
+  return around;
 }
 
 }  // namespace sparsecomm::test
