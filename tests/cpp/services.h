@@ -48,13 +48,14 @@ inline Surroundings with_aggregators() {
   return around;
 }
 
-// The surroundings in which run_ranks() can run the algorithm.
+// The surroundings in which run_ranks() can run the algorithm; "auto" may take any.
 inline Surroundings services_for(std::string_view algorithm) {
   Surroundings around;
-  Needs const needs =
-      algorithm == "auto" ? Needs::native_allreduce : find_algorithm(algorithm).needs;
-  if (needs == Needs::aggregators) around = with_aggregators();
-  if (needs == Needs::native_allreduce) {
+  auto const needs = [&](Needs service) {
+    return algorithm == "auto" || find_algorithm(algorithm).needs == service;
+  };
+  if (needs(Needs::aggregators)) around = with_aggregators();
+  if (needs(Needs::native_allreduce)) {
     around.wrap = [](std::unique_ptr<Transport> inner) {
       return std::make_unique<ReducingTransport>(std::move(inner));
     };
