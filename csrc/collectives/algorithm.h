@@ -84,24 +84,43 @@ class SparseAllreduce {
 struct Cost {
   double rounds = 0;    // messages that wait for one another
   double messages = 0;  // sent
-  double bytes = 0;     // received
+  double bytes = 0;     // received, between ranks
   // On links of other ranks, one after another, before this rank can end.
   double awaited_bytes = 0;
   double entries = 0;  // of sparse streams, encoded, decoded or merged: what the processor does
   double dense_entries = 0;  // likewise of dense blocks
-  bool exact = false;        // messages and bytes are what is counted; otherwise upper bounds
+  // Through aggregators: messages one after another, bytes received, and bytes each way over the
+  // link that has most, a rank's or an aggregator's.
+  double aggregator_rounds = 0;
+  double aggregator_bytes = 0;
+  double aggregator_load = 0;
+  bool exact = false;  // messages and bytes are what is counted; otherwise upper bounds
 
   // One after the other.
   friend Cost operator+(Cost const& a, Cost const& b) {
-    return {a.rounds + b.rounds,   a.messages + b.messages,
-            a.bytes + b.bytes,     a.awaited_bytes + b.awaited_bytes,
-            a.entries + b.entries, a.dense_entries + b.dense_entries,
+    return {a.rounds + b.rounds,
+            a.messages + b.messages,
+            a.bytes + b.bytes,
+            a.awaited_bytes + b.awaited_bytes,
+            a.entries + b.entries,
+            a.dense_entries + b.dense_entries,
+            a.aggregator_rounds + b.aggregator_rounds,
+            a.aggregator_bytes + b.aggregator_bytes,
+            a.aggregator_load + b.aggregator_load,
             a.exact && b.exact};
   }
   // So many times, or in so many of the calls.
   friend Cost operator*(double times, Cost const& a) {
-    return {times * a.rounds,  times * a.messages,      times * a.bytes, times * a.awaited_bytes,
-            times * a.entries, times * a.dense_entries, a.exact};
+    return {times * a.rounds,
+            times * a.messages,
+            times * a.bytes,
+            times * a.awaited_bytes,
+            times * a.entries,
+            times * a.dense_entries,
+            times * a.aggregator_rounds,
+            times * a.aggregator_bytes,
+            times * a.aggregator_load,
+            a.exact};
   }
 };
 

@@ -8,9 +8,11 @@
 // all
 //    of them. Only what the caller must change, a plan that aggregators do not take, is an error.
 //
-// A rank receives (union + headers) and sends (own blocks + votes + headers), whatever P; see
-// stream_cost(). Lossless. Source: Gu et al. 2024 (OmNICCL).
+// A rank sends its own blocks, votes for them and headers, and receives the blocks that are not
+// zero on some rank, their numbers and headers, whatever P; see ina_cost(). Lossless. Source: Gu et
+// al. 2024 (OmNICCL).
 #include <algorithm>
+#include <cmath>
 #include <exception>
 #include <string>
 
@@ -25,6 +27,16 @@ namespace {
 
 // The part of an operation's time that aggregators may take, so that a dense allreduce fits behind.
 constexpr int attempt_share = 2;
+
+// What ranks tell each other, combined by AND.
+struct Vote {
+  std::uint64_t left;     // a bit for each aggregator
+  std::uint64_t reduced;  // 1: here
+  std::uint64_t taken;    // 1: no aggregator has refused the plan
+  friend Vote operator&(Vote const& a, Vote const& b) {
+    return {a.left & b.left, a.reduced & b.reduced, a.taken & b.taken};
+  }
+};
 
 template <class T>
 class InNetwork final : public DenseAllreduce<T> {
@@ -54,16 +66,6 @@ class InNetwork final : public DenseAllreduce<T> {
   }
 
  private:
-  // As they travel; combined by AND.
-  struct Vote {
-    std::uint64_t left;     // a bit for each aggregator
-    std::uint64_t reduced;  // 1: here
-    std::uint64_t taken;    // 1: no aggregator has refused the plan
-    friend Vote operator&(Vote const& a, Vote const& b) {
-      return {a.left & b.left, a.reduced & b.reduced, a.taken & b.taken};
-    }
-  };
-
   // False if it went wrong on some rank.
   bool reduce(Channel& channel, std::span<const T> data, Reduction reduction) {
     // Step 1.
@@ -127,32 +129,44 @@ class InNetwork final : public DenseAllreduce<T> {
 constexpr DenseMakers ina_makers =
     MakeDenseOf<InNetwork>::makers([](std::uint64_t, int) { return std::uint64_t{0}; });
 
-// Down, of an array without zeros. Each round is a header and the blocks that it reduces; the
-// numbers of those behind the first round have come with the round before. The first message up has
-// a plan more.
+// Blocks, of `blocks`, that hold some of `entries`, as if their positions were random; or at most.
+double filled_blocks(double entries, double extent, double blocks, bool predicts) {
+  if (entries >= extent) return blocks;
+  if (!predicts) return std::min(entries, blocks);
+  return -blocks * std::expm1(extent / blocks * std::log1p(-entries / extent));
+}
+
+// Down, of the blocks that are not zero on some rank. A round is a header and the blocks that it
+// reduces; the numbers of those behind the first d of a stream have come with the round before.
 Cost ina_cost(CostShape const& shape, AlgorithmOptions const& options) {
   if (shape.ranks == 1 || shape.extent == 0) return {.exact = true};
-  auto const bytes =
-      static_cast<std::uint64_t>(static_cast<double>(shape.extent) * shape.value_bytes);
+  double const extent = static_cast<double>(shape.extent);
+  auto const bytes = static_cast<std::uint64_t>(extent * shape.value_bytes);
   std::uint64_t const blocks = (bytes + options.block_bytes - 1) / options.block_bytes;
+  double const all = static_cast<double>(
+      shape.union_nnz > 0 ? shape.union_nnz : shape.k * std::uint64_t(shape.ranks));
+  double const share = filled_blocks(all, extent, static_cast<double>(blocks), shape.predicts()) /
+                       static_cast<double>(blocks);
   auto const streams = static_cast<std::uint64_t>(shape.aggregators * InaClient::default_streams);
-  std::uint64_t rounds = 0, numbers = 0, longest = 0;
+  double rounds = 0, numbers = 0, longest = 0;
   for (std::uint64_t i = 0; i < streams; ++i) {
     std::uint64_t const own = blocks * (i + 1) / streams - blocks * i / streams;
     std::uint64_t const first = std::min<std::uint64_t>(own, options.block_window);
-    std::uint64_t const turns = 1 + (own - first + options.block_window - 1) / options.block_window;
-    numbers += own - first;
+    double const later = share * static_cast<double>(own - first);
+    double const turns = 1 + std::ceil(later / options.block_window);
+    numbers += later;
     rounds += turns;
     longest = std::max(longest, turns);
   }
-  Cost const vote = census_cost(shape.ranks, 24);
-  return Cost{.rounds = 2.0 * static_cast<double>(longest),
-              .messages = static_cast<double>(rounds),
-              .bytes =
-                  static_cast<double>(rounds * sizeof(InaHeader) + numbers * sizeof(std::uint32_t) +
-                                      blocks * options.block_bytes),
-              .dense_entries = static_cast<double>(shape.extent)} +
-         vote;
+  double const down = rounds * sizeof(InaHeader) + numbers * sizeof(std::uint32_t) +
+                      share * static_cast<double>(blocks * options.block_bytes);
+  double const crowd = std::max(1.0, static_cast<double>(shape.ranks) / shape.aggregators);
+  Cost const through{.dense_entries = extent,
+                     .aggregator_rounds = 2 * longest,
+                     .aggregator_bytes = down,
+                     .aggregator_load = down * crowd,
+                     .exact = share == 1};
+  return through + census_cost(shape.ranks, sizeof(Vote));
 }
 
 }  // namespace

@@ -33,6 +33,9 @@ struct Services {
   NativeAllreduce* native = nullptr;  // null: the transport has none
   InaClient* aggregators = nullptr;   // null: none were given
 
+  // As many on every rank.
+  int aggregators_left() const;
+
   // Why an algorithm with these needs cannot run over that transport, and what to do; empty if it
   // can.
   std::string missing(Needs needs, std::string_view transport) const {

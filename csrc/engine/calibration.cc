@@ -21,6 +21,9 @@ constexpr double small_until = 25e-3;
 constexpr double large_until = 60e-3;
 constexpr double hidden_until = 80e-3;
 constexpr double kernels_until = 105e-3;
+// Likewise, from the start of what is measured with aggregators, after all else.
+constexpr double aggregators_small_until = 15e-3;
+constexpr double aggregators_until = 80e-3;
 
 // The kernels' vectors grow until they are past most caches, as gradients are.
 constexpr std::size_t first_entries = std::size_t{1} << 18;
@@ -100,6 +103,17 @@ class Exchanges {
       });
     }
     return every;
+  }
+
+  // The largest of all ranks' numbers; also brings the ranks together.
+  template <std::size_t N>
+  std::array<double, N> agreed_most(std::array<double, N> const& own) {
+    std::array<double, N> most{};
+    for (auto const& other : gather<N>(own)) {
+      std::ranges::transform(most, other, most.begin(),
+                             [](double x, double y) { return std::max(x, y); });
+    }
+    return most;
   }
 
  private:
@@ -206,23 +220,52 @@ class Exchanges {
     channel_.wait_all(sends);
   }
 
-  // The largest of all ranks' numbers; also brings the ranks together.
-  template <std::size_t N>
-  std::array<double, N> agreed_most(std::array<double, N> const& own) {
-    std::array<double, N> most{};
-    for (auto const& other : gather<N>(own)) {
-      std::ranges::transform(most, other, most.begin(),
-                             [](double x, double y) { return std::max(x, y); });
-    }
-    return most;
-  }
-
   Channel& channel_;
   Clock const& clock_;
   Timer total_;
   std::vector<int> distances_;
   CalibrationBuffers& buffers_;
 };
+
+// Sums of ones through aggregators, for which the algorithm's own count of bytes is the measure.
+AggregatorFigures measure_aggregators(Channel& channel, Clock const& clock,
+                                      Services const& services, Exchanges& exchanges) {
+  AlgorithmEntry const& entry = find_algorithm("ina");
+  auto const algorithm = entry.dense->make<float>({}, services);
+  Timer const total(clock);
+  auto const cost = [&](std::size_t entries) {
+    return entry.cost({.ranks = channel.size(),
+                       .extent = entries,
+                       .k = entries,
+                       .aggregators = std::max(1, services.aggregators_left())},
+                      {});
+  };
+  // The slowest rank's time, and how long all of this has taken it.
+  auto const sum = [&](std::vector<float> const& ones) {
+    Timer const watch(clock);
+    algorithm->run(channel, ones, Reduction::sum, 1);
+    return exchanges.agreed_most<2>({watch.elapsed(), total.elapsed()});
+  };
+  std::vector<double> alone;
+  std::vector<float> ones(1, 1.0f);
+  for (int repeat = 0; repeat < most_repeats; ++repeat) {
+    auto const took = sum(ones);
+    if (repeat > 0) alone.push_back(took[0]);  // the first has met new memory
+    if (repeat > 1 && took[1] >= aggregators_small_until) break;
+  }
+  double const latency = median(alone);
+  AggregatorFigures figures{.round = latency / cost(1).aggregator_rounds};
+  for (std::size_t entries = first_entries / growth;; entries *= growth) {
+    ones.assign(entries, 1.0f);
+    sum(ones);  // likewise
+    auto const took = sum(ones);
+    figures.byte = std::max(took[0] - latency, 0.0) / cost(entries).aggregator_load;
+    bool const enough = took[0] >= long_enough;
+    if (enough || took[1] + 2 * growth * took[0] >= aggregators_until || entries >= most_entries) {
+      return figures;
+    }
+  }
+}
 
 double thread_seconds() {
   timespec time{};
@@ -404,12 +447,16 @@ Rates measure_rates() {
   return Kernels(steady_clock(), std::numeric_limits<double>::infinity()).measure();
 }
 
-Figures calibrate(Channel& channel, Clock const& clock, CalibrationBuffers& buffers) {
+Figures calibrate(Channel& channel, Clock const& clock, CalibrationBuffers& buffers,
+                  Services const& services) {
   if (channel.size() == 1) return {.link = {}, .rates = rates_in_company(clock, kernels_until)};
   Exchanges exchanges(channel, clock, buffers);
   Figures own;
   own.link = exchanges.measure();
   own.rates = rates_in_company(clock, kernels_until - exchanges.elapsed());
+  if (services.aggregators_left() > 0) {
+    own.aggregators = measure_aggregators(channel, clock, services, exchanges);
+  }
   auto const every = exchanges.gather(own.values());
   // The typical rank's; one that was interrupted while it measured says nothing about the others.
   std::array<double, Figures::count> agreed{};

@@ -24,10 +24,11 @@ struct CalibrationBuffers {
 // ones until they take long enough for its bandwidth; then the kernels, over growing vectors. Under
 // 300 ms on links of 100 Mbit/s and more, also where 8 ranks share two busy cores: by each part's
 // limit of time nothing larger is begun. Messages: up to 63 log P, of up to 16 MiB, and 16 min(8, P
-// - 1).
+// - 1). With aggregators, sums of a few bytes and of growing arrays go through them, for as long.
 //
 // Where it throws, the transport may still write into the buffers: they must outlive it then.
-Figures calibrate(Channel& channel, Clock const& clock, CalibrationBuffers& buffers);
+Figures calibrate(Channel& channel, Clock const& clock, CalibrationBuffers& buffers,
+                  Services const& services = {});
 
 // What the ranks of a busy machine may take for it.
 inline constexpr Duration calibration_allowance = std::chrono::seconds(1);

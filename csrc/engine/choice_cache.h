@@ -27,6 +27,7 @@ struct ChoiceProblem {
   std::uint64_t average_entries = 0;  // likewise
   Reduction reduction = Reduction::sum;
   bool dense_data = true;
+  int aggregators = 0;  // that are left
 
   friend bool operator==(ChoiceProblem const&, ChoiceProblem const&) = default;
 };
@@ -54,7 +55,8 @@ class ChoiceCache {
     std::uint64_t hash = 0;
     for (std::uint64_t const part :
          {problem.extent, problem.most_entries, problem.average_entries,
-          std::uint64_t{2} * static_cast<std::uint64_t>(problem.reduction) + problem.dense_data}) {
+          std::uint64_t{2} * static_cast<std::uint64_t>(problem.reduction) + problem.dense_data,
+          static_cast<std::uint64_t>(problem.aggregators)}) {
       hash = (hash ^ part) * 0x9e3779b97f4a7c15u;
       hash ^= hash >> 32;
     }

@@ -233,6 +233,7 @@ Workload GradientExchange<T>::workload() const {
           .value_bytes = sizeof(V),
           .has_moment = options_.rule.has_moment(),
           .native_allreduce = communicator_->services().native != nullptr,
+          .aggregators = communicator_->services().aggregators_left(),
           .commits = commits(),
           .options = collective_options(options_)};
 }
@@ -339,7 +340,8 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   if (planned_ && !warmup) {
     plan_.observe(agreed_on.previous_seconds, agreed_on.previous_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
-      plan_.begin(communicator_->link_model().figures(channel), workload(), state_.step);
+      plan_.begin(communicator_->link_model().figures(channel, communicator_->services()),
+                  workload(), state_.step);
       use(*plan_.algorithm());
     }
     predicted = plan_.expected(workload(), state_.step);

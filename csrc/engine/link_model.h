@@ -17,7 +17,7 @@ class LinkModel {
 
   // For an operation that runs, on all ranks alike. Measures when first called, see calibrate(),
   // for which the operation gets more time.
-  Figures const& figures(Channel& channel);
+  Figures const& figures(Channel& channel, Services const& services);
 
  private:
   Clock const& clock_;
@@ -29,15 +29,17 @@ class LinkModel {
 // Measures the communicator's figures, where no operation has needed them yet.
 class Calibration final : public Operation {
  public:
-  explicit Calibration(Communicator& communicator) : model_(communicator.link_model()) {}
+  explicit Calibration(Communicator& communicator)
+      : model_(communicator.link_model()), communicator_(communicator) {}
   Proposal prepare() override { return {.text = "operation=calibration"}; }
   void run(Channel& channel, Agreement const& /*agreement*/) override {
-    figures_ = model_.figures(channel);
+    figures_ = model_.figures(channel, communicator_.services());
   }
   Figures const& figures() const { return figures_; }  // once it has ended
 
  private:
   LinkModel& model_;
+  Communicator& communicator_;
   Figures figures_;
 };
 

@@ -28,6 +28,17 @@ double threshold_seconds(Workload const& workload, Rates const& rates) {
   return share * exact + (1 - share) * between;
 }
 
+// Streams of several rounds go at once, so either the links are busy, or all wait.
+double aggregator_seconds(Cost const& cost, Figures const& figures) {
+  auto const measured = [](double figure, double otherwise) {
+    return figure > 0 ? figure : otherwise;
+  };
+  AggregatorFigures const& aggregators = figures.aggregators;
+  return std::max(cost.aggregator_load * measured(aggregators.byte, figures.link.byte),
+                  cost.aggregator_rounds *
+                      measured(aggregators.round, figures.link.round + figures.link.message));
+}
+
 double in_steps(double ratio) { return std::exp(0.02 * std::round(std::log(ratio) / 0.02)); }
 
 double smoothed(double former, double value, double weight) {
@@ -37,8 +48,9 @@ double smoothed(double former, double value, double weight) {
 }  // namespace
 
 std::array<double, Figures::count> Figures::values() const {
-  return {link.round, link.message, link.byte,   rates.check,   rates.exact,  rates.sample,
-          rates.pass, rates.pack,   rates.merge, rates.scatter, rates.reduce, rates.momentum};
+  return {link.round,   link.message,   link.byte,         rates.check,     rates.exact,
+          rates.sample, rates.pass,     rates.pack,        rates.merge,     rates.scatter,
+          rates.reduce, rates.momentum, aggregators.round, aggregators.byte};
 }
 
 Figures Figures::from_values(std::span<const double> values) {
@@ -50,7 +62,8 @@ Figures Figures::from_values(std::span<const double> values) {
   }
   return {{values[0], values[1], values[2]},
           {values[3], values[4], values[5], values[6], values[7], values[8], values[9], values[10],
-           values[11]}};
+           values[11]},
+          {values[12], values[13]}};
 }
 
 Figures Figures::from_named(std::map<std::string, double> const& saved) {
@@ -95,6 +108,7 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
 
   Prediction prediction{.algorithm = &entry};
   CostShape shape{.ranks = workload.ranks, .extent = workload.extent, .k = workload.k};
+  shape.aggregators = std::max(workload.aggregators, 1);
   shape.union_nnz = workload.union_nnz > 0
                         ? workload.union_nnz
                         : expected_union(workload.extent, workload.k, workload.ranks);
@@ -108,16 +122,18 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
         value_bucket;
     prediction.index_codec = expected_frame(k, extent, shape.value_bytes, shape.frame).index_codec;
   } else {
+    if (workload.selects) shape.k = shape.union_nnz = workload.extent;
     bool const narrow = workload.selects || entry.dense->rounds_once;
     shape.value_bytes = as_double(narrow ? workload.element_bytes : workload.value_bytes);
   }
   std::size_t const payload = workload.selects ? sizeof(StepPayload) : sizeof(EntryCounts);
   Cost const cost = operation_cost(entry, shape, workload.options, payload, workload.commits);
 
-  prediction.bytes = cost.bytes;
+  prediction.bytes = cost.bytes + cost.aggregator_bytes;
   prediction.messages = cost.messages;
   prediction.latency = cost.rounds * link.round + cost.messages * link.message;
-  prediction.transfer = (prediction.bytes + cost.awaited_bytes) * link.byte;
+  prediction.transfer =
+      (cost.bytes + cost.awaited_bytes) * link.byte + aggregator_seconds(cost, figures);
   prediction.compute = cost.entries * rates.merge * as_double(4 + workload.value_bytes) / 8 +
                        cost.dense_entries * rates.reduce * shape.value_bytes / 4;
   double const result =

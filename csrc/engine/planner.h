@@ -40,14 +40,21 @@ struct Rates {
   double momentum = 0;
 };
 
+// To and from aggregators. Zero, where it was not measured: as between ranks.
+struct AggregatorFigures {
+  double round = 0;  // latency of a message that is waited for
+  double byte = 0;   // of Cost::aggregator_load: what links and aggregators take together
+};
+
 struct Figures {
   Link link;
   Rates rates;
+  AggregatorFigures aggregators = {};
 
-  static constexpr std::size_t count = 12;
+  static constexpr std::size_t count = 14;
   static constexpr std::array<std::string_view, count> names = {
-      "round", "message", "byte",  "check",   "exact",  "sample",
-      "pass",  "pack",    "merge", "scatter", "reduce", "momentum"};
+      "round", "message", "byte",    "check",  "exact",    "sample",           "pass",
+      "pack",  "merge",   "scatter", "reduce", "momentum", "aggregator_round", "aggregator_byte"};
   std::array<double, count> values() const;
   // Throws InvalidArgument, which names the figure, unless all are finite and none is negative.
   static Figures from_values(std::span<const double> values);
@@ -69,7 +76,7 @@ struct Workload {
   bool has_moment = false;        // where it selects: a velocity or a first moment goes with it
   bool dense_data = true;         // where nothing is selected: of a dense vector, else of pairs
   bool native_allreduce = false;  // the transport's engine has one
-  int aggregators = 0;            // that are left
+  int aggregators = 0;            // that are left; each has a part of the entries
   bool commits = true;            // it ends a step, so that ranks confirm its result
   AlgorithmOptions options;       // the schedule, and how frames are encoded
 

@@ -154,12 +154,14 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCount
       .most_entries = typical(counts.most),
       .average_entries = typical(counts.total / static_cast<std::uint64_t>(channel.size())),
       .reduction = config_.reduction,
-      .dense_data = is_dense_};
+      .dense_data = is_dense_,
+      .aggregators = communicator_.services().aggregators_left()};
   return choices_.find(problem, [&] {
     auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
       return can_reduce(entry) && given.meets(entry.needs);
     };
-    return rank_algorithms(workload(channel, problem), communicator_.link_model().figures(channel),
+    return rank_algorithms(workload(channel, problem),
+                           communicator_.link_model().figures(channel, communicator_.services()),
                            eligible)
         .front()
         .algorithm;
@@ -178,6 +180,7 @@ Workload AllreduceOperation<T>::workload(Channel const& channel,
       .selects = false,
       .dense_data = problem.dense_data,
       .native_allreduce = may_reduce_natively(communicator_.services(), problem.reduction),
+      .aggregators = problem.aggregators,
       .commits = false,
       .options = options_};
   workload.union_nnz =

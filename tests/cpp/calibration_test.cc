@@ -11,6 +11,7 @@
 #include "engine/link_model.h"
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
+#include "services.h"
 #include "transport/wrapped.h"
 
 namespace sparsecomm::test {
@@ -61,10 +62,10 @@ class SimulatedTransport final : public WrappedTransport {
 };
 
 // A difference of two times may be less than what disturbs them, and is 0 then; so is a byte's time
-// where there is one rank.
+// where there is one rank, and what there are no aggregators for.
 bool is_difference(std::string_view figure) {
   return figure == "round" || figure == "message" || figure == "byte" || figure == "pack" ||
-         figure == "momentum";
+         figure == "momentum" || figure.starts_with("aggregator_");
 }
 
 void expect_measured(Figures const& figures) {
@@ -131,6 +132,27 @@ TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
       EXPECT_GT(figures[0].link.byte, 0);
     }
   }
+}
+
+TEST(CalibrationTest, WithAggregatorsAllRanksGetTheirFiguresToo) {
+  constexpr int ranks = 3;
+  std::vector<Figures> figures(ranks);
+  std::atomic<double> longest = 0;
+  expect_no_errors(run_ranks(
+      ranks,
+      [&](Communicator& communicator) {
+        auto const calibration = std::make_shared<Calibration>(communicator);
+        TimePoint const begin = steady_clock().now();
+        communicator.run(calibration);
+        std::chrono::duration<double> const took = steady_clock().now() - begin;
+        if (communicator.rank() == 0) longest = took.count();
+        figures[communicator.rank()] = calibration->figures();
+      },
+      patient_options(), std::nullopt, with_aggregators()));
+  for (Figures const& of : figures) EXPECT_EQ(of.values(), figures[0].values());
+  EXPECT_GT(figures[0].aggregators.round, 0);
+  EXPECT_GT(figures[0].aggregators.byte, 0);
+  EXPECT_LT(longest, std::chrono::duration<double>(calibration_allowance).count());
 }
 
 // By clocks that count what is simulated alone, not what this machine computes.
