@@ -37,7 +37,8 @@ std::unique_ptr<InaClient> connect_client(CommunicatorOptions& options, Transpor
   if (!options.aggregators) return nullptr;
   interruptibles.push_back(options.aggregators);
   return std::make_unique<InaClient>(std::move(options.aggregators), transport.rank(),
-                                     options.aggregator_streams, options.aggregator_patience);
+                                     options.aggregator_streams, options.aggregator_patience,
+                                     std::move(options.log_aggregator));
 }
 
 }  // namespace
@@ -221,7 +222,7 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
   bool awaited = false;
   {
     std::lock_guard const lock(mutex_);
-    counters_ = transport_->counters();
+    count();
     taken_ = running_ = false;
     awaited = closing_ || !queue_.empty();
   }
@@ -255,6 +256,17 @@ Counters Communicator::counters() const {
   return counters_;
 }
 
+std::vector<AggregatorLoss> Communicator::lost_aggregators() const {
+  std::lock_guard const lock(mutex_);
+  return lost_aggregators_;
+}
+
+// After an operation, with the lock held.
+void Communicator::count() {
+  counters_ = transport_->counters();
+  if (aggregators_) lost_aggregators_ = aggregators_->lost();
+}
+
 void Communicator::progress() {
   for (;;) {
     Item item;
@@ -278,7 +290,7 @@ void Communicator::progress() {
     }
     {
       std::lock_guard const lock(mutex_);
-      counters_ = transport_->counters();
+      count();
       running_ = false;
     }
     try {

@@ -122,6 +122,8 @@ struct CommunicatorOptions {
   std::shared_ptr<AggregatorLink> aggregators = {};
   int aggregator_streams = InaClient::default_streams;  // see InaClient; the same on all ranks
   Duration aggregator_patience = InaClient::default_patience;
+  // Told of each aggregator that is lost, once, by the thread that runs an operation.
+  std::function<void(std::string const&)> log_aggregator = {};
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };
@@ -194,6 +196,7 @@ class Communicator final : private Commit {
   Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation.
   Counters counters() const;
+  std::vector<AggregatorLoss> lost_aggregators() const;
   // The figures of this transport and processor, for an operation that runs.
   LinkModel& link_model() { return *link_model_; }
 
@@ -214,6 +217,7 @@ class Communicator final : private Commit {
     bool here() const;
   };
   void progress();
+  void count();
   void execute(Operation& operation, bool cancelled, Interrupt* interrupt = nullptr);
   Agreement agree(Channel& channel, Operation* operation);
   void alarm();
@@ -258,6 +262,7 @@ class Communicator final : private Commit {
   bool reported_ = false;             // what became of the operation here
   char const* broken_off_ = nullptr;  // why, where another thread has ended what runs
   Counters counters_;
+  std::vector<AggregatorLoss> lost_aggregators_;
   std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
   std::once_flag closed_;

@@ -2,12 +2,18 @@
 
 #include <algorithm>
 #include <bit>
+#include <optional>
 #include <utility>
 
 namespace sparsecomm {
 
-InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams, Duration patience)
-    : link_(std::move(link)), rank_(rank), streams_each_(streams), patience_(patience) {
+InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams, Duration patience,
+                     std::function<void(std::string const&)> log)
+    : link_(std::move(link)),
+      rank_(rank),
+      streams_each_(streams),
+      patience_(patience),
+      log_(std::move(log)) {
   require(streams >= 1 && streams <= int(AggregatorLink::most_instances), "streams is ", streams,
           ", must be 1 to ", AggregatorLink::most_instances);
   int const aggregators = link_->size();
@@ -27,9 +33,31 @@ InaClient::Stream& InaClient::stream_of(int aggregator, std::uint32_t instance) 
 void InaClient::keep(std::uint64_t aggregators, std::string const& why) {
   for (int i = 0; i < link_->size(); ++i) {
     std::uint64_t const bit = std::uint64_t{1} << i;
-    if ((left_ & ~aggregators & bit) != 0) link_->close(i, why);
+    if ((left_ & ~aggregators & bit) != 0) forget(i, why);
   }
-  left_ &= aggregators;
+  log_losses();
+}
+
+void InaClient::forget(int aggregator, std::string const& why) {
+  left_ &= ~(std::uint64_t{1} << aggregator);
+  link_->close(aggregator, why);
+  lost_.push_back({.address = link_->address(aggregator), .why = why});
+}
+
+void InaClient::log_losses() noexcept {
+  int const others = std::popcount(left_);
+  for (; logged_ < lost_.size(); ++logged_) {
+    if (!log_) continue;
+    auto const& [address, why] = lost_[logged_];
+    try {
+      log_(concat("aggregator ", address, " is lost: ", why, "; ",
+                  others == 0   ? "none is left, and the ranks reduce without aggregators"
+                  : others == 1 ? "its work goes to the one that is left"
+                                : concat("its work goes to the ", others, " that are left")));
+    } catch (std::exception const&) {
+      // Whoever logs may fail; the operation is not affected.
+    }
+  }
 }
 
 // Steps 1 and 2.
@@ -104,20 +132,22 @@ void InaClient::take(AggregatorLink::Event const& event) {
     return lose(event.aggregator,
                 concat("it sends to instance ", event.instance, ", which waits for nothing"));
   }
+  std::optional<InaMessage> answer;
   try {
-    auto const answer = stream->worker.receive(event.bytes, steady_clock().now());
-    if (answer) {
-      send(*stream, *answer);
-    } else {
-      end(*stream, nullptr);
-    }
+    answer = stream->worker.receive(event.bytes, steady_clock().now());
   } catch (MalformedFrame const& error) {
-    lose(event.aggregator, error.what());
+    return lose(event.aggregator, error.what());
   } catch (AggregationTimeout const& error) {
-    lose(event.aggregator, error.what());
+    return lose(event.aggregator, error.what());
+  } catch (PeerInvalid const& error) {
+    // It accuses a worker of nonsense. Which of the two it comes from, or whether from the way
+    // between them, is not known; the next operation would meet it again.
+    return lose(event.aggregator, error.what());
   } catch (Error const&) {
-    end(*stream, std::current_exception());  // a refusal
+    return end(*stream, std::current_exception());  // a refusal
   }
+  if (answer) return send(*stream, *answer);
+  end(*stream, nullptr);
 }
 
 void InaClient::send(Stream& stream, InaMessage const& message) {
@@ -136,10 +166,8 @@ void InaClient::end(Stream& stream, std::exception_ptr const& why) {
 
 // Ends all streams of an aggregator.
 void InaClient::lose(int aggregator, std::string const& why) {
-  std::uint64_t const bit = std::uint64_t{1} << aggregator;
-  if ((left_ & bit) == 0) return;
-  left_ &= ~bit;
-  link_->close(aggregator, why);
+  if ((left_ >> aggregator & 1) == 0) return;
+  forget(aggregator, why);
   losses_ +=
       concat(losses_.empty() ? "" : "; ", "aggregator ", link_->address(aggregator), ": ", why);
   for (Stream& stream : streams_) {

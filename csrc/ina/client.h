@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -37,14 +38,20 @@ class AggregatorLost : public Error {
   using Error::Error;
 };
 
+// An aggregator that is done without.
+struct AggregatorLoss {
+  std::string address, why;
+};
+
 class InaClient {
  public:
   static constexpr int default_streams = 4;
   static constexpr Duration default_patience = std::chrono::seconds(30);
   // `streams`: of an aggregator, at most AggregatorLink::most_instances. Aggregators that are
-  // waited for count as lost if none of them sends anything for as long as `patience`.
+  // waited for count as lost if none of them sends anything for as long as `patience`. `log`: told
+  // by keep() of each that has been lost, once; may be null.
   InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams = default_streams,
-            Duration patience = default_patience);
+            Duration patience = default_patience, std::function<void(std::string const&)> log = {});
   InaClient(InaClient const&) = delete;
   InaClient& operator=(InaClient const&) = delete;
 
@@ -61,6 +68,8 @@ class InaClient {
   std::uint64_t left() const { return left_; }
   // Does without the others from now on. Workers must use the same ones.
   void keep(std::uint64_t aggregators, std::string const& why);
+  // Those that are not left, each once, in the order in which they were lost.
+  std::vector<AggregatorLoss> const& lost() const { return lost_; }
   AggregatorLink const& link() const { return *link_; }
 
   // Bytes of all messages, without their envelopes.
@@ -82,6 +91,8 @@ class InaClient {
   void send(Stream& stream, InaMessage const& message);
   void end(Stream& stream, std::exception_ptr const& why);
   void lose(int aggregator, std::string const& why);
+  void forget(int aggregator, std::string const& why);
+  void log_losses() noexcept;
   void send_rest(Deadline const& deadline);
   void abandon(std::string const& why);
 
@@ -89,7 +100,10 @@ class InaClient {
   int const rank_;
   int const streams_each_;
   Duration const patience_;
+  std::function<void(std::string const&)> const log_;
   std::uint64_t left_;
+  std::vector<AggregatorLoss> lost_;
+  std::size_t logged_ = 0;  // of those
   std::uint32_t operation_ = 0;
   std::vector<Stream> streams_;  // [aggregator][instance]
   std::size_t running_ = 0;      // of the streams
