@@ -92,7 +92,7 @@ InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_
   Place place;
   if (header.round == 0 && !opened) {
     if (!known && refuse_former(connection, instance, header)) return {};
-    place = open(connection, instance, header, peek_plan(begin), now);
+    place = open(connection, instance, header, peek_plan(begin), bytes, now);
   } else if (!known && at.begun[member.worker] == header.operation) {
     return {};  // refused, and others have gone on, before the refusal had arrived
   } else {
@@ -138,7 +138,7 @@ bool InaHost::refuse_former(int connection, std::uint32_t number, InaHeader cons
 
 // The first message of a worker in an operation.
 InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader const& header,
-                             InaPlan const& plan, TimePoint now) {
+                             InaPlan const& plan, std::size_t bytes, TimePoint now) {
   Member const& member = member_of(connection);
   Job& job = *member.job;
   Instance& instance = job.instances[number];
@@ -168,11 +168,14 @@ InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader con
   }
   InaAggregator& aggregator = instance.memory->aggregator;
   int const worker = static_cast<int>(member.worker);
-  if (plan != instance.plan) {
+  auto const spot = aggregator.receive_spot(worker);
+  // One that fits is received all the same, since the checksum over all of it tells a plan that was
+  // changed on its way from one that differs.
+  if (plan != instance.plan && bytes > spot.size()) {
     answer(job, number, aggregator.receive_plan(worker, plan, now));
     return {};
   }
-  return {aggregator.receive_spot(worker), instance.memory};
+  return {spot, instance.memory};
 }
 
 // Step 2.

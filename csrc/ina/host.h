@@ -131,7 +131,7 @@ class InaHost {
   Member& member_of(int connection);
   bool refuse_former(int connection, std::uint32_t number, InaHeader const& header);
   Place open(int connection, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
-             TimePoint now);
+             std::size_t bytes, TimePoint now);
   void start(Job& job, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
              TimePoint now);
   void answer(Job& job, std::uint32_t number, std::optional<InaMessage> const& message);
