@@ -1,0 +1,270 @@
+// An aggregator or a rank fails at any message of an allreduce through aggregators.
+#include <gtest/gtest.h>
+
+#include <atomic>
+#include <functional>
+#include <thread>
+
+#include "aggregated_steps.h"
+#include "faulty_link.h"
+#include "ina/inproc_link.h"
+
+namespace sparsecomm::test {
+namespace {
+
+using Kind = LinkFault::Kind;
+
+constexpr int streams = 2;
+constexpr int steps = 4;
+constexpr int culprit = 1;  // a rank
+constexpr std::size_t memory = std::size_t{16} << 20;
+
+// Three rounds of each stream.
+std::size_t numel_for(int aggregators) {
+  return std::size_t(aggregators) * streams * 5 * (small_messages().block_bytes / 4) - 3;
+}
+
+struct Shape {
+  int ranks, aggregators;
+};
+
+// What a rank has seen.
+struct Witness {
+  int applied = 0;
+  std::string error;
+  std::vector<int> accused;
+  bool aborted_later = false;
+  std::vector<std::string> log;
+  std::vector<AggregatorLoss> lost;
+  std::vector<std::vector<int>> messages;  // [step][aggregator]
+};
+
+class Cluster {
+ public:
+  Cluster(Shape shape, LinkFault const& fault)
+      : hub(shape.aggregators, memory, long_time()),
+        links(std::size_t(shape.ranks)),
+        witnesses(std::size_t(shape.ranks)) {
+    scene.fault = fault;
+    scene.kill = [this](int aggregator) { hub.kill(aggregator); };
+    scene.stop = [this](int aggregator) { hub.stop(aggregator); };
+  }
+
+  Surroundings surroundings() {
+    Surroundings around;
+    around.equip = [this](CommunicatorOptions& options, std::uint64_t run, int rank, int size) {
+      auto const link = hub.connect({.job = {run, 0},
+                                     .workers = static_cast<std::uint16_t>(size),
+                                     .worker = static_cast<std::uint16_t>(rank)});
+      options.aggregators = links[rank] = std::make_shared<FaultyLink>(link, scene, rank);
+      options.aggregator_streams = streams;
+      options.log_aggregator = [this, rank](std::string const& line) {
+        witnesses[rank].log.push_back(line);
+      };
+    };
+    return around;
+  }
+
+  template <class T>
+  void run(Communicator& communicator, std::size_t numel) {
+    int const rank = communicator.rank();
+    Witness& witness = witnesses[rank];
+    auto const operation = std::make_shared<AggregatedSum<T>>(communicator, small_messages());
+    for (int step = 0; step < steps; ++step) {
+      auto const input = aggregated_input<T>(rank, communicator.size(), step, numel);
+      auto data = input;
+      operation->bind(data);
+      links[rank]->begin();
+      try {
+        communicator.run(operation);
+        EXPECT_EQ(data, aggregated_sum<T>(communicator.size(), step, numel))
+            << "on rank " << rank << " in step " << step;
+        ++witness.applied;
+      } catch (Aborted const&) {
+        witness.aborted_later = true;
+      } catch (Error const& error) {
+        EXPECT_EQ(witness.error, "") << "then: " << error.what();
+        witness.error = error.what();
+        auto const* const peer_error = dynamic_cast<PeerError const*>(&error);
+        if (peer_error) witness.accused = peer_error->ranks();
+        EXPECT_EQ(data, input);
+        ++failed;
+      }
+      for (int i = 0; i < links[rank]->size(); ++i) {
+        witness.messages.resize(std::size_t(step) + 1);
+        witness.messages.back().push_back(links[rank]->messages(i));
+      }
+    }
+    witness.lost = communicator.lost_aggregators();
+  }
+
+  InprocAggregators hub;
+  FaultScene scene;
+  std::vector<std::shared_ptr<FaultyLink>> links;
+  std::vector<Witness> witnesses;
+  std::atomic<int> failed = 0;
+};
+
+void run_all(Cluster& cluster, Shape shape, CommunicatorOptions const& options, bool integers) {
+  auto const body = [&](Communicator& communicator) {
+    if (integers) return cluster.run<std::int32_t>(communicator, numel_for(shape.aggregators));
+    cluster.run<float>(communicator, numel_for(shape.aggregators));
+  };
+  auto const start = std::chrono::steady_clock::now();
+  expect_no_errors(run_ranks(shape.ranks, body, options, {}, cluster.surroundings()));
+  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
+}
+
+// From and to each aggregator, on each rank, in each step.
+int messages_of_a_step(Shape shape) {
+  Cluster cluster(shape, {});
+  run_all(cluster, shape, patient_options(), false);
+  int const messages = cluster.witnesses[0].messages[0][0];
+  for (Witness const& witness : cluster.witnesses) {
+    EXPECT_EQ(witness.error, "");
+    EXPECT_TRUE(witness.log.empty());
+    EXPECT_TRUE(witness.lost.empty());
+    for (auto const& counts : witness.messages) {
+      EXPECT_EQ(counts, std::vector(std::size_t(shape.aggregators), messages));
+    }
+  }
+  EXPECT_EQ(messages, streams * 3 * 2);
+  return messages;
+}
+
+std::string describe(Shape shape, LinkFault const& fault) {
+  return concat(shape.ranks, " ranks, ", shape.aggregators, " aggregators, ", name(fault.kind),
+                " at message ", fault.message, ", byte ", fault.byte, ", of rank ", fault.rank);
+}
+
+// All ranks have the sums, of this and later operations, do without the aggregator and go on with
+// the others.
+void check_aggregator(Shape shape, LinkFault const& fault) {
+  SCOPED_TRACE(describe(shape, fault));
+  Cluster cluster(shape, fault);
+  CommunicatorOptions options = patient_options();
+  options.aggregator_patience =
+      fault.kind == Kind::silent ? patiently(std::chrono::milliseconds(60)) : long_time();
+  run_all(cluster, shape, options, fault.message % 2 == 0);
+  EXPECT_GE(cluster.scene.met.load(), 1);
+  std::string const address = concat("inproc:", fault.aggregator);
+  for (Witness const& witness : cluster.witnesses) {
+    EXPECT_EQ(witness.error, "");
+    EXPECT_EQ(witness.applied, steps);
+    ASSERT_EQ(witness.lost.size(), 1u);
+    EXPECT_EQ(witness.lost[0].address, address);
+    EXPECT_NE(witness.lost[0].why, "");
+    ASSERT_EQ(witness.log.size(), 1u);
+    EXPECT_NE(witness.log[0].find(address), std::string::npos) << witness.log[0];
+    EXPECT_NE(witness.log[0].find(witness.lost[0].why), std::string::npos) << witness.log[0];
+    for (int i = 0; i < shape.aggregators; ++i) {
+      int const messages = witness.messages.back()[std::size_t(i)];
+      EXPECT_EQ(messages > 0, i != fault.aggregator) << "aggregator " << i << ": " << messages;
+    }
+  }
+}
+
+// Several at once, since most of the time goes by in waiting.
+void at_every_message(int messages, std::function<void(int message)> const& check) {
+  std::atomic<int> next = 0;
+  expect_no_errors(on_threads(12, [&](int) {
+    for (int message = next++; message < messages; message = next++) check(message);
+  }));
+}
+
+class InaFailureTest : public ::testing::TestWithParam<Shape> {};
+
+INSTANTIATE_TEST_SUITE_P(Shapes, InaFailureTest,
+                         ::testing::Values(Shape{2, 1}, Shape{2, 2}, Shape{2, 3}, Shape{3, 1},
+                                           Shape{3, 2}, Shape{3, 3}),
+                         [](auto const& info) {
+                           return concat("P", info.param.ranks, "A", info.param.aggregators);
+                         });
+
+// `byte` for a corruption only.
+void check_messages(Shape shape, Kind kind, int rank, int byte = 0) {
+  at_every_message(messages_of_a_step(shape), [&](int message) {
+    check_aggregator(shape, {.kind = kind,
+                             .aggregator = shape.aggregators / 2,
+                             .rank = rank,
+                             .message = message,
+                             .byte = byte});
+  });
+}
+
+void check_everywhere(Shape shape, Kind kind) {
+  for (int const rank : {culprit, LinkFault::every_rank}) check_messages(shape, kind, rank);
+}
+
+TEST_P(InaFailureTest, AnAggregatorMayBeLostAtAnyMessage) {
+  check_everywhere(GetParam(), Kind::lost);
+}
+
+TEST_P(InaFailureTest, AnAggregatorMayFallSilentAtAnyMessage) {
+  check_everywhere(GetParam(), Kind::silent);
+}
+
+// In each field of the header and of the plan, or the numbers, behind it; in the middle and at the
+// end of the blocks.
+TEST_P(InaFailureTest, AnyMessageMayBeCorrupted) {
+  Shape const shape = GetParam();
+  if (shape.aggregators == 3) GTEST_SKIP() << "as with two";
+  for (int const byte : {0, 2, 3, 4, 8, 12, 14, 15, 16, 24, 32, 40, 48, 52, 54, 55, 56, 80, -1}) {
+    check_messages(shape, Kind::corrupt, culprit, byte);
+  }
+  for (int const byte : {3, 32, -1}) {
+    check_messages(shape, Kind::corrupt, LinkFault::every_rank, byte);
+  }
+}
+
+TEST_P(InaFailureTest, AnyMessageMayBeTruncated) { check_everywhere(GetParam(), Kind::truncate); }
+
+TEST_P(InaFailureTest, AnyMessageMayComeTwice) { check_everywhere(GetParam(), Kind::duplicate); }
+
+TEST_P(InaFailureTest, AnyMessageMayBeOfAFormerOperation) {
+  check_everywhere(GetParam(), Kind::former);
+}
+
+void expect_accused(Cluster const& cluster, Shape shape) {
+  EXPECT_EQ(cluster.scene.met.load(), 1);
+  for (int rank = 0; rank < shape.ranks; ++rank) {
+    if (rank == culprit) continue;
+    SCOPED_TRACE(concat("rank ", rank));
+    Witness const& witness = cluster.witnesses[std::size_t(rank)];
+    EXPECT_EQ(witness.accused, std::vector{culprit}) << "it says: '" << witness.error << "'";
+    EXPECT_EQ(witness.applied, 1);
+    EXPECT_TRUE(witness.aborted_later);
+  }
+}
+
+TEST_P(InaFailureTest, ARankThatDiesAtAnyMessageIsNamed) {
+  Shape const shape = GetParam();
+  at_every_message(messages_of_a_step(shape), [&](int message) {
+    LinkFault const fault{.kind = Kind::die, .rank = culprit, .message = message};
+    SCOPED_TRACE(describe(shape, fault));
+    Cluster cluster(shape, fault);
+    run_all(cluster, shape, patient_options(), false);
+    expect_accused(cluster, shape);
+  });
+}
+
+TEST_P(InaFailureTest, ARankThatStallsAtAnyMessageIsNamedAtTheDeadline) {
+  Shape const shape = GetParam();
+  if (shape.aggregators != 2) GTEST_SKIP() << "as with two";
+  at_every_message(messages_of_a_step(shape), [&](int message) {
+    LinkFault const fault{.kind = Kind::stall, .rank = culprit, .message = message};
+    SCOPED_TRACE(describe(shape, fault));
+    Cluster cluster(shape, fault);
+    cluster.scene.stall = [&] {
+      Deadline const end(steady_clock(), long_time());
+      while (cluster.failed < shape.ranks - 1 && !end.passed()) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      }
+    };
+    run_all(cluster, shape, options_for(FaultKind::delay), false);
+    expect_accused(cluster, shape);
+  });
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
