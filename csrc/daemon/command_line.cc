@@ -20,17 +20,6 @@ T parse_number(std::string_view name, std::string_view text, T least, T most) {
   return value;
 }
 
-MessageTransport parse_transport(std::string_view text) {
-  constexpr std::pair<std::string_view, MessageTransport> names[] = {
-      {"auto", MessageTransport::automatic},
-      {"tcp", MessageTransport::tcp},
-      {"ucx", MessageTransport::ucx}};
-  for (auto const& [name, transport] : names) {
-    if (text == name) return transport;
-  }
-  throw InvalidArgument(concat("--transport is \"", text, "\", must be auto, tcp or ucx"));
-}
-
 }  // namespace
 
 std::size_t parse_bytes(std::string_view text) {
@@ -117,7 +106,7 @@ AggregatorCommand parse_command_line(std::span<char const* const> arguments) {
     } else if (name == "--ucx-library") {
       options.messages.ucx.library = value();
     } else if (name == "--transport") {
-      options.messages.transport = parse_transport(value());
+      options.messages.transport = message_transport_named(value(), "--transport");
     } else {
       throw InvalidArgument(concat("unknown argument \"", argument, "\"; see --help"));
     }

@@ -5,6 +5,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 
 #include "ina/message.h"
 #include "ina/message_stream.h"
@@ -18,6 +19,14 @@ enum class MessageTransport : std::uint8_t {
   tcp,
   ucx,  // a connection that cannot is refused
 };
+
+// "auto", "tcp" or "ucx"; throws InvalidArgument, naming what the text is of, for anything else.
+inline MessageTransport message_transport_named(std::string_view text, std::string_view of) {
+  if (text == "auto") return MessageTransport::automatic;
+  if (text == "tcp") return MessageTransport::tcp;
+  require(text == "ucx", of, " is \"", text, "\", must be auto, tcp or ucx");
+  return MessageTransport::ucx;
+}
 
 struct MessageOptions {
   MessageTransport transport = MessageTransport::automatic;

@@ -55,30 +55,16 @@ UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Deadlin
           .token = answer.token};
 }
 
-class Link final : public AggregatorLink {
+class Link final : public UnconnectedLink {
  public:
-  Link(std::span<const std::string> addresses, JobMember const& member, Deadline const& deadline,
-       MessageOptions const& options)
-      : events_(::epoll_create1(EPOLL_CLOEXEC)),
-        interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
-        ucx_(open_ucx_messages(options, addresses.size())) {
+  Link(std::span<const std::string> addresses, MessageOptions options)
+      : options_(std::move(options)),
+        events_(::epoll_create1(EPOLL_CLOEXEC)),
+        interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    require_addresses(addresses);
     require<Error>(events_.open() && interruption_.open(), "epoll or eventfd: ", system_text());
     watch(interruption_.get(), EPOLLIN, no_endpoint);
-    endpoints_.reserve(addresses.size());
-    for (auto const& address : addresses) {
-      auto endpoint = std::make_unique<Endpoint>(address, connect_to(address, deadline));
-      try {
-        join(*endpoint, member, options.transport, deadline);
-      } catch (Error const& error) {
-        throw AddressError(concat("aggregator ", address, ": ", error.what()));
-      }
-      watch(endpoint->socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, endpoints_.size());
-      endpoints_.push_back(std::move(endpoint));
-    }
-    bool const used = std::ranges::any_of(
-        endpoints_, [](auto const& endpoint) { return endpoint->path->over_ucx(); });
-    if (!used) ucx_.reset();
-    if (ucx_) watch(ucx_->file(), EPOLLIN, no_endpoint);
+    for (auto const& address : addresses) endpoints_.push_back(std::make_unique<Endpoint>(address));
     guard_ = ForkGuard(events_.get());
   }
   // In a forked child, where the guard has closed them, the sockets' numbers are others' files.
@@ -92,6 +78,33 @@ class Link final : public AggregatorLink {
         endpoint->socket.release();
       }
     }
+  }
+
+  void connect(JobMember const& member, Deadline const& deadline) override {
+    Wanted wanted(*this, deadline);
+    Deadline const limit(steady_clock(),
+                         std::chrono::round<std::chrono::milliseconds>(deadline.remaining()),
+                         &wanted);
+    told_ = {};
+    for (auto& endpoint : endpoints_) endpoint = std::make_unique<Endpoint>(endpoint->address);
+    ucx_ = open_ucx_messages(options_, endpoints_.size());
+    for (std::size_t i = 0; i < endpoints_.size(); ++i) {
+      Endpoint& endpoint = *endpoints_[i];
+      require_wanted();
+      endpoint.open(connect_to(endpoint.address, limit));
+      try {
+        join(endpoint, member, limit);
+      } catch (Interrupted const&) {
+        throw;
+      } catch (Error const& error) {
+        throw AddressError(concat("aggregator ", endpoint.address, ": ", error.what()));
+      }
+      watch(endpoint.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, i);
+    }
+    bool const used = std::ranges::any_of(
+        endpoints_, [](auto const& endpoint) { return endpoint->path->over_ucx(); });
+    if (!used) ucx_.reset();
+    if (ucx_) watch(ucx_->file(), EPOLLIN, no_endpoint);
   }
 
   int size() const override { return static_cast<int>(endpoints_.size()); }
@@ -157,8 +170,11 @@ class Link final : public AggregatorLink {
   };
 
   struct Endpoint final : MessageSink {
-    Endpoint(std::string text, FileDescriptor connected)
-        : address(std::move(text)), socket(std::move(connected)), path(socket.get()) {}
+    explicit Endpoint(std::string text) : address(std::move(text)) {}
+    void open(FileDescriptor connected) {
+      socket = std::move(connected);
+      path.emplace(socket.get());
+    }
 
     // Several may come at once over UCX. An instance has an update and a refusal on their way at
     // most.
@@ -203,7 +219,7 @@ class Link final : public AggregatorLink {
 
     std::string address;
     FileDescriptor socket;
-    std::optional<MessagePath> path;  // none once it is lost
+    std::optional<MessagePath> path;  // none before it is connected, and once it is lost
     std::string loss;
     bool readable = false, to_be_told = false;
     std::vector<std::shared_ptr<Arrival>> unused;
@@ -211,16 +227,30 @@ class Link final : public AggregatorLink {
     std::size_t begin = 0, count = 0;
   };
 
+  // Ends what connect() waits for after interrupt().
+  class Wanted final : public Interrupt {
+   public:
+    Wanted(Link const& link, Deadline const& deadline) : link_(link), deadline_(deadline) {}
+
+   private:
+    void check() override {
+      link_.require_wanted();
+      deadline_.poll_interrupt(steady_clock().now());
+    }
+
+    Link const& link_;
+    Deadline const& deadline_;
+  };
+
   // Greets, and agrees on the way of messages.
-  void join(Endpoint& endpoint, JobMember const& member, MessageTransport transport,
-            Deadline const& deadline) {
+  void join(Endpoint& endpoint, JobMember const& member, Deadline const& deadline) {
     UcxOffer own;
     if (ucx_) own = {.introduction = ucx_->introduction(), .token = UcxMessages::draw_token()};
     UcxOffer const other = greet(endpoint.socket.get(), member, own, deadline);
     if (ucx_ && other.token != 0) {
       endpoint.path->use(ucx_->connect(other.introduction, own.token, other.token, endpoint));
     }
-    require<AddressError>(endpoint.path->over_ucx() || transport != MessageTransport::ucx,
+    require<AddressError>(endpoint.path->over_ucx() || options_.transport != MessageTransport::ucx,
                           "it does not take messages over UCX: its log says why; start it with "
                           "--transport ucx or auto, or use TCP here");
   }
@@ -291,6 +321,7 @@ class Link final : public AggregatorLink {
   static constexpr std::uint64_t no_endpoint = ~std::uint64_t{0};
 
   pid_t const process_ = ::getpid();
+  MessageOptions const options_;
   FileDescriptor events_, interruption_;
   std::atomic<bool> interrupted_ = false;
   std::unique_ptr<UcxMessages> ucx_;  // null: none is used
@@ -305,12 +336,29 @@ class Link final : public AggregatorLink {
 
 }  // namespace
 
+void require_addresses(std::span<const std::string> addresses) {
+  require(!addresses.empty(), "no address of an aggregator; give one or more, HOST:PORT");
+  for (std::string const& address : addresses) {
+    HostPort const parts = HostPort::parse(address);
+    require(!parts.host.empty() && parts.port != "0", "address is \"", address,
+            "\", must name a host and a port of an aggregator");
+    require(std::ranges::count(addresses, address) == 1, "the address ", address,
+            " of an aggregator is given twice");
+  }
+}
+
+std::shared_ptr<UnconnectedLink> make_tcp_link(std::span<const std::string> addresses,
+                                               MessageOptions const& options) {
+  return std::make_shared<Link>(addresses, options);
+}
+
 std::shared_ptr<AggregatorLink> connect_aggregators(std::span<const std::string> addresses,
                                                     JobMember const& member,
                                                     Deadline const& deadline,
                                                     MessageOptions const& options) {
-  require(!addresses.empty(), "no address of an aggregator; give one or more, HOST:PORT");
-  return std::make_shared<Link>(addresses, member, deadline, options);
+  auto link = make_tcp_link(addresses, options);
+  link->connect(member, deadline);
+  return link;
 }
 
 }  // namespace sparsecomm

@@ -1,9 +1,11 @@
 // Connections to aggregators over TCP, and UCX beside it.
 #pragma once
 
+#include <chrono>
 #include <memory>
 #include <span>
 #include <string>
+#include <vector>
 
 #include "base/clock.h"
 #include "ina/host.h"
@@ -12,10 +14,32 @@
 
 namespace sparsecomm {
 
-// Connects to each aggregator, "HOST:PORT", and joins the job there. Throws AddressError, naming
-// the first that does not answer within the deadline, is no aggregator of this release, or does not
-// take the worker, with its reason, or TransportUnavailable if messages are to go over UCX, which
-// cannot be used here.
+// Aggregators as users name them.
+struct AggregatorAddresses {
+  std::vector<std::string> addresses;  // "HOST:PORT", at most 64
+  MessageOptions messages;
+  Duration connect_timeout = std::chrono::seconds(30);  // of connecting to all of them
+};
+
+// Throws InvalidArgument where there is none, or one is not HOST:PORT or comes twice.
+void require_addresses(std::span<const std::string> addresses);
+
+// A link that is still to be connected.
+class UnconnectedLink : public AggregatorLink {
+ public:
+  // Connects to each aggregator and joins the job there; again after that has failed or the
+  // connections were closed. Throws AddressError, naming the first that does not answer within the
+  // deadline, is no aggregator of this release, or does not take the worker, with its reason;
+  // TransportUnavailable if messages are to go over UCX, which cannot be used here; and as next()
+  // does.
+  virtual void connect(JobMember const& member, Deadline const& deadline) = 0;
+};
+
+// Throws as require_addresses().
+std::shared_ptr<UnconnectedLink> make_tcp_link(std::span<const std::string> addresses,
+                                               MessageOptions const& options = {});
+
+// One that is connected.
 std::shared_ptr<AggregatorLink> connect_aggregators(std::span<const std::string> addresses,
                                                     JobMember const& member,
                                                     Deadline const& deadline,
