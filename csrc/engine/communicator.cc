@@ -7,6 +7,7 @@
 #include <functional>
 #include <tuple>
 
+#include "engine/join_aggregators.h"
 #include "engine/link_model.h"
 #include "engine/mismatch.h"
 
@@ -31,9 +32,18 @@ constexpr char const* waits_for_itself =
     "operations, or the handler of a log message or of a signal, would wait for itself; start the "
     "operation with async_op=True and wait for it on another thread, or after the handler";
 
+// Has the ranks join the aggregators whose addresses they were given. Null: there is nothing to
+// join; a rank alone needs none.
+std::unique_ptr<JoinAggregators> make_joining(CommunicatorOptions& options, int size) {
+  if (options.aggregator_addresses.addresses.empty() || size == 1) return nullptr;
+  auto joining = std::make_unique<JoinAggregators>(options.aggregator_addresses);
+  options.aggregators = joining->link();
+  return joining;
+}
+
 // A wait for an aggregator ends when those for ranks do.
-std::unique_ptr<InaClient> connect_client(CommunicatorOptions& options, Transport const& transport,
-                                          Interruptibles& interruptibles) {
+std::unique_ptr<InaClient> make_client(CommunicatorOptions& options, Transport const& transport,
+                                       Interruptibles& interruptibles) {
   if (!options.aggregators) return nullptr;
   interruptibles.push_back(options.aggregators);
   return std::make_unique<InaClient>(std::move(options.aggregators), transport.rank(),
@@ -111,7 +121,8 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       clock_(clock),
       owner_(::getpid()),
       interruptibles_(std::make_unique<Interruptibles>(std::move(options_.interruptibles))),
-      aggregators_(connect_client(options_, *transport_, *interruptibles_)),
+      joining_(make_joining(options_, transport_->size())),
+      aggregators_(make_client(options_, *transport_, *interruptibles_)),
       link_model_(std::make_unique<LinkModel>(clock, options_.timeout, options_.figures)),
       intents_(transport_->size()),
       counters_(transport_->size()),
@@ -331,7 +342,21 @@ class Communicator::InProgress {
   Communicator& communicator_;
 };
 
+// A rank whose operation comes to nothing before it has begun joins all the same: others wait.
 void Communicator::execute(Operation& operation, bool cancelled, Interrupt* interrupt) {
+  if (joining_) {
+    try {
+      execute_one(*joining_, false, interrupt);
+    } catch (...) {
+      operation.roll_back();
+      throw;
+    }
+    joining_.reset();
+  }
+  execute_one(operation, cancelled, interrupt);
+}
+
+void Communicator::execute_one(Operation& operation, bool cancelled, Interrupt* interrupt) {
   if (failure_ || !broken_.empty()) operation.roll_back();
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   require<Aborted>(broken_.empty(), "an earlier operation failed (", broken_,
@@ -349,6 +374,9 @@ void Communicator::execute(Operation& operation, bool cancelled, Interrupt* inte
     operation.run(channel, agreement);
     require<Error>(!operation.commits() || committing(), "an operation ended without commit()");
   } catch (Mismatch const&) {
+    operation.roll_back();
+    throw;
+  } catch (AggregatorsUnavailable const&) {
     operation.roll_back();
     throw;
   } catch (Cancelled const&) {

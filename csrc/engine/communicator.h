@@ -46,13 +46,15 @@
 #include "engine/proposal.h"
 #include "engine/stall.h"
 #include "ina/client.h"
+#include "ina/tcp_link.h"
 #include "transport/interruptible.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
 
-struct Figures;   // engine/planner.h
-class LinkModel;  // engine/link_model.h
+struct Figures;         // engine/planner.h
+class LinkModel;        // engine/link_model.h
+class JoinAggregators;  // engine/join_aggregators.h
 
 // See Communicator::commit().
 class Commit {
@@ -120,6 +122,8 @@ struct CommunicatorOptions {
   // Of this rank, connected as the worker of that number in a job of as many workers as there are
   // ranks, to the same aggregators on all ranks; null: none.
   std::shared_ptr<AggregatorLink> aggregators = {};
+  // Instead of those: joined before the first operation, see JoinAggregators; no addresses: none.
+  AggregatorAddresses aggregator_addresses = {};
   int aggregator_streams = InaClient::default_streams;  // see InaClient; the same on all ranks
   Duration aggregator_patience = InaClient::default_patience;
   // Told of each aggregator that is lost, once, by the thread that runs an operation.
@@ -219,6 +223,7 @@ class Communicator final : private Commit {
   void progress();
   void count();
   void execute(Operation& operation, bool cancelled, Interrupt* interrupt = nullptr);
+  void execute_one(Operation& operation, bool cancelled, Interrupt* interrupt);
   Agreement agree(Channel& channel, Operation* operation);
   void alarm();
   // Returns if the operation stands; throws what it shall throw if it is rolled back.
@@ -238,6 +243,7 @@ class Communicator final : private Commit {
   Clock const& clock_;
   pid_t owner_;
   std::unique_ptr<Interruptibles> interruptibles_;
+  std::unique_ptr<JoinAggregators> joining_;  // null where there is nothing to join any more
   std::unique_ptr<InaClient> aggregators_;
   // Of the thread that runs an operation.
   FrameAllgather gather_;
