@@ -1,4 +1,4 @@
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -51,6 +51,9 @@ class UcxOptions:
     def settings(self) -> list[tuple[str, str]]: ...
     @property
     def reserved(self) -> list[str]: ...
+
+class AggregatorAddresses:
+    def __init__(self, *, addresses: Sequence[str], transport: str, ucx: UcxOptions) -> None: ...
 
 class ConnectOptions:
     def __init__(
@@ -108,6 +111,7 @@ class Communicator:
         threads: int = 1,
         stall_limit: timedelta | None = None,
         log_stall: Callable[[str], None] | None = None,
+        aggregators: AggregatorAddresses = ...,
     ) -> None: ...
     @property
     def rank(self) -> int: ...
@@ -169,6 +173,7 @@ class HookState:
         clip_norm: float,
         stall_limit: timedelta | None = None,
         log_stall: Callable[[str], None] | None = None,
+        aggregators: AggregatorAddresses = ...,
     ) -> None: ...
     def connect(self, transport: Transport) -> None: ...
     def reconnect(self, transport: Transport) -> None: ...
@@ -228,6 +233,7 @@ class ProcessGroup(Backend):
         store: Store,
         timeout: timedelta,
         connect: ConnectOptions,
+        aggregators: AggregatorAddresses,
         warn: Callable[[str], None],
         open: OpenCommunicators,
         engine_timeout: timedelta | None,
@@ -335,6 +341,7 @@ class Workload:
         selects: bool,
         options: ExchangeOptions,
         native_allreduce: bool = False,
+        aggregators: int = 0,
         commits: bool = True,
         has_moment: bool = False,
     ) -> None: ...

@@ -71,6 +71,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
             stall_limit=ours.communicator.stall_limit,
             loopback=transports.is_loopback(host),
         ),
+        ours.communicator.aggregator_addresses(),
         transports.warn,
         _open,
         ours.communicator.timeout,

@@ -44,9 +44,10 @@ class Communicator:
 
         Args:
             process_group: of torch.distributed, over any backend.
-            keywords: ``timeout``, ``transport``, ``stall_limit``: fields of
-                :class:`CommunicatorOptions`; or ``communicator_options``, such an object, whose
-                ``threads`` are not used: a communicator selects nothing.
+            keywords: ``timeout``, ``transport``, ``stall_limit``, ``aggregators``,
+                ``aggregator_transport``: fields of :class:`CommunicatorOptions`; or
+                ``communicator_options``, such an object, whose ``threads`` are not used: a
+                communicator selects nothing.
 
         Raises:
             RuntimeError: torch.distributed is not initialised, this rank is not in the group, or
@@ -64,9 +65,21 @@ class Communicator:
         options: CommunicatorOptions,
     ) -> Communicator:
         """As :meth:`from_process_group`, for ``call``, which messages name."""
-        limit, stall_limit = options.limit, options.stall_limit
-        made = connect(process_group, limit, options.transport, call=call, stall_limit=stall_limit)
-        return cls(_C.Communicator(made, limit, 1, stall_limit, log_stall))
+        made = connect(
+            process_group,
+            options.limit,
+            options.transport,
+            call=call,
+            stall_limit=options.stall_limit,
+        )
+        return cls._over(made, options)
+
+    @classmethod
+    def _over(cls, transport: _C.Transport, options: CommunicatorOptions) -> Communicator:
+        addresses = options.aggregator_addresses()
+        return cls(
+            _C.Communicator(transport, options.limit, 1, options.stall_limit, log_stall, addresses)
+        )
 
     @classmethod
     def from_mpi(
@@ -109,7 +122,7 @@ class Communicator:
         if problem := next(row["problem"] for row in table() if row["name"] == "mpi"):
             raise RuntimeError(f"sparsecomm has no MPI transport: {problem}")
         transport = _C.mpi_transport(str(MPI_LIBRARY), MPI.Get_library_version(), comm.py2f())
-        return cls(_C.Communicator(transport, options.limit, 1, options.stall_limit, log_stall))
+        return cls._over(transport, options)
 
     @property
     def engine(self) -> _C.Communicator:

@@ -74,8 +74,9 @@ class CompressionState:
             ``state_dict()``. :func:`register_comm_hook` sets them itself. A hook in Python takes
             them from its DDP model in the first step, and if it does not find that, numbers the
             parameters in the order in which DDP's first buckets hold them.
-        keywords: ``timeout``, ``threads``, ``transport``, ``stall_limit``: fields of
-            :class:`CommunicatorOptions`; or ``communicator_options``, such an object.
+        keywords: ``timeout``, ``threads``, ``transport``, ``stall_limit``, ``aggregators``,
+            ``aggregator_transport``: fields of :class:`CommunicatorOptions`; or
+            ``communicator_options``, such an object.
 
     Raises:
         TypeError: an argument of the wrong kind.
@@ -119,6 +120,7 @@ class CompressionState:
             compression.clip_norm or 0.0,
             self._communicator_options.stall_limit,
             log_stall,
+            self._communicator_options.aggregator_addresses(),
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
         weakref.finalize(self, self._native.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypedDict
@@ -11,8 +11,9 @@ from torch._C._distributed_c10d import Backend
 from torch.distributed.distributed_c10d import default_pg_timeout
 from typing_extensions import Unpack
 
+from sparsecomm import _C
 from sparsecomm.compression import check_options
-from sparsecomm.transports import AUTO, STALL_LIMIT, names
+from sparsecomm.transports import AUTO, STALL_LIMIT, aggregator_addresses, names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,9 +33,15 @@ class CommunicatorOptions:
         stall_limit: a rank that waits longer for others, without any progress, logs a warning to
             the logger ``"sparsecomm"`` that names them and says where they are; again when it has
             waited twice as long, and so on until the timeout. ``None``: never.
+        aggregators: addresses of aggregators, such as ``("10.0.0.7:7000",)``, for the algorithm
+            ``"ina"``; the same on all ranks, in the same order. The ranks connect to them in their
+            first operation, which raises on all of them if some rank cannot.
+        aggregator_transport: what moves the messages to aggregators and back: ``"tcp"``, ``"ucx"``,
+            or ``"auto"``, which takes UCX with each aggregator that has it too.
 
     Raises:
-        TypeError: a duration that is not a ``timedelta``.
+        TypeError: a duration that is not a ``timedelta``, or ``aggregators`` that are not a
+            sequence of ``str``.
         ValueError: an argument outside its range.
     """
 
@@ -42,6 +49,8 @@ class CommunicatorOptions:
     threads: int | None = None
     transport: str = AUTO
     stall_limit: timedelta | None = STALL_LIMIT
+    aggregators: Sequence[str] = ()
+    aggregator_transport: str = AUTO
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_limit"):
@@ -61,6 +70,17 @@ class CommunicatorOptions:
             raise ValueError(f"threads={self.threads!r} is not a number of threads; use 1 or more")
         if self.transport not in names():
             raise ValueError(f"transport={self.transport!r} is none of {', '.join(names())}")
+        given = self.aggregators
+        if isinstance(given, str):
+            raise TypeError(f"aggregators={given!r} is one text; give a sequence: ({given!r},)")
+        if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
+            raise TypeError(f"aggregators={given!r} is not a sequence of addresses, HOST:PORT")
+        object.__setattr__(self, "aggregators", tuple(given))
+        self.aggregator_addresses()
+
+    def aggregator_addresses(self) -> _C.AggregatorAddresses:
+        """Returns ``aggregators`` and ``aggregator_transport`` as the engine takes them."""
+        return aggregator_addresses(tuple(self.aggregators), self.aggregator_transport)
 
     @property
     def limit(self) -> timedelta:
@@ -76,6 +96,8 @@ class CommunicatorKeywords(TypedDict, total=False):
     threads: int | None
     transport: str
     stall_limit: timedelta | None
+    aggregators: Sequence[str]
+    aggregator_transport: str
 
 
 COMMUNICATOR_KEYWORDS = tuple(CommunicatorKeywords.__annotations__)

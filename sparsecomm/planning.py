@@ -238,6 +238,7 @@ def explain(
     process_group: dist.ProcessGroup | None = None,
     link: Link | None = None,
     ranks: int | None = None,
+    aggregators: int = 0,
     union: float | None = None,
     dtype: torch.dtype = torch.float32,
     momentum: bool = False,
@@ -265,6 +266,7 @@ def explain(
         process_group: the ranks; the default group if ``None``.
         link: a link given by hand. Needs ``ranks``.
         ranks: how many there would be, with ``link``.
+        aggregators: how many there would be, for ``"ina"``, each on a link like those of the ranks.
         union: entries of the union of all selections over those of one, from 1 (all the same) to
             the number of ranks; as if positions were random if ``None``.
         dtype: of the gradient: float32, float64, float16 or bfloat16.
@@ -350,6 +352,7 @@ def explain(
             selects=True,
             options=options,
             native_allreduce=native_allreduce,
+            aggregators=aggregators,
             commits=commits,
             has_moment=has_moment,
         )

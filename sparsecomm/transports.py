@@ -99,6 +99,16 @@ def connect_options(
     )
 
 
+def aggregator_addresses(addresses: tuple[str, ...], transport: str) -> _C.AggregatorAddresses:
+    """Returns where aggregators are, and what moves the messages to them.
+
+    Raises:
+        ValueError: an address is not HOST:PORT or comes twice, or there is no such transport.
+    """
+    ucx = query_options().ucx
+    return _C.AggregatorAddresses(addresses=addresses, transport=transport, ucx=ucx)
+
+
 def query_options() -> _C.ConnectOptions:
     """Returns how to look for transports, for calls that connect nothing."""
     return _options(settings(), AUTO, timedelta(0))

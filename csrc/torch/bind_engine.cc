@@ -224,22 +224,27 @@ void bind_engine(py::module_& module) {
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,
                        std::optional<PythonDuration> stall_limit,
-                       std::function<void(std::string const&)> log_stall) {
+                       std::function<void(std::string const&)> log_stall,
+                       AggregatorAddresses const& aggregators) {
              CommunicatorOptions options;
              options.timeout = timeout.value;
+             options.aggregator_addresses = aggregators;
              options.stall = make_stall_options(stall_limit, std::move(log_stall));
              options.executor = make_executor(threads);
              return make_communicator(transport.take(), options);
            }),
            py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1,
-           py::arg("stall_limit") = py::none(), py::arg("log_stall") = py::none())
+           py::arg("stall_limit") = py::none(), py::arg("log_stall") = py::none(),
+           py::arg("aggregators") = AggregatorAddresses{})
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)
       .def("services",
            [](Communicator const& self) {
              py::list names;
-             if (self.services().native != nullptr) names.append(name(Needs::native_allreduce));
+             Services const services = self.services();
+             if (services.native != nullptr) names.append(name(Needs::native_allreduce));
+             if (services.aggregators != nullptr) names.append(name(Needs::aggregators));
              return names;
            })
       .def(

@@ -237,9 +237,11 @@ void bind_hooks(py::module_& module) {
       .def(py::init([](ExchangeOptions options, PythonDuration timeout, std::int64_t threads,
                        std::string cuda_library, int dense_below, double clip_norm,
                        std::optional<PythonDuration> stall_limit,
-                       std::function<void(std::string const&)> log_stall) {
+                       std::function<void(std::string const&)> log_stall,
+                       AggregatorAddresses const& aggregators) {
              CommunicatorOptions communicator;
              communicator.timeout = timeout.value;
+             communicator.aggregator_addresses = aggregators;
              communicator.stall = make_stall_options(stall_limit, std::move(log_stall));
              communicator.executor = make_executor(threads);
              return HookState::make(HookOptions{std::move(options), dense_below, clip_norm},
@@ -247,7 +249,7 @@ void bind_hooks(py::module_& module) {
            }),
            py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"),
            py::arg("dense_below"), py::arg("clip_norm"), py::arg("stall_limit") = py::none(),
-           py::arg("log_stall") = py::none())
+           py::arg("log_stall") = py::none(), py::arg("aggregators") = AggregatorAddresses{})
       .def("connect",
            [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
       .def("reconnect",

@@ -28,9 +28,10 @@ std::map<std::string, double> to_map(Figures const& figures) {
 
 Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int64_t union_nnz,
                        std::size_t element_bytes, std::size_t value_bytes, bool selects,
-                       ExchangeOptions const& options, bool native_allreduce, bool commits,
-                       bool has_moment) {
+                       ExchangeOptions const& options, bool native_allreduce, int aggregators,
+                       bool commits, bool has_moment) {
   require(ranks >= 1, "ranks = ", ranks, " is below 1");
+  require(aggregators >= 0, "aggregators = ", aggregators, " is below 0");
   require(extent >= 1 && extent < UINT32_MAX, "numel = ", extent, " is not from 1 to 2^32 - 2");
   require(k >= 1 && k <= extent, "k = ", k, " is not from 1 to numel = ", extent);
   require(union_nnz == 0 || (union_nnz >= k && union_nnz <= extent && union_nnz / ranks <= k),
@@ -45,6 +46,7 @@ Workload make_workload(int ranks, std::int64_t extent, std::int64_t k, std::int6
   workload.value_bytes = value_bytes;
   workload.selects = selects;
   workload.native_allreduce = native_allreduce;
+  workload.aggregators = aggregators;
   workload.commits = commits;
   workload.has_moment = has_moment;
   workload.options = options.collective;
@@ -168,7 +170,7 @@ void bind_planner(py::module_& module) {
       .def(py::init(&make_workload), py::kw_only(), py::arg("ranks"), py::arg("numel"),
            py::arg("k"), py::arg("union_nnz"), py::arg("element_bytes"), py::arg("value_bytes"),
            py::arg("selects"), py::arg("options"), py::arg("native_allreduce") = false,
-           py::arg("commits") = true, py::arg("has_moment") = false);
+           py::arg("aggregators") = 0, py::arg("commits") = true, py::arg("has_moment") = false);
   py::class_<SimulatedPlan>(module, "SimulatedPlan")
       .def(py::init<std::map<std::string, double> const&, Workload const&>(), py::arg("figures"),
            py::arg("workload"))

@@ -17,20 +17,21 @@ void bind_process_group(py::module_& module) {
                        std::optional<std::function<ProcessGroup::BackendPtr()>> make_nccl,
                        std::function<ProcessGroup::OptionsPtr()> make_gloo_options,
                        ProcessGroup::StorePtr store, PythonDuration timeout,
-                       ConnectOptions const& connect, std::function<void(std::string const&)> warn,
+                       ConnectOptions const& connect, AggregatorAddresses const& aggregators,
+                       std::function<void(std::string const&)> warn,
                        std::shared_ptr<OpenCommunicators> open,
                        std::optional<PythonDuration> engine_timeout) {
              return c10::make_intrusive<ProcessGroup>(ProcessGroup::Parts{
                  std::move(gloo), std::move(make_nccl).value_or(nullptr),
                  std::move(make_gloo_options), std::move(store), to_milliseconds(timeout.value),
-                 connect,
+                 connect, aggregators,
                  engine_timeout ? std::optional(to_milliseconds(engine_timeout->value))
                                 : std::nullopt,
                  std::move(warn), std::move(open)});
            }),
            py::arg("gloo"), py::arg("make_nccl"), py::arg("make_gloo_options"), py::arg("store"),
-           py::arg("timeout"), py::arg("connect"), py::arg("warn"), py::arg("open"),
-           py::arg("engine_timeout"));
+           py::arg("timeout"), py::arg("connect"), py::arg("aggregators"), py::arg("warn"),
+           py::arg("open"), py::arg("engine_timeout"));
 }
 
 }  // namespace sparsecomm

@@ -3,6 +3,7 @@
 
 #include "bindings.h"
 #include "connect.h"
+#include "ina/tcp_link.h"
 #include "python_duration.h"
 #include "signal_check.h"
 #include "stall_log.h"
@@ -27,6 +28,16 @@ UcxOptions make_ucx_options(std::string library, std::vector<std::string> altern
   options.reserved = std::move(reserved);
   if (connect_timeout) options.connect_timeout = connect_timeout->value;
   return options;
+}
+
+AggregatorAddresses make_aggregator_addresses(std::vector<std::string> addresses,
+                                              std::string const& transport, UcxOptions const& ucx) {
+  AggregatorAddresses given;
+  given.addresses = std::move(addresses);
+  given.messages = {.transport = message_transport_named(transport, "aggregator_transport"),
+                    .ucx = ucx};
+  if (!given.addresses.empty()) require_addresses(given.addresses);
+  return given;
 }
 
 ConnectOptions make_connect_options(std::string transport, UcxOptions const& ucx, std::string mpi,
@@ -101,6 +112,9 @@ void bind_transport(py::module_& module) {
       .def_readonly("alternatives", &UcxOptions::alternatives)
       .def_readonly("settings", &UcxOptions::settings)
       .def_readonly("reserved", &UcxOptions::reserved);
+  py::class_<AggregatorAddresses>(module, "AggregatorAddresses")
+      .def(py::init(&make_aggregator_addresses), py::kw_only(), py::arg("addresses"),
+           py::arg("transport"), py::arg("ucx"));
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),

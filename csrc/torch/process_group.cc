@@ -297,10 +297,10 @@ Communicator& ProcessGroup::engine() {
   TORCH_CHECK(!closed_, "backend sparsecomm: the process group was shut down or aborted");
   if (!communicator_) {
     std::chrono::milliseconds const timeout = parts_.engine_timeout.value_or(parts_.timeout);
-    CommunicatorOptions const options{.timeout = timeout, .stall = parts_.connect.stall};
-    auto made = std::make_shared<Communicator>(make_transport(timeout), options);
-    parts_.open->add(made);
-    communicator_ = std::move(made);
+    CommunicatorOptions options{.timeout = timeout, .stall = parts_.connect.stall};
+    options.aggregator_addresses = parts_.aggregators;
+    communicator_ = std::make_shared<Communicator>(make_transport(timeout), options);
+    parts_.open->add(communicator_);
   }
   return *communicator_;
 }

@@ -47,6 +47,7 @@ class ProcessGroup final : public c10d::Backend {
     StorePtr store;
     std::chrono::milliseconds timeout;
     ConnectOptions connect;  // the engine, whose timeout is not the one in there
+    AggregatorAddresses aggregators;
     std::optional<std::chrono::milliseconds> engine_timeout;  // the group's if there is none
     std::function<void(std::string const&)> warn;
     std::shared_ptr<OpenCommunicators> open;

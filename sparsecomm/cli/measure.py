@@ -156,9 +156,10 @@ def may_round(algorithm: str) -> bool:
     return any(entry["name"] == algorithm and entry["rounds"] for entry in _C.algorithms())
 
 
-def is_native(algorithm: str) -> bool:
-    needs = {entry["name"]: entry["needs"] for entry in _C.algorithms()}
-    return needs.get(algorithm) == "native_allreduce"
+def needs_service(algorithm: str) -> bool:
+    return any(
+        entry["name"] == algorithm and entry["needs"] != "nothing" for entry in _C.algorithms()
+    )
 
 
 class Case(Protocol):
@@ -452,7 +453,7 @@ def make_row(
         if not math.isnan(each)
     ]
     ours = used is not None
-    counted = used is not None and not is_native(used)
+    counted = used is not None and not needs_service(used)
     if used is not None:
         # Selections of half-precision gradients travel as the f32 that they are summed in.
         value_bytes = max(4, settings.itemsize) if is_sparse(used) else settings.itemsize

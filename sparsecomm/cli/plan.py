@@ -76,6 +76,13 @@ def add_plan(parsers: argparse._SubParsersAction[Any]) -> None:
     add("--density", type=share, default=0.01, metavar="D", help="share selected (0.01)")
     add("--ranks", type=at_least_1, required=True, metavar="P", help="ranks")
     add(
+        "--aggregators",
+        type=at_least_1,
+        default=0,
+        metavar="A",
+        help="that the ranks reach over links as good as theirs (none)",
+    )
+    add(
         "--bandwidth",
         type=reading(parse_bandwidth),
         required=True,
@@ -160,6 +167,7 @@ def run_plan(options: argparse.Namespace) -> int:
             options.density,
             link=Link(options.latency, options.overhead, options.bandwidth),
             ranks=options.ranks,
+            aggregators=options.aggregators,
             union=options.union,
             dtype=DTYPES[options.dtype],
             momentum=options.momentum,

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import aggregators
 import pytest
 
 COMMAND = Path(sys.executable).with_name("sparsecomm-aggregator")
@@ -23,21 +24,9 @@ MAGIC = 0x494E4153
 
 @contextmanager
 def aggregator(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], tuple[str, int]]]:
-    process = subprocess.Popen(
-        [COMMAND, "--listen", "127.0.0.1:0", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line.startswith("listening at 127.0.0.1:"), line
-        host, port = line.removeprefix("listening at ").rsplit(":", 1)
+    with aggregators.aggregator(*arguments, program=COMMAND, log=subprocess.PIPE) as (process, at):
+        host, port = at.rsplit(":", 1)
         yield process, (host, int(port))
-    finally:
-        process.kill()
-        process.communicate(timeout=30)
 
 
 def greet(address: tuple[str, int], worker: int, workers: int) -> socket.socket:
@@ -72,17 +61,10 @@ def test_the_address_may_be_taken_at_once_after_a_kill() -> None:
         connection = greet(address, 0, 1)
         process.kill()
         process.wait(timeout=30)
-    again = subprocess.Popen(
-        [COMMAND, "--listen", f"{address[0]}:{address[1]}"], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert again.stdout is not None
-        assert again.stdout.readline() == f"listening at {address[0]}:{address[1]}\n"
+    at = f"{address[0]}:{address[1]}"
+    with connection, aggregators.aggregator(program=COMMAND, listen=at) as (_, again):
+        assert again == at
         greet(address, 0, 1).close()
-    finally:
-        connection.close()
-        again.kill()
-        again.communicate(timeout=30)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from patience import LONG, PATIENCE, wait_until
-from test_exchange import ALGORITHMS, EVERYWHERE
+from test_exchange import EVERYWHERE, OVER_C10D
 
 import sparsecomm
 from sparsecomm import _C, torch_release
@@ -57,7 +57,7 @@ def test_what_works_is_tried(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         figures = findings[name]["figures"]
         assert figures["latency_us"] > 0
         assert figures["gigabytes_per_second"] > 0
-        there = set(ALGORITHMS if name == "c10d" else EVERYWHERE)
+        there = set(OVER_C10D if name == "c10d" else EVERYWHERE)
         assert set(figures["algorithms"]) == there
     for name in result["build"]["transport_problems"]:
         assert findings[name]["status"] == ABSENT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
@@ -9,16 +10,18 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from aggregators import aggregators
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
 from sparsecomm import _C
 from sparsecomm.schedule import SOURCES
-from sparsecomm.transports import connect, connect_options, table, warn
+from sparsecomm.transports import AUTO, aggregator_addresses, connect, connect_options, table, warn
 
 ALGORITHMS = [row["name"] for row in _C.algorithms()]
 EVERYWHERE = [row["name"] for row in _C.algorithms() if row["needs"] == "nothing"]
+OVER_C10D = [row["name"] for row in _C.algorithms() if row["needs"] != "aggregators"]
 TRANSPORTS = [row["name"] for row in table() if row["connects_processes"] and not row["problem"]]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
 PATTERNS = ["uniform", "clustered", "shared", "zero", "zero on odd ranks", "equal"]
@@ -72,8 +75,8 @@ def check_matrix(
     """
     rank, size = communicator.rank, communicator.size
     for algorithm in ALGORITHMS:
-        if communicator.missing(algorithm):
-            with pytest.raises(ValueError, match='has none; use transport "c10d"'):
+        if missing := communicator.missing(algorithm):
+            with pytest.raises(ValueError, match=re.escape(missing)):
                 _C.Exchange(communicator, 10, torch.float32, make_options(algorithm, 1.0))
             continue
         for dtype in dtypes:
@@ -108,7 +111,7 @@ def check_matrix(
     return counters["sent_bytes"], counters["received_bytes"]
 
 
-def _check_matrix(transport: str) -> tuple[int, int]:
+def _check_matrix(transport: str, addresses: tuple[str, ...]) -> tuple[int, int]:
     def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
         return tensor
@@ -118,8 +121,13 @@ def _check_matrix(transport: str) -> tuple[int, int]:
         return tensor
 
     patience = timedelta(seconds=30)
-    communicator = _C.Communicator(connect(None, patience, transport), patience)
+    communicator = _C.Communicator(
+        connect(None, patience, transport),
+        patience,
+        aggregators=aggregator_addresses(addresses, AUTO),
+    )
     assert communicator.transport.startswith(transport)
+    assert not communicator.missing("ina")
     return check_matrix(communicator, sum_over_ranks, of_first_rank)
 
 
@@ -133,7 +141,8 @@ def _check_matrix(transport: str) -> tuple[int, int]:
     ],
 )
 def test_conservation_and_identical_replicas(size: int, transport: str) -> None:
-    counted = run_ranks(size, _check_matrix, transport, timeout=200)
+    with aggregators(2) as addresses:
+        counted = run_ranks(size, _check_matrix, transport, addresses, timeout=200)
     sent, received = (sum(column) for column in zip(*counted, strict=True))
     assert sent == received
 

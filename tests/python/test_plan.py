@@ -218,6 +218,17 @@ def test_plan_answers_what_one_would_gain(capsys: pytest.CaptureFixture[str]) ->
     assert {row["algorithm"] for row in plan["ranking"]} == {r["name"] for r in _C.algorithms()}
 
 
+def test_plan_counts_on_aggregators_that_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for count in (0, 1, 4):
+        arguments = ["plan", "--numel", "10M", "--ranks", "8", "--bandwidth", "10gbit", "--json"]
+        assert main([*arguments, *(["--aggregators", str(count)] if count else [])]) == 0
+        ranking = json.loads(capsys.readouterr().out)["ranking"]
+        [found[count]] = [row for row in ranking if row["algorithm"] == "ina"]
+    assert [row["candidate"] for row in found.values()] == [False, True, True]
+    assert found[0]["messages"] == found[1]["messages"] < found[4]["messages"]
+
+
 @pytest.mark.parametrize(
     ("option", "value", "text"),
     [
@@ -225,6 +236,7 @@ def test_plan_answers_what_one_would_gain(capsys: pytest.CaptureFixture[str]) ->
         ("--latency", "20", "'20' is not a time"),
         ("--numel", "5B", "'5B' is not from 1"),
         ("--ranks", "0", "whole number"),
+        ("--aggregators", "0", "whole number"),
         ("--union", "100", "union=100.0 is not from 1 to the number of ranks, 4"),
     ],
 )

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from logs import Collect
 from patience import LONG, LONG_TIME, PATIENCE
 from ranks import end_soon, run_ranks
-from test_exchange import ALGORITHMS, EVERYWHERE, exchange_ones, make_options
+from test_exchange import EVERYWHERE, OVER_C10D, exchange_ones, make_options
 
 import sparsecomm
 from sparsecomm import _C, transports
@@ -472,7 +472,7 @@ def _messages_of_two_steps(algorithm: str) -> int:
 def _fail(name: str) -> list[tuple[str, str, bool]]:
     """Of each algorithm: what an exchange said, and whether nothing was lost in it."""
     said = []
-    for algorithm in ALGORITHMS:
+    for algorithm in OVER_C10D:
         message = random.Random(f"{name} {algorithm}").randrange(_messages_of_two_steps(algorithm))
         transport = connect(None, LONG_TIME, "c10d")
         if dist.get_rank() == CULPRIT:
@@ -503,7 +503,7 @@ def _fail(name: str) -> list[tuple[str, str, bool]]:
 def test_survivors_of_a_fault_name_the_rank_and_lose_nothing(name: str) -> None:
     outcomes = run_ranks(3, _fail, name, timeout=150)
     for rank in {0, 1, 2} - {CULPRIT}:
-        assert [algorithm for algorithm, _, _ in outcomes[rank]] == ALGORITHMS
+        assert [algorithm for algorithm, _, _ in outcomes[rank]] == OVER_C10D
         for algorithm, text, conserved in outcomes[rank]:
             assert text.startswith(f"rank {CULPRIT} "), (algorithm, text)
             assert conserved, (algorithm, text)

@@ -155,7 +155,7 @@ def collectives(tensor: Tensor) -> None:
 
 
 def groups() -> sparsecomm.Options:
-    options = sparsecomm.Options(transport="ucx", stall_limit=None)
+    options = sparsecomm.Options(transport="ucx", stall_limit=None, aggregators=["one:7000"])
     sparsecomm.Options(bandwidth=3)  # type: ignore[call-arg]
     dist.init_process_group("sparsecomm", pg_options=options)
     return options

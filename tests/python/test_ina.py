@@ -1,0 +1,249 @@
+"""The algorithm "ina" through aggregators whose addresses users give."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import pytest
+import test_collectives
+import torch
+import torch.distributed as dist
+from aggregators import aggregator, aggregators
+from models import flat, make_ddp, make_model, train
+from patience import LONG, LONG_TIME
+from ranks import run_ranks
+
+import sparsecomm
+from sparsecomm import Communicator, CommunicatorOptions, Compression, collectives
+
+INA = "ina"
+
+
+def connected(addresses: tuple[str, ...], **keywords: Any) -> Communicator:
+    return Communicator.from_process_group(aggregators=addresses, timeout=LONG_TIME, **keywords)
+
+
+def total_of_ranks() -> int:
+    return sum(range(1, dist.get_world_size() + 1))
+
+
+def own_tensor() -> torch.Tensor:
+    return torch.full((1000,), dist.get_rank() + 1)
+
+
+def _reduce(size: int, addresses: tuple[str, ...], transport: str) -> None:
+    with connected(addresses, aggregator_transport=transport) as communicator:
+        assert communicator.engine.services().count("aggregators") == (size > 1)
+        group = dist.distributed_c10d._get_default_group()
+        collectives._of_group[group] = communicator
+        test_collectives.EXACT = (INA,)
+        test_collectives.allreduce_matrix(size)
+        test_collectives.dense_tensors_like_gloo(size)
+        test_collectives.non_finite(size)
+        test_collectives.rounding(size)
+        # Large enough for several rounds of every stream.
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        whole = torch.randint(-1000, 1000, (1 << 20,), generator=generator)
+        broken = torch.randn(1 << 20, generator=generator)
+        for tensor in (whole, whole.int(), broken, broken.double()):
+            expected = tensor.clone()
+            dist.all_reduce(expected)
+            before = communicator.counters()["sent_bytes"]
+            sparsecomm.allreduce(tensor, INA, communicator=communicator)
+            torch.testing.assert_close(tensor, expected)  # of integers, equal
+            # The elements went to aggregators, not to ranks.
+            assert communicator.counters()["sent_bytes"] - before < 10_000
+        collectives._of_group.pop(group)
+
+
+@pytest.mark.parametrize(
+    ("size", "count", "transport"),
+    [(1, 1, "auto"), (2, 1, "tcp"), (3, 2, "auto"), (2, 2, "tcp")],
+)
+def test_reduces_every_type_and_op(size: int, count: int, transport: str) -> None:
+    with aggregators(count) as addresses:
+        run_ranks(size, _reduce, size, addresses, transport, timeout=120)
+
+
+def _train(addresses: tuple[str, ...]) -> None:
+    state = sparsecomm.CompressionState(
+        Compression(density=1.0, algorithm=INA), aggregators=addresses, timeout=LONG_TIME
+    )
+    plain, through = make_ddp(make_model()), make_ddp(make_model())
+    sparsecomm.register_comm_hook(through, state)
+    for ddp in (plain, through):
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(3))
+    torch.testing.assert_close(flat(through.parameters()), flat(plain.parameters()))
+
+
+def test_a_state_of_ddp_trains_through_them() -> None:
+    with aggregators(2) as addresses:
+        run_ranks(2, _train, addresses)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ("host:7000", TypeError, "give a sequence"),
+        (7000, TypeError, "not a sequence of addresses, HOST:PORT"),
+        ((7000,), TypeError, "not a sequence of addresses, HOST:PORT"),
+        (("host",), ValueError, 'address is "host", must be HOST:PORT'),
+        (("host:70000",), ValueError, "host:70000"),
+        ((":7000",), ValueError, "must name a host and a port"),
+        (("host:0",), ValueError, "must name a host and a port"),
+        (("one:7000", "two:7000", "one:7000"), ValueError, "one:7000 of an aggregator is given tw"),
+    ],
+)
+def test_bad_lists_are_refused_at_once(given: Any, error: type[Exception], text: str) -> None:
+    for make in (CommunicatorOptions, sparsecomm.Options, sparsecomm.DenseOverlapState):
+        with pytest.raises(error, match=text):
+            make(aggregators=given)
+
+
+def test_the_transport_to_them_is_one_of_three() -> None:
+    with pytest.raises(ValueError, match='aggregator_transport is "udp", must be auto, tcp or ucx'):
+        CommunicatorOptions(aggregator_transport="udp")
+
+
+def test_options_keep_a_list_as_a_tuple() -> None:
+    options = CommunicatorOptions(aggregators=["one:7000", "[::1]:7000"])
+    assert options.aggregators == ("one:7000", "[::1]:7000")
+    assert hash(options) == hash(CommunicatorOptions(aggregators=options.aggregators))
+
+
+def _missing() -> None:
+    with Communicator.from_process_group() as communicator:
+        assert communicator.engine.services().count("aggregators") == 0
+        assert "give it the addresses of some" in communicator.engine.missing(INA)
+        with pytest.raises(RuntimeError, match="it needs aggregators and has none"):
+            sparsecomm.allreduce(torch.ones(10), INA, communicator=communicator)
+        assert sparsecomm.allreduce(torch.ones(10), communicator=communicator)[0] == 2
+
+
+def test_without_addresses_all_ranks_say_what_to_do_and_go_on() -> None:
+    run_ranks(2, _missing)
+
+
+def free_address() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{free.getsockname()[1]}"
+
+
+def _unreachable(address: str, there: str) -> str:
+    tensor = own_tensor()
+    with connected((there, address)) as communicator:
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="the aggregators cannot be used") as raised:
+            sparsecomm.allreduce(tensor, communicator=communicator)
+        assert time.monotonic() - start < LONG / 2
+        assert torch.equal(tensor, own_tensor())
+        # Who starts what is missing goes on with the same communicator.
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with aggregator(listen=address):
+                dist.barrier()
+                sparsecomm.allreduce(tensor, INA, communicator=communicator)
+                dist.barrier()
+        else:
+            dist.barrier()
+            sparsecomm.allreduce(tensor, INA, communicator=communicator)
+            dist.barrier()
+    assert (tensor == total_of_ranks()).all()
+    return str(raised.value)
+
+
+def test_an_address_that_is_not_reached_is_named_on_all_ranks_which_may_try_again() -> None:
+    address = free_address()
+    with aggregators(1) as (there,):
+        said = run_ranks(3, _unreachable, address, there)
+    assert said == [said[0]] * 3
+    assert "rank 0: cannot connect to " + address in said[0]
+
+
+def _disagree(lists: list[tuple[str, ...]]) -> str:
+    tensor = own_tensor()
+    with (
+        connected(lists[dist.get_rank()]) as communicator,
+        pytest.raises(RuntimeError, match="ranks disagree") as raised,
+    ):
+        sparsecomm.allreduce(tensor, communicator=communicator)
+    assert torch.equal(tensor, own_tensor())
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("others", ["the same in another order", "one", "none"])
+def test_ranks_with_different_lists_all_name_them(others: str) -> None:
+    with aggregators(2) as (one, two):
+        first = (one, two)
+        second = {"one": (one,), "none": ()}.get(others, (two, one))
+        said = run_ranks(2, _disagree, [first, second])
+    assert said[0] == said[1]
+    assert "aggregators: " in said[0]
+    for rank, addresses in enumerate((first, second)):
+        assert f"{', '.join(addresses) or 'nothing'} on rank {rank}" in said[0]
+
+
+def _lazy(addresses: tuple[str, ...], reached: bool) -> str:
+    sparse = own_tensor().to_sparse()
+    try:
+        dist.all_reduce(sparse)
+    except RuntimeError as error:
+        return str(error)
+    assert reached
+    assert (sparse.to_dense() == total_of_ranks()).all()
+    return ""
+
+
+def _as_backend(addresses: tuple[str, ...], reached: bool) -> str:
+    store = dist.distributed_c10d._get_default_store()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "sparsecomm",
+        store=dist.PrefixStore("again", store),
+        rank=rank,
+        world_size=size,
+        pg_options=sparsecomm.Options(aggregators=addresses),
+    )
+    return _lazy(addresses, reached)
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_the_backend_joins_them_in_its_first_operation(reached: bool) -> None:
+    with aggregators(1) as (there,):
+        address = there if reached else free_address()
+        said = run_ranks(2, _as_backend, (address,), reached)
+    assert said[0] == said[1]
+    assert reached == (said[0] == "")
+    assert reached or address in said[0]
+
+
+def _end(how: str, address: str) -> None:
+    communicator = connected((address,))
+    work = None
+    if how == "close":
+        work = sparsecomm.allreduce(own_tensor(), communicator=communicator, async_op=True)
+        time.sleep(0.5)
+    start = time.monotonic()
+    if work is not None:
+        communicator.close()
+        with pytest.raises(RuntimeError):
+            work.wait()
+    else:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            sparsecomm.allreduce(own_tensor(), communicator=communicator)
+        communicator.close()
+    assert time.monotonic() - start < 10
+
+
+@pytest.mark.parametrize("how", ["close", "Ctrl-C"])
+def test_what_ends_the_wait_for_one_that_does_not_answer(how: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        run_ranks(2, _end, how, f"127.0.0.1:{silent.getsockname()[1]}")
