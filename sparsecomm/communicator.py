@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from sparsecomm import _C
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
-from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_stall, table
+from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_trouble, table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -78,7 +78,9 @@ class Communicator:
     def _over(cls, transport: _C.Transport, options: CommunicatorOptions) -> Communicator:
         addresses = options.aggregator_addresses()
         return cls(
-            _C.Communicator(transport, options.limit, 1, options.stall_limit, log_stall, addresses)
+            _C.Communicator(
+                transport, options.limit, 1, options.stall_limit, log_trouble, addresses
+            )
         )
 
     @classmethod
@@ -153,9 +155,14 @@ class Communicator:
     def counters(self) -> dict[str, int]:
         """Bytes sent and received and messages sent by this rank, as of the last operation.
 
-        Keys: ``sent_bytes``, ``received_bytes``, ``messages``.
+        Keys: ``sent_bytes``, ``received_bytes``, ``messages``. Bytes to and from aggregators are
+        among them.
         """
         return self.engine.counters()
+
+    def lost_aggregators(self) -> dict[str, str]:
+        """The aggregators that are done without, as of the last operation: address and reason."""
+        return self.engine.lost_aggregators()
 
     def close(self) -> None:
         """Breaks off what runs and gives the connections back. Closing twice does nothing.

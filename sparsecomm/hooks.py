@@ -33,7 +33,7 @@ from sparsecomm.reducer import ModelFinder
 from sparsecomm.schedule import check_density
 from sparsecomm.transports import (
     connect,
-    log_stall,
+    log_trouble,
     require_initialised,
 )
 
@@ -119,7 +119,7 @@ class CompressionState:
             compression.dense_below,
             compression.clip_norm or 0.0,
             self._communicator_options.stall_limit,
-            log_stall,
+            log_trouble,
             self._communicator_options.aggregator_addresses(),
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
@@ -261,6 +261,8 @@ class CompressionState:
         ``select_seconds``, ``exchange_seconds`` and ``apply_seconds``, each summed over the groups;
         ``exposed_seconds``, which no backward pass hid: from when the last bucket of a step had
         come to when the last group's result was written (on a CUDA device: enqueued).
+
+        ``lost_aggregators`` maps the address of each aggregator that is done without to the reason.
 
         ``last_step`` is a dict with these figures of the last step of all groups, but for
         ``steps``, and with ``observed_seconds`` and, where a plan chose in every group,

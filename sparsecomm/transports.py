@@ -106,7 +106,9 @@ def aggregator_addresses(addresses: tuple[str, ...], transport: str) -> _C.Aggre
         ValueError: an address is not HOST:PORT or comes twice, or there is no such transport.
     """
     ucx = query_options().ucx
-    return _C.AggregatorAddresses(addresses=addresses, transport=transport, ucx=ucx)
+    return _C.AggregatorAddresses(
+        addresses=addresses, transport=transport, ucx=ucx, log=log_trouble
+    )
 
 
 def query_options() -> _C.ConnectOptions:
@@ -140,7 +142,7 @@ def _options(
         timeout=timeout,
         call=call,
         stall_limit=stall_limit,
-        log_stall=log_stall,
+        log_stall=log_trouble,
     )
 
 
@@ -222,8 +224,8 @@ def warn(text: str) -> None:
     _LOG.warning("%s", text)
 
 
-def log_stall(text: str) -> None:
-    """Logs a warning of a rank that waits, every time."""
+def log_trouble(text: str) -> None:
+    """Logs a warning of a rank that waits, or of a lost aggregator, every time."""
     _LOG.warning("%s", text)
 
 

@@ -37,6 +37,7 @@ constexpr char const* waits_for_itself =
 std::unique_ptr<JoinAggregators> make_joining(CommunicatorOptions& options, int size) {
   if (options.aggregator_addresses.addresses.empty() || size == 1) return nullptr;
   auto joining = std::make_unique<JoinAggregators>(options.aggregator_addresses);
+  options.log_aggregator = options.aggregator_addresses.log;
   options.aggregators = joining->link();
   return joining;
 }
@@ -274,8 +275,17 @@ std::vector<AggregatorLoss> Communicator::lost_aggregators() const {
 
 // After an operation, with the lock held.
 void Communicator::count() {
-  counters_ = transport_->counters();
+  counters_ = counters_now();
   if (aggregators_) lost_aggregators_ = aggregators_->lost();
+}
+
+Counters Communicator::counters_now() const {
+  Counters counters = transport_->counters();
+  if (aggregators_) {
+    counters.sent_bytes.push_back(aggregators_->sent_bytes());
+    counters.received_bytes.push_back(aggregators_->received_bytes());
+  }
+  return counters;
 }
 
 void Communicator::progress() {

@@ -198,9 +198,11 @@ class Communicator final : private Commit {
   bool take_requested() { return requested_.exchange(false); }
   Clock const& clock() const { return clock_; }
   Executor const& executor() const { return *options_.executor; }
-  // As of the last completed operation.
+  // As of the last completed operation; bytes to and from aggregators stand behind those of ranks.
   Counters counters() const;
   std::vector<AggregatorLoss> lost_aggregators() const;
+  // As of now, for an operation that runs.
+  Counters counters_now() const;
   // The figures of this transport and processor, for an operation that runs.
   LinkModel& link_model() { return *link_model_; }
 

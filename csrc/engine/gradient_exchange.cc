@@ -278,7 +278,7 @@ Proposal GradientExchange<T>::prepare() {
   await_gradient();
   before_ = stats_;
   state_before_ = state_;
-  traffic_before_ = Traffic::of(communicator_->transport().counters());
+  traffic_before_ = Traffic::of(communicator_->counters_now());
   lacks_threshold_ = true;
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
@@ -379,7 +379,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
 template <class T>
 void GradientExchange<T>::record(AlgorithmEntry const& algorithm, std::optional<double> predicted,
                                  double seconds) {
-  Traffic const traffic = Traffic::of(communicator_->transport().counters());
+  Traffic const traffic = Traffic::of(communicator_->counters_now());
   last_ = {.algorithm = algorithm.name,
            .step = state_.step,
            .finite = delivered_,

@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <span>
 #include <string>
@@ -42,6 +43,11 @@ class AggregatorLost : public Error {
 struct AggregatorLoss {
   std::string address, why;
 };
+inline std::map<std::string, std::string> reasons(std::vector<AggregatorLoss> const& losses) {
+  std::map<std::string, std::string> why;
+  for (auto const& loss : losses) why.emplace(loss.address, loss.why);
+  return why;
+}
 
 class InaClient {
  public:

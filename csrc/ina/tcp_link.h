@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <span>
 #include <string>
@@ -19,6 +20,8 @@ struct AggregatorAddresses {
   std::vector<std::string> addresses;  // "HOST:PORT", at most 64
   MessageOptions messages;
   Duration connect_timeout = std::chrono::seconds(30);  // of connecting to all of them
+  // Told of each that is lost, once, by the thread that runs an operation.
+  std::function<void(std::string const&)> log = {};
 };
 
 // Throws InvalidArgument where there is none, or one is not HOST:PORT or comes twice.

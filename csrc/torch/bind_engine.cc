@@ -255,7 +255,9 @@ void bind_engine(py::module_& module) {
           py::arg("algorithm"))
       .def("close", &close_communicator)
       .def("figures", &figures_of, py::call_guard<py::gil_scoped_release>())
-      .def("counters", [](Communicator const& self) { return counters_of(self.counters()); });
+      .def("counters", [](Communicator const& self) { return counters_of(self.counters()); })
+      .def("lost_aggregators",
+           [](Communicator const& self) { return reasons(self.lost_aggregators()); });
 
   py::class_<Exchange>(module, "Exchange")
       .def(py::init([](std::shared_ptr<Communicator> communicator, std::int64_t numel,

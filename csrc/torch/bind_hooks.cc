@@ -212,6 +212,7 @@ py::dict stats_dict(HookState const& state) {
   result["exchange_seconds"] = seconds(stats.exchange.exchange);
   result["apply_seconds"] = seconds(stats.exchange.apply);
   result["exposed_seconds"] = seconds(stats.exposed);
+  result["lost_aggregators"] = reasons(stats.lost_aggregators);
   py::list groups;
   for (GroupStats const& group : stats.groups) {
     if (!group.last.algorithm.empty()) groups.append(group_dict(group));

@@ -360,7 +360,8 @@ void HookState::set_density(double density) {
 HookStats HookState::stats() const {
   Entry const entry(*this);
   require_idle("read the statistics");
-  HookStats total{left_, counters(), exposed_, {}};
+  HookStats total{left_, counters(), exposed_, {}, {}};
+  if (communicator_) total.lost_aggregators = communicator_->lost_aggregators();
   if (step_) total.exposed += step_->time_exposed();
   for (auto const& group : groups_) {
     total.exchange += group->stats();

@@ -89,7 +89,8 @@ struct HookStats {
   Counters counters;       // of the communicator
   // What steps took after their last bucket had come, until all groups were done.
   Duration exposed{};
-  std::vector<GroupStats> groups;  // of the last step
+  std::vector<GroupStats> groups;                // of the last step
+  std::vector<AggregatorLoss> lost_aggregators;  // by the communicator
 };
 
 // Thread-safe: a call waits for one on another thread to return, and one from a callback or a
