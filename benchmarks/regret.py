@@ -60,7 +60,8 @@ KERNELS = {
     "scatter": 3e-9,
     "reduce": 4e-10,
 }
-UNUSED = {"momentum": 0.0}  # the gradients that are simulated have none
+# What is simulated has none of these.
+UNUSED = {"momentum": 0.0, "aggregator_round": 0.0, "aggregator_byte": 0.0}
 
 
 @dataclass(frozen=True)
