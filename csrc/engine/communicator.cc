@@ -32,26 +32,6 @@ constexpr char const* waits_for_itself =
     "operations, or the handler of a log message or of a signal, would wait for itself; start the "
     "operation with async_op=True and wait for it on another thread, or after the handler";
 
-// Has the ranks join the aggregators whose addresses they were given. Null: there is nothing to
-// join; a rank alone needs none.
-std::unique_ptr<JoinAggregators> make_joining(CommunicatorOptions& options, int size) {
-  if (options.aggregator_addresses.addresses.empty() || size == 1) return nullptr;
-  auto joining = std::make_unique<JoinAggregators>(options.aggregator_addresses);
-  options.log_aggregator = options.aggregator_addresses.log;
-  options.aggregators = joining->link();
-  return joining;
-}
-
-// A wait for an aggregator ends when those for ranks do.
-std::unique_ptr<InaClient> make_client(CommunicatorOptions& options, Transport const& transport,
-                                       Interruptibles& interruptibles) {
-  if (!options.aggregators) return nullptr;
-  interruptibles.push_back(options.aggregators);
-  return std::make_unique<InaClient>(std::move(options.aggregators), transport.rank(),
-                                     options.aggregator_streams, options.aggregator_patience,
-                                     std::move(options.log_aggregator));
-}
-
 }  // namespace
 
 struct Communicator::Handle::State {
@@ -277,6 +257,10 @@ std::vector<AggregatorLoss> Communicator::lost_aggregators() const {
 void Communicator::count() {
   counters_ = counters_now();
   if (aggregators_) lost_aggregators_ = aggregators_->lost();
+}
+
+Figures const& Communicator::figures(Channel& channel) {
+  return link_model_->figures(channel, services());
 }
 
 Counters Communicator::counters_now() const {

@@ -204,7 +204,7 @@ class Communicator final : private Commit {
   // As of now, for an operation that runs.
   Counters counters_now() const;
   // The figures of this transport and processor, for an operation that runs.
-  LinkModel& link_model() { return *link_model_; }
+  Figures const& figures(Channel& channel);
 
  private:
   struct Item {

@@ -340,8 +340,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   if (planned_ && !warmup) {
     plan_.observe(agreed_on.previous_seconds, agreed_on.previous_entries, k(), state_.step);
     if (plan_.algorithm() == nullptr) {
-      plan_.begin(communicator_->link_model().figures(channel, communicator_->services()),
-                  workload(), state_.step);
+      plan_.begin(communicator_->figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
     }
     predicted = plan_.expected(workload(), state_.step);

@@ -89,4 +89,21 @@ void JoinAggregators::run(Channel& channel, Agreement const& agreement) {
   throw AggregatorsUnavailable(text);
 }
 
+std::unique_ptr<JoinAggregators> make_joining(CommunicatorOptions& options, int size) {
+  if (options.aggregator_addresses.addresses.empty() || size == 1) return nullptr;
+  auto joining = std::make_unique<JoinAggregators>(options.aggregator_addresses);
+  options.log_aggregator = options.aggregator_addresses.log;
+  options.aggregators = joining->link();
+  return joining;
+}
+
+std::unique_ptr<InaClient> make_client(CommunicatorOptions& options, Transport const& transport,
+                                       Interruptibles& interruptibles) {
+  if (!options.aggregators) return nullptr;
+  interruptibles.push_back(options.aggregators);
+  return std::make_unique<InaClient>(std::move(options.aggregators), transport.rank(),
+                                     options.aggregator_streams, options.aggregator_patience,
+                                     std::move(options.log_aggregator));
+}
+
 }  // namespace sparsecomm

@@ -56,4 +56,13 @@ class JoinAggregators final : public Operation {
   CensusAllreduce<Problem> problems_;
 };
 
+// Of a communicator whose ranks were given addresses, whose link becomes that of the options; null:
+// there is nothing to join. A rank alone needs none.
+std::unique_ptr<JoinAggregators> make_joining(CommunicatorOptions& options, int size);
+
+// Over the link of the options; null: it has none. A wait for an aggregator ends when those for
+// ranks do.
+std::unique_ptr<InaClient> make_client(CommunicatorOptions& options, Transport const& transport,
+                                       Interruptibles& interruptibles);
+
 }  // namespace sparsecomm

@@ -29,16 +29,14 @@ class LinkModel {
 // Measures the communicator's figures, where no operation has needed them yet.
 class Calibration final : public Operation {
  public:
-  explicit Calibration(Communicator& communicator)
-      : model_(communicator.link_model()), communicator_(communicator) {}
+  explicit Calibration(Communicator& communicator) : communicator_(communicator) {}
   Proposal prepare() override { return {.text = "operation=calibration"}; }
   void run(Channel& channel, Agreement const& /*agreement*/) override {
-    figures_ = model_.figures(channel, communicator_.services());
+    figures_ = communicator_.figures(channel);
   }
   Figures const& figures() const { return figures_; }  // once it has ended
 
  private:
-  LinkModel& model_;
   Communicator& communicator_;
   Figures figures_;
 };

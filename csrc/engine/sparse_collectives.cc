@@ -160,9 +160,7 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCount
     auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
       return can_reduce(entry) && given.meets(entry.needs);
     };
-    return rank_algorithms(workload(channel, problem),
-                           communicator_.link_model().figures(channel, communicator_.services()),
-                           eligible)
+    return rank_algorithms(workload(channel, problem), communicator_.figures(channel), eligible)
         .front()
         .algorithm;
   });
