@@ -147,7 +147,7 @@ Cost ina_cost(CostShape const& shape, AlgorithmOptions const& options) {
       shape.union_nnz > 0 ? shape.union_nnz : shape.k * std::uint64_t(shape.ranks));
   double const share = filled_blocks(all, extent, static_cast<double>(blocks), shape.predicts()) /
                        static_cast<double>(blocks);
-  auto const streams = static_cast<std::uint64_t>(shape.aggregators * InaClient::default_streams);
+  auto const streams = static_cast<std::uint64_t>(shape.aggregators) * InaClient::default_streams;
   double rounds = 0, numbers = 0, longest = 0;
   for (std::uint64_t i = 0; i < streams; ++i) {
     std::uint64_t const own = blocks * (i + 1) / streams - blocks * i / streams;
