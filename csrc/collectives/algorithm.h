@@ -96,6 +96,8 @@ struct Cost {
   double aggregator_load = 0;
   bool exact = false;  // messages and bytes are what is counted; otherwise upper bounds
 
+  double received_bytes() const { return bytes + aggregator_bytes; }
+
   // One after the other.
   friend Cost operator+(Cost const& a, Cost const& b) {
     return {a.rounds + b.rounds,

@@ -129,7 +129,7 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   std::size_t const payload = workload.selects ? sizeof(StepPayload) : sizeof(EntryCounts);
   Cost const cost = operation_cost(entry, shape, workload.options, payload, workload.commits);
 
-  prediction.bytes = cost.bytes + cost.aggregator_bytes;
+  prediction.bytes = cost.received_bytes();
   prediction.messages = cost.messages;
   prediction.latency = cost.rounds * link.round + cost.messages * link.message;
   prediction.transfer =

@@ -184,9 +184,10 @@ py::list describe_algorithms() {
 // Upper bounds for one rank and one exchange, which ends a step: messages sent, bytes received.
 std::pair<double, double> cost_of(std::string const& algorithm, int ranks, std::uint64_t extent,
                                   std::uint64_t k, double value_bytes) {
-  Cost const cost = operation_cost(find_algorithm(algorithm), {ranks, extent, k, value_bytes}, {},
-                                   sizeof(StepPayload), true);
-  return {cost.messages, cost.bytes};
+  AlgorithmEntry const& entry = find_algorithm(algorithm);
+  Cost const cost = operation_cost(entry, {ranks, extent, entry.sparse ? k : extent, value_bytes},
+                                   {}, sizeof(StepPayload), true);
+  return {cost.messages, cost.received_bytes()};
 }
 
 py::dict build_info() {

