@@ -106,7 +106,7 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       aggregators_(make_client(options_, *transport_, *interruptibles_)),
       link_model_(std::make_unique<LinkModel>(clock, options_.timeout, options_.figures)),
       intents_(transport_->size()),
-      counters_(transport_->size()),
+      counters_(transport_->size() + 1),  // count() appends without allocating
       watch_(options_.stall.log && transport_->size() > 1
                  ? std::make_unique<StallWatch>(*transport_, options_.stall, options_.timeout)
                  : nullptr) {
@@ -248,28 +248,24 @@ Counters Communicator::counters() const {
   return counters_;
 }
 
-std::vector<AggregatorLoss> Communicator::lost_aggregators() const {
-  std::lock_guard const lock(mutex_);
-  return lost_aggregators_;
-}
-
 // After an operation, with the lock held.
 void Communicator::count() {
-  counters_ = counters_now();
-  if (aggregators_) lost_aggregators_ = aggregators_->lost();
+  counters_ = transport_->counters();
+  if (!aggregators_) return;
+  counters_.sent_bytes.push_back(aggregators_->sent_bytes());
+  counters_.received_bytes.push_back(aggregators_->received_bytes());
 }
 
 Figures const& Communicator::figures(Channel& channel) {
   return link_model_->figures(channel, services());
 }
 
-Counters Communicator::counters_now() const {
-  Counters counters = transport_->counters();
-  if (aggregators_) {
-    counters.sent_bytes.push_back(aggregators_->sent_bytes());
-    counters.received_bytes.push_back(aggregators_->received_bytes());
-  }
-  return counters;
+Traffic Communicator::traffic() const {
+  Traffic traffic = Traffic::of(transport_->counters());
+  if (!aggregators_) return traffic;
+  traffic.sent_bytes += aggregators_->sent_bytes();
+  traffic.received_bytes += aggregators_->received_bytes();
+  return traffic;
 }
 
 void Communicator::progress() {

@@ -45,6 +45,7 @@
 #include "engine/observer.h"
 #include "engine/proposal.h"
 #include "engine/stall.h"
+#include "engine/step_record.h"
 #include "ina/client.h"
 #include "ina/tcp_link.h"
 #include "transport/interruptible.h"
@@ -200,9 +201,11 @@ class Communicator final : private Commit {
   Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation; bytes to and from aggregators stand behind those of ranks.
   Counters counters() const;
-  std::vector<AggregatorLoss> lost_aggregators() const;
+  std::vector<AggregatorLoss> lost_aggregators() const {
+    return aggregators_ ? aggregators_->lost() : std::vector<AggregatorLoss>{};
+  }
   // As of now, for an operation that runs.
-  Counters counters_now() const;
+  Traffic traffic() const;
   // The figures of this transport and processor, for an operation that runs.
   Figures const& figures(Channel& channel);
 
@@ -270,7 +273,6 @@ class Communicator final : private Commit {
   bool reported_ = false;             // what became of the operation here
   char const* broken_off_ = nullptr;  // why, where another thread has ended what runs
   Counters counters_;
-  std::vector<AggregatorLoss> lost_aggregators_;
   std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
   std::once_flag closed_;

@@ -147,11 +147,15 @@ void Communicator::commit(Channel& channel) {
 // throw. True if the operation stands all the same.
 bool Communicator::conclude_failure(std::exception_ptr error, bool committing,
                                     Interrupt const* interrupt) {
-  // Peers are not to wait for this rank if it has no memory for a report either.
+  // Peers are not to wait for this rank if it has no memory for a report either; those that wait
+  // for aggregators hear of it through them.
   struct AbortAtLast {
-    Transport& transport;
-    ~AbortAtLast() { transport.abort(); }
-  } const at_last{*transport_};
+    Communicator& communicator;
+    ~AbortAtLast() {
+      communicator.transport_->abort();
+      if (communicator.aggregators_) communicator.aggregators_->leave();
+    }
+  } const at_last{*this};
   if (watch_) watch_->stop();  // before the others' silence becomes an error
   bool told_to = interrupt != nullptr && interrupt->raised();
   {

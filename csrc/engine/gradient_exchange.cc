@@ -278,7 +278,7 @@ Proposal GradientExchange<T>::prepare() {
   await_gradient();
   before_ = stats_;
   state_before_ = state_;
-  traffic_before_ = Traffic::of(communicator_->counters_now());
+  traffic_before_ = communicator_->traffic();
   lacks_threshold_ = true;
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
@@ -378,7 +378,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
 template <class T>
 void GradientExchange<T>::record(AlgorithmEntry const& algorithm, std::optional<double> predicted,
                                  double seconds) {
-  Traffic const traffic = Traffic::of(communicator_->counters_now());
+  Traffic const traffic = communicator_->traffic();
   last_ = {.algorithm = algorithm.name,
            .step = state_.step,
            .finite = delivered_,

@@ -38,9 +38,21 @@ void InaClient::keep(std::uint64_t aggregators, std::string const& why) {
   log_losses();
 }
 
+void InaClient::leave() noexcept {
+  left_ = 0;
+  for (int i = 0; i < link_->size(); ++i) {
+    try {
+      link_->close(i, "it failed");
+    } catch (std::exception const&) {
+      // The link's owner closes it in any case.
+    }
+  }
+}
+
 void InaClient::forget(int aggregator, std::string const& why) {
   left_ &= ~(std::uint64_t{1} << aggregator);
   link_->close(aggregator, why);
+  std::lock_guard const lock(lost_mutex_);
   lost_.push_back({.address = link_->address(aggregator), .why = why});
 }
 

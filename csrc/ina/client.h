@@ -22,6 +22,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <span>
 #include <string>
 #include <vector>
@@ -74,8 +75,13 @@ class InaClient {
   std::uint64_t left() const { return left_; }
   // Does without the others from now on. Workers must use the same ones.
   void keep(std::uint64_t aggregators, std::string const& why);
-  // Those that are not left, each once, in the order in which they were lost.
-  std::vector<AggregatorLoss> const& lost() const { return lost_; }
+  // Ends all connections, which tells the other workers; allocates nothing.
+  void leave() noexcept;
+  // Those that are not left, each once, in the order in which they were lost. On any thread.
+  std::vector<AggregatorLoss> lost() const {
+    std::lock_guard const lock(lost_mutex_);
+    return lost_;
+  }
   AggregatorLink const& link() const { return *link_; }
 
   // Bytes of all messages, without their envelopes.
@@ -108,8 +114,9 @@ class InaClient {
   Duration const patience_;
   std::function<void(std::string const&)> const log_;
   std::uint64_t left_;
-  std::vector<AggregatorLoss> lost_;
-  std::size_t logged_ = 0;  // of those
+  mutable std::mutex lost_mutex_;
+  std::vector<AggregatorLoss> lost_;  // changes on the thread that reduces
+  std::size_t logged_ = 0;            // of those
   std::uint32_t operation_ = 0;
   std::vector<Stream> streams_;  // [aggregator][instance]
   std::size_t running_ = 0;      // of the streams

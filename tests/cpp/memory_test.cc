@@ -48,6 +48,50 @@ class Starved final : public Operation {
   std::size_t first_, last_;
 };
 
+// Links in the process run aggregators on the thread that sends to them, which are not starved.
+class FedLink final : public AggregatorLink {
+ public:
+  explicit FedLink(std::shared_ptr<AggregatorLink> inner) : inner_(std::move(inner)) {}
+
+  int size() const override { return inner_->size(); }
+  std::string const& address(int aggregator) const override { return inner_->address(aggregator); }
+  std::string const& loss(int aggregator) const override { return inner_->loss(aggregator); }
+  bool flushed(int aggregator) const override { return inner_->flushed(aggregator); }
+  bool flush(int aggregator, Deadline const& deadline) override {
+    return inner_->flush(aggregator, deadline);
+  }
+  void interrupt() noexcept override { inner_->interrupt(); }
+  void send(int aggregator, std::uint32_t instance, InaMessage const& message) override {
+    Uncounted const fed;
+    inner_->send(aggregator, instance, message);
+  }
+  Event next(Deadline const& deadline) override {
+    Uncounted const fed;
+    return inner_->next(deadline);
+  }
+  void close(int aggregator, std::string const& why) override {
+    Uncounted const fed;
+    inner_->close(aggregator, why);
+  }
+
+ private:
+  struct Uncounted {
+    bool const before = std::exchange(counting, false);
+    ~Uncounted() { counting = before; }
+  };
+  std::shared_ptr<AggregatorLink> inner_;
+};
+
+Surroundings fed(Surroundings around) {
+  if (!around.equip) return around;
+  around.equip = [equip = around.equip](CommunicatorOptions& options, std::uint64_t run, int rank,
+                                        int size) {
+    equip(options, run, rank, size);
+    options.aggregators = std::make_shared<FedLink>(options.aggregators);
+  };
+  return around;
+}
+
 struct Outcome {
   std::string error;
   bool conserved = true;
@@ -111,7 +155,7 @@ bool starve(std::string const& algorithm, int steps, std::size_t first, std::siz
   };
   CommunicatorOptions options = patient_options();
   options.failure_grace = patiently(std::chrono::seconds(1));
-  expect_no_errors(run_ranks(ranks, body, options, {}, services_for(algorithm)));
+  expect_no_errors(run_ranks(ranks, body, options, {}, fed(services_for(algorithm))));
   EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
   bool const refused = allocated > first;
   for (int rank = 0; rank < ranks; ++rank) {
