@@ -54,6 +54,7 @@ def test_help_says_something(name: str, thing: Any) -> None:
             assert f"    {field}: " in text, f"{name} does not say what {field} is"
 
 
+@pytest.mark.timeout(400)  # without a cache mypy reads torch too
 def test_a_typed_program_passes_mypy(tmp_path: Path) -> None:
     """As a user has it: sparsecomm installed, where mypy heeds it for its py.typed alone."""
     venv.create(tmp_path / "venv", with_pip=False)
