@@ -62,13 +62,14 @@ MessageSink::Place AggregatorServer::Connection::place(std::uint32_t instance, s
 void AggregatorServer::Connection::take(std::uint32_t instance,
                                         std::span<const std::byte> message) {
   placed &= ~(std::uint64_t{1} << instance);
+  server.received_bytes_.fetch_add(message.size(), std::memory_order_relaxed);
   if (end.empty()) server.host_.receive(number, instance, message, server.now_);
 }
 
 AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
     : options_(options),
       log_(std::move(log)),
-      host_(options.memory, options.limit, *this, options.connections),
+      host_(options.memory, options.limit, *this, options.connections, *options.policy),
       listener_(listen_at(options.listen)),
       events_(::epoll_create1(EPOLL_CLOEXEC)),
       stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
@@ -275,12 +276,14 @@ void AggregatorServer::progress() {
 
 void AggregatorServer::send(int connection, std::uint32_t instance, InaMessage const& message,
                             std::shared_ptr<void const> memory) {
+  sent_bytes_.fetch_add(message.size(), std::memory_order_relaxed);
   connections_[static_cast<std::size_t>(connection)]->path.send(instance, message,
                                                                 std::move(memory));
 }
 
 void AggregatorServer::send_copy(int connection, std::uint32_t instance,
                                  std::span<const std::byte> message) {
+  sent_bytes_.fetch_add(message.size(), std::memory_order_relaxed);
   connections_[static_cast<std::size_t>(connection)]->path.send_copy(instance, message);
 }
 

@@ -5,6 +5,7 @@
 #include <sys/types.h>
 
 #include <array>
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -30,6 +31,7 @@ struct AggregatorOptions {
   std::size_t connections = 1024;
   // UCX trusts those who connect.
   MessageOptions messages{.transport = MessageTransport::tcp, .ucx = {}};
+  InaPolicy const* policy = &vote_policy;
 };
 
 class AggregatorServer final : private InaHost::Outlet {
@@ -44,6 +46,10 @@ class AggregatorServer final : private InaHost::Outlet {
 
   // In digits, with the port that was chosen.
   std::string const& address() const { return address_; }
+
+  // Bytes of all messages of operations, without their envelopes.
+  std::uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
+  std::uint64_t received_bytes() const { return received_bytes_.load(std::memory_order_relaxed); }
 
   // Serves until stop(), from any thread, or until the file of stop_when() is readable.
   void run();
@@ -101,6 +107,7 @@ class AggregatorServer final : private InaHost::Outlet {
   bool accepting_ = false;
   std::vector<std::unique_ptr<Connection>> connections_;  // [number]
   std::size_t open_ = 0;
+  std::atomic<std::uint64_t> sent_bytes_ = 0, received_bytes_ = 0;
   std::size_t strangers_ = 0;  // have not greeted yet
   TimePoint now_;
   TimePoint accept_again_{};  // no connections are accepted before

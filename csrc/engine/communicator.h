@@ -129,6 +129,7 @@ struct CommunicatorOptions {
   Duration aggregator_patience = InaClient::default_patience;
   // Told of each aggregator that is lost, once, by the thread that runs an operation.
   std::function<void(std::string const&)> log_aggregator = {};
+  InaPolicy const* aggregator_policy = &vote_policy;
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
 };

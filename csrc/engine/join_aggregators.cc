@@ -93,6 +93,7 @@ std::unique_ptr<JoinAggregators> make_joining(CommunicatorOptions& options, int 
   if (options.aggregator_addresses.addresses.empty() || size == 1) return nullptr;
   auto joining = std::make_unique<JoinAggregators>(options.aggregator_addresses);
   options.log_aggregator = options.aggregator_addresses.log;
+  options.aggregator_policy = options.aggregator_addresses.policy;
   options.aggregators = joining->link();
   return joining;
 }
@@ -103,7 +104,7 @@ std::unique_ptr<InaClient> make_client(CommunicatorOptions& options, Transport c
   interruptibles.push_back(options.aggregators);
   return std::make_unique<InaClient>(std::move(options.aggregators), transport.rank(),
                                      options.aggregator_streams, options.aggregator_patience,
-                                     std::move(options.log_aggregator));
+                                     std::move(options.log_aggregator), *options.aggregator_policy);
 }
 
 }  // namespace sparsecomm

@@ -71,8 +71,8 @@ std::optional<InaMessage> InaAggregator::receive(int worker, std::span<const std
   try {
     require<MalformedFrame>(!arrived(worker), "aggregation message: a second one in round ", round_,
                             ", must be one, answered by the update");
-    view = parse_contribution(message, plan_, worker,
-                              {.operation = operation_, .round = round_, .blocks = &round_blocks_});
+    view = parse(message, worker,
+                 {.operation = operation_, .round = round_, .blocks = &round_blocks_});
   } catch (MalformedFrame const& error) {
     return refuse(RefusalReason::invalid, {worker},
                   concat("what worker ", worker, " sends is not valid: ", error.what()));
@@ -107,7 +107,7 @@ void InaAggregator::take(int worker, ContributionView const& view) {
   }
   if (plans_differ_) return;  // refused when all have come
   // Step 3.
-  votes_ = merge_smallest(votes_, view.votes, plan_.window);
+  votes_ = merge(votes_, view.votes);
   // Step 2.
   if (plan_.order == CombineOrder::arrival) return combine(arrival);
   if (worker != combined_) {
@@ -167,6 +167,7 @@ std::optional<InaMessage> InaAggregator::finish_round() {
                          text.empty() ? "all have another plan than the aggregator" : text,
                          "; make the same calls in the same order on all workers"));
   }
+  votes_ = conclude(votes_);
   ElementTypeEntry const& type = plan_.entry();
   std::size_t const bytes = plan_.block_bytes;
   std::size_t reduced = 0;

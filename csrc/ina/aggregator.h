@@ -35,6 +35,7 @@ class InaAggregator {
  public:
   // Allocates instance_bytes(largest), and nothing later while all goes well.
   explicit InaAggregator(InaPlan const& largest);
+  virtual ~InaAggregator() = default;
 
   // `limit`: of each round. Throws InvalidArgument for a plan that needs more than the largest. If
   // the plan differs from the former in more than elements, purpose, reduction and order, the
@@ -81,6 +82,19 @@ class InaAggregator {
   std::uint32_t round() const { return round_; }
   BlockList const& round_blocks() const { return round_blocks_; }
   BlockList const& votes() const { return votes_; }
+
+ protected:
+  // The rule for the blocks of a round, which another policy has its own of: what a message may
+  // say, and step 3, before which there are no votes and at the end of which they are the next
+  // round's blocks.
+  virtual ContributionView parse(std::span<const std::byte> message, int worker,
+                                 InaExpected const& expected) const {
+    return parse_contribution(message, plan_, worker, expected);
+  }
+  virtual BlockList merge(BlockList const& votes, BlockList const& more) const {
+    return merge_smallest(votes, more, plan_.window);
+  }
+  virtual BlockList conclude(BlockList const& votes) const { return votes; }
 
  private:
   enum class State : std::uint8_t { idle, running, done, failed };

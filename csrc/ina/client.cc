@@ -8,7 +8,7 @@
 namespace sparsecomm {
 
 InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams, Duration patience,
-                     std::function<void(std::string const&)> log)
+                     std::function<void(std::string const&)> log, InaPolicy const& policy)
     : link_(std::move(link)),
       rank_(rank),
       streams_each_(streams),
@@ -21,6 +21,7 @@ InaClient::InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams
   left_ = ~std::uint64_t{0} >> (64 - aggregators);
   streams_.resize(static_cast<std::size_t>(aggregators) * static_cast<std::size_t>(streams));
   for (std::size_t i = 0; i < streams_.size(); ++i) {
+    streams_[i].worker = policy.make_worker();
     streams_[i].aggregator = static_cast<int>(i) / streams;
     streams_[i].instance = static_cast<std::uint32_t>(i) % static_cast<std::uint32_t>(streams);
   }
@@ -92,8 +93,8 @@ void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
     std::size_t const begin = first * plan.entry().bytes;
     std::size_t const bytes = part.bytes();
     auto const message =
-        stream.worker.start(part, rank_, operation_, input.subspan(begin, bytes),
-                            output.subspan(begin, bytes), now, deadline.remaining());
+        stream.worker->start(part, rank_, operation_, input.subspan(begin, bytes),
+                             output.subspan(begin, bytes), now, deadline.remaining());
     stream.running = true;
     ++running_;
     send(stream, message);
@@ -146,7 +147,7 @@ void InaClient::take(AggregatorLink::Event const& event) {
   }
   std::optional<InaMessage> answer;
   try {
-    answer = stream->worker.receive(event.bytes, steady_clock().now());
+    answer = stream->worker->receive(event.bytes, steady_clock().now());
   } catch (MalformedFrame const& error) {
     return lose(event.aggregator, error.what());
   } catch (AggregationTimeout const& error) {

@@ -30,7 +30,7 @@
 #include "base/clock.h"
 #include "ina/link.h"
 #include "ina/plan.h"
-#include "ina/worker.h"
+#include "ina/policy.h"
 
 namespace sparsecomm {
 
@@ -58,7 +58,8 @@ class InaClient {
   // waited for count as lost if none of them sends anything for as long as `patience`. `log`: told
   // by keep() of each that has been lost, once; may be null.
   InaClient(std::shared_ptr<AggregatorLink> link, int rank, int streams = default_streams,
-            Duration patience = default_patience, std::function<void(std::string const&)> log = {});
+            Duration patience = default_patience, std::function<void(std::string const&)> log = {},
+            InaPolicy const& policy = vote_policy);
   InaClient(InaClient const&) = delete;
   InaClient& operator=(InaClient const&) = delete;
 
@@ -90,7 +91,7 @@ class InaClient {
 
  private:
   struct Stream {
-    InaWorker worker;
+    std::unique_ptr<WorkerMachine> worker;
     int aggregator = 0;
     std::uint32_t instance = 0;
     bool running = false;

@@ -198,7 +198,8 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
     instance.memory.reset();
     std::string problem;
     try {
-      instance.memory = std::make_shared<Memory>(admission_.admit(plan), plan);
+      instance.memory =
+          std::make_shared<Memory>(admission_.admit(plan), policy_.make_aggregator(plan));
     } catch (NotAdmitted const& error) {
       problem = error.what();
     } catch (std::bad_alloc const&) {

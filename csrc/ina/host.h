@@ -26,9 +26,9 @@
 
 #include "base/clock.h"
 #include "ina/admission.h"
-#include "ina/aggregator.h"
 #include "ina/link.h"
 #include "ina/message.h"
+#include "ina/policy.h"
 
 namespace sparsecomm {
 
@@ -64,8 +64,13 @@ class InaHost {
   // `limit`: of a round, after which a refusal names the workers that are missing. Jobs have at
   // most `most_workers`; beside `memory` the host keeps up to 1 MiB of refusals of one, and 600
   // bytes for each of its workers.
-  InaHost(std::size_t memory, Duration limit, Outlet& outlet, std::size_t most_workers = 1024)
-      : admission_(memory), limit_(limit), most_workers_(most_workers), outlet_(outlet) {}
+  InaHost(std::size_t memory, Duration limit, Outlet& outlet, std::size_t most_workers = 1024,
+          InaPolicy const& policy = vote_policy)
+      : admission_(memory),
+        limit_(limit),
+        most_workers_(most_workers),
+        outlet_(outlet),
+        policy_(policy) {}
 
   // Step 1. A worker that is connected already is taken to be gone. Throws InvalidArgument if the
   // member is not one of a job of so many workers, or the job has more than there may be.
@@ -91,10 +96,11 @@ class InaHost {
 
  private:
   struct Memory {
-    Memory(Admission::Grant granted, InaPlan const& plan)
-        : grant(std::move(granted)), aggregator(plan) {}
+    Memory(Admission::Grant granted, std::unique_ptr<InaAggregator> made)
+        : grant(std::move(granted)), owned(std::move(made)), aggregator(*owned) {}
     Admission::Grant grant;
-    InaAggregator aggregator;
+    std::unique_ptr<InaAggregator> owned;
+    InaAggregator& aggregator;
   };
   struct Operation {
     std::uint32_t number = 0;
@@ -140,6 +146,7 @@ class InaHost {
   Duration limit_;
   std::size_t most_workers_;
   Outlet& outlet_;
+  InaPolicy const& policy_;
   std::map<JobId, Job> jobs_;
   std::vector<Member> members_;  // [connection]; without a job: none
 };

@@ -14,6 +14,8 @@ namespace {
 
 using Bytes = std::vector<std::byte>;
 
+constexpr std::size_t most_workers = 1024;
+
 Bytes gather(InaMessage const& message) {
   Bytes bytes;
   bytes.reserve(message.size());
@@ -40,8 +42,9 @@ struct InprocAggregators::Hub {
     bool interrupted = false;
   };
   struct Aggregator final : InaHost::Outlet {
-    Aggregator(Hub& its_hub, int its_number, std::size_t memory, Duration limit)
-        : hub(its_hub), number(its_number), host(memory, limit, *this) {}
+    Aggregator(Hub& its_hub, int its_number, std::size_t memory, Duration limit,
+               InaPolicy const& policy)
+        : hub(its_hub), number(its_number), host(memory, limit, *this, most_workers, policy) {}
 
     void send(int connection, std::uint32_t instance, InaMessage const& message,
               std::shared_ptr<void const> /*memory*/) override {
@@ -61,9 +64,9 @@ struct InprocAggregators::Hub {
     bool stopped = false;
   };
 
-  Hub(int count, std::size_t memory, Duration limit) {
+  Hub(int count, std::size_t memory, Duration limit, InaPolicy const& policy) {
     for (int i = 0; i < count; ++i) {
-      aggregators.push_back(std::make_unique<Aggregator>(*this, i, memory, limit));
+      aggregators.push_back(std::make_unique<Aggregator>(*this, i, memory, limit, policy));
     }
   }
 
@@ -206,8 +209,9 @@ class InprocLink final : public AggregatorLink {
 
 }  // namespace
 
-InprocAggregators::InprocAggregators(int count, std::size_t memory, Duration limit)
-    : hub_(std::make_shared<Hub>(count, memory, limit)) {
+InprocAggregators::InprocAggregators(int count, std::size_t memory, Duration limit,
+                                     InaPolicy const& policy)
+    : hub_(std::make_shared<Hub>(count, memory, limit, policy)) {
   for (int i = 0; i < count; ++i) hub_->names.push_back(concat("inproc:", i));
 }
 

@@ -15,7 +15,8 @@ namespace sparsecomm {
 
 class InprocAggregators {
  public:
-  InprocAggregators(int count, std::size_t memory, Duration limit);
+  InprocAggregators(int count, std::size_t memory, Duration limit,
+                    InaPolicy const& policy = vote_policy);
   ~InprocAggregators();
   InprocAggregators(InprocAggregators const&) = delete;
   InprocAggregators& operator=(InprocAggregators const&) = delete;

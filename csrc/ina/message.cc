@@ -87,22 +87,6 @@ InaPlan parse_plan(std::span<const std::byte> in) {
   return plan;
 }
 
-// Numbers that increase, each a block behind those of the round.
-BlockList parse_numbers(std::span<const std::byte> in, InaPlan const& plan,
-                        BlockList const& round) {
-  BlockList list;
-  std::uint64_t least = round.empty() ? 0 : std::uint64_t{round.back()} + 1;
-  std::uint64_t const blocks = plan.blocks();
-  for (; !in.empty(); in = in.subspan(number_bytes)) {
-    auto const number = load<std::uint32_t>(in.data());
-    field(number >= least && number < blocks, "block number", number, least, " to ", blocks,
-          " - 1");
-    list.push_back(number);
-    least = std::uint64_t{number} + 1;
-  }
-  return list;
-}
-
 struct Body {
   std::span<const std::byte> numbers, blocks;
 };
@@ -148,6 +132,23 @@ InaMessage make_message(InaHeader header, BlockList const& numbers, std::size_t 
 }
 
 }  // namespace
+
+void check_block_number(std::uint32_t number, std::uint64_t least, std::uint64_t most) {
+  field(number >= least && number < most, "block number", number, least, " to ", most, " - 1");
+}
+
+BlockList parse_increasing(std::span<const std::byte> bytes, InaPlan const& plan,
+                           BlockList const& round) {
+  BlockList list;
+  std::uint64_t least = round.empty() ? 0 : std::uint64_t{round.back()} + 1;
+  for (; !bytes.empty(); bytes = bytes.subspan(number_bytes)) {
+    auto const number = load<std::uint32_t>(bytes.data());
+    check_block_number(number, least, plan.blocks());
+    list.push_back(number);
+    least = std::uint64_t{number} + 1;
+  }
+  return list;
+}
 
 std::size_t InaMessage::size() const {
   std::size_t size = 0;
@@ -245,7 +246,7 @@ InaPlan parse_opening(std::span<const std::byte> in) {
 }
 
 ContributionView parse_contribution(std::span<const std::byte> in, InaPlan const& plan, int worker,
-                                    InaExpected const& expected) {
+                                    InaExpected const& expected, NumbersParser parse_numbers) {
   ContributionView view{.header = parse_ina_header(in), .plan = plan, .votes = {}, .blocks = {}};
   InaHeader const& h = view.header;
   field(h.kind == InaKind::contribution, "kind", std::uint8_t(h.kind), "1 (contribution)");
@@ -266,7 +267,7 @@ ContributionView parse_contribution(std::span<const std::byte> in, InaPlan const
 }
 
 UpdateView parse_update(std::span<const std::byte> in, InaPlan const& plan,
-                        InaExpected const& expected) {
+                        InaExpected const& expected, NumbersParser parse_numbers) {
   UpdateView view{.header = parse_ina_header(in), .next = {}, .blocks = {}};
   InaHeader const& h = view.header;
   field(h.kind == InaKind::update, "kind", std::uint8_t(h.kind), "2 (update)");

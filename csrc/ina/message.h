@@ -130,13 +130,24 @@ struct UpdateView {
   std::span<const std::byte> blocks;
 };
 
+// Reads and checks the numbers of blocks in a message of the round that reduces `round`.
+using NumbersParser = BlockList (*)(std::span<const std::byte> bytes, InaPlan const& plan,
+                                    BlockList const& round);
+// Numbers that increase, each of a block behind those of the round.
+BlockList parse_increasing(std::span<const std::byte> bytes, InaPlan const& plan,
+                           BlockList const& round);
+// Throws MalformedFrame for a number outside [least, most).
+void check_block_number(std::uint32_t number, std::uint64_t least, std::uint64_t most);
+
 // Each takes a message of exactly its length and throws MalformedFrame, naming the field, its value
 // and its bound. A contribution of round 0 is held against the plan inside it, so that workers that
 // disagree are told so in the words of plan_differences().
 ContributionView parse_contribution(std::span<const std::byte> in, InaPlan const& plan, int worker,
-                                    InaExpected const& expected);
+                                    InaExpected const& expected,
+                                    NumbersParser parse_numbers = parse_increasing);
 UpdateView parse_update(std::span<const std::byte> in, InaPlan const& plan,
-                        InaExpected const& expected);
+                        InaExpected const& expected,
+                        NumbersParser parse_numbers = parse_increasing);
 Refusal parse_refusal(std::span<const std::byte> in, std::uint32_t operation, int workers);
 
 // The kind and the operation of a message, and its sender's plan if it is of round 0, for who must

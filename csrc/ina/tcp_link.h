@@ -20,6 +20,7 @@ struct AggregatorAddresses {
   std::vector<std::string> addresses;  // "HOST:PORT", at most 64
   MessageOptions messages;
   Duration connect_timeout = std::chrono::seconds(30);  // of connecting to all of them
+  InaPolicy const* policy = &vote_policy;               // theirs
   // Told of each that is lost, once, by the thread that runs an operation.
   std::function<void(std::string const&)> log = {};
 };

@@ -4,8 +4,6 @@
 #include <array>
 #include <cstring>
 
-#include "kernels/block_scan.h"
-
 namespace sparsecomm {
 InaMessage InaWorker::start(InaPlan const& plan, int rank, std::uint32_t operation,
                             std::span<const std::byte> input, std::span<std::byte> output,
@@ -68,8 +66,7 @@ void InaWorker::fill() {
     auto const room =
         std::span(ring_).subspan(slot * plan_.block_bytes, wanted * plan_.block_bytes);
     auto const numbers = std::span(found).first(wanted);
-    BlockWalk const walk =
-        block_kernels().copy_nonzero_blocks(input_, plan_.block_bytes, scanned_, room, numbers);
+    BlockWalk const walk = find(input_, plan_.block_bytes, scanned_, room, numbers);
     scanned_ = walk.next;
     for (std::uint32_t const number : numbers.first(walk.found)) at_hand_.push_back(number);
   }

@@ -25,6 +25,7 @@
 #include "base/error.h"
 #include "ina/message.h"
 #include "ina/plan.h"
+#include "kernels/block_scan.h"
 
 namespace sparsecomm {
 
@@ -34,8 +35,11 @@ class AggregationTimeout : public Error {
   using Error::Error;
 };
 
-class InaWorker {
+// A worker's side of an operation, under some policy (policy.h).
+class WorkerMachine {
  public:
+  virtual ~WorkerMachine() = default;
+
   // `output` is as long as `input`, and is the same memory or none of it. Input that is not the
   // output is only read. Output is written as its blocks become final, so after a failure a part
   // of it may be: who must keep the input until the operation is known to stand takes another
@@ -43,15 +47,23 @@ class InaWorker {
   //
   // Returns the first message. A message stays as it is until the machine takes the update that
   // answers it, or starts anew.
-  InaMessage start(InaPlan const& plan, int rank, std::uint32_t operation,
-                   std::span<const std::byte> input, std::span<std::byte> output, TimePoint now,
-                   Duration limit);
+  virtual InaMessage start(InaPlan const& plan, int rank, std::uint32_t operation,
+                           std::span<const std::byte> input, std::span<std::byte> output,
+                           TimePoint now, Duration limit) = 0;
 
   // Takes what the aggregator has sent, which is not needed afterwards. Returns the next message,
   // or none when all is done. Throws what a refusal says, MalformedFrame for anything that is not
   // the update of this round, in which case nothing was written, and as expire() does. After a
   // throw only start() may follow.
-  std::optional<InaMessage> receive(std::span<const std::byte> message, TimePoint now);
+  virtual std::optional<InaMessage> receive(std::span<const std::byte> message, TimePoint now) = 0;
+};
+
+class InaWorker : public WorkerMachine {
+ public:
+  InaMessage start(InaPlan const& plan, int rank, std::uint32_t operation,
+                   std::span<const std::byte> input, std::span<std::byte> output, TimePoint now,
+                   Duration limit) override;
+  std::optional<InaMessage> receive(std::span<const std::byte> message, TimePoint now) override;
 
   // Throws AggregationTimeout once the deadline has passed.
   void expire(TimePoint now) const;
@@ -63,6 +75,14 @@ class InaWorker {
   std::uint32_t round() const { return round_; }
   BlockList const& round_blocks() const { return round_blocks_; }
   BlockList const& votes() const { return at_hand_; }
+
+ protected:
+  // Step 1: as BlockKernelTable::copy_nonzero_blocks().
+  virtual BlockWalk find(std::span<const std::byte> input, std::size_t block_bytes,
+                         std::uint64_t first, std::span<std::byte> slots,
+                         std::span<std::uint32_t> numbers) const {
+    return block_kernels().copy_nonzero_blocks(input, block_bytes, first, slots, numbers);
+  }
 
  private:
   InaMessage contribute();
