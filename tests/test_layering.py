@@ -30,6 +30,7 @@ FOLDERS = (
     "daemon",
     "collectives",
     "engine",
+    "benchmark",
     "torch",
 )
 TORCH = {"torch", "ATen", "c10", "pybind11", "caffe2", "Python.h"}
