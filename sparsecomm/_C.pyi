@@ -29,6 +29,7 @@ class ExchangeOptions:
         dense_steps: int = 0,
         warmup_steps: int = 1,
         warmup_densities: list[float] = ...,
+        block_bytes: int = ...,
     ) -> None: ...
 
 class TransportError(RuntimeError): ...
@@ -60,7 +61,22 @@ class AggregatorAddresses:
         transport: str,
         ucx: UcxOptions,
         log: Callable[[str], None],
+        policy: str = ...,
     ) -> None: ...
+
+class ServingAggregator:
+    def __init__(
+        self, *, listen: str, memory: int, policy: str, log: Callable[[str], None]
+    ) -> None: ...
+    @property
+    def address(self) -> str: ...
+    @property
+    def sent_bytes(self) -> int: ...
+    @property
+    def received_bytes(self) -> int: ...
+    def stop(self) -> None: ...
+
+def aggregation_policies() -> list[str]: ...
 
 class ConnectOptions:
     def __init__(

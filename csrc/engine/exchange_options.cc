@@ -1,4 +1,5 @@
 // What the options of a gradient's exchange may be.
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -80,6 +81,11 @@ void validate(ExchangeOptions const& options) {
   require(options.collective.overlap_chunk >= 1,
           "overlap_chunk = ", options.collective.overlap_chunk,
           " elements is below 1; use 262144 or so");
+  require(std::has_single_bit(options.collective.block_bytes) &&
+              options.collective.block_bytes >= least_block_bytes &&
+              options.collective.block_bytes <= most_block_bytes,
+          "block_bytes = ", options.collective.block_bytes, " is not a power of two from ",
+          least_block_bytes, " to ", most_block_bytes);
   require(options.collective.delta >= 0 && options.collective.delta <= 1,
           "delta = ", options.collective.delta,
           " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
@@ -102,7 +108,8 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
                 options.schedule.period, ";partition_period=", collective.partition_period,
                 ";balance_factor=", Shortest{collective.balance_factor},
                 ";value_codec=", name(collective.frame.value_codec),
-                ";overlap_chunk=", collective.overlap_chunk, ";delta=", Shortest{collective.delta},
+                ";overlap_chunk=", collective.overlap_chunk,
+                ";block_bytes=", collective.block_bytes, ";delta=", Shortest{collective.delta},
                 ";dense_codec=", name(collective.dense_codec), planned, ";seed=", collective.seed,
                 ";dense_steps=", options.warmup.dense_steps, ";bucket=", rule.bucket,
                 ";momentum=", Shortest{rule.velocity.momentum},

@@ -143,7 +143,8 @@ ExchangeOptions make_exchange_options(
     std::string const& index_codec, bool average, std::string const& value_codec,
     std::string const& dense_codec, std::uint64_t seed, std::uint64_t overlap_chunk,
     std::size_t bucket, double momentum, bool mask_momentum, double first_moment, bool nesterov,
-    std::uint64_t dense_steps, std::uint64_t warmup_steps, std::vector<double> warmup_densities) {
+    std::uint64_t dense_steps, std::uint64_t warmup_steps, std::vector<double> warmup_densities,
+    std::uint32_t block_bytes) {
   ExchangeOptions options;
   options.algorithm = std::move(algorithm);
   options.density = density;
@@ -155,6 +156,7 @@ ExchangeOptions make_exchange_options(
   options.collective.dense_codec = value_codec_named(dense_codec);
   options.collective.seed = seed;
   options.collective.overlap_chunk = overlap_chunk;
+  options.collective.block_bytes = block_bytes;
   options.average = average;
   options.rule = {
       bucket, {.momentum = momentum, .nesterov = nesterov}, mask_momentum, first_moment};
@@ -220,7 +222,8 @@ void bind_engine(py::module_& module) {
            py::arg("seed") = 0, py::arg("overlap_chunk") = AlgorithmOptions{}.overlap_chunk,
            py::arg("bucket") = 0, py::arg("momentum") = 0.0, py::arg("mask_momentum") = true,
            py::arg("first_moment") = 0.0, py::arg("nesterov") = false, py::arg("dense_steps") = 0,
-           py::arg("warmup_steps") = 1, py::arg("warmup_densities") = std::vector<double>{});
+           py::arg("warmup_steps") = 1, py::arg("warmup_densities") = std::vector<double>{},
+           py::arg("block_bytes") = AlgorithmOptions{}.block_bytes);
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,

@@ -13,6 +13,7 @@ void bind_collectives(pybind11::module_& module);    // Collectives, CollectiveW
 void bind_planner(pybind11::module_& module);        // predictions, figures
 void bind_cuda(pybind11::module_& module);           // the CUDA kernels on tensors
 void bind_hooks(pybind11::module_& module);          // HookState, register_hook
+void bind_benchmark(pybind11::module_& module);      // aggregators to measure with
 void bind_process_group(pybind11::module_& module);  // the backend "sparsecomm"
 
 }  // namespace sparsecomm

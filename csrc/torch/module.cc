@@ -38,4 +38,5 @@ PYBIND11_MODULE(_C, module) {
   sparsecomm::bind_cuda(module);
   sparsecomm::bind_hooks(module);
   sparsecomm::bind_process_group(module);
+  sparsecomm::bind_benchmark(module);
 }

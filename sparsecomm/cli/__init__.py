@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench, codecs, doctor, kernels, plan
+from sparsecomm.cli import bench, codecs, doctor, ina, kernels, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -48,14 +48,16 @@ def make_parser() -> argparse.ArgumentParser:
 
     benchmarks = commands.add_parser(
         "bench",
-        help="measure collectives, transports, the wire format or the kernels",
-        description="Measures collectives or transports between the ranks of torchrun, or between "
-        "ranks that it starts on this machine, or the codecs of the wire format, or the kernels.",
+        help="measure collectives, aggregators, transports, the wire format or the kernels",
+        description="Measures collectives, allreduces through aggregators or transports between "
+        "the ranks of torchrun, or between ranks that it starts on this machine, or the codecs of "
+        "the wire format, or the kernels.",
     )
     benchmarks.set_defaults(run=None, parser=benchmarks)
     subjects = benchmarks.add_subparsers(title="subjects", metavar="SUBJECT")
     bench.add_allreduce(subjects)
     bench.add_transport(subjects)
+    ina.add_ina(subjects)
     codecs.add_codecs(subjects)
     kernels.add_kernels(subjects)
 

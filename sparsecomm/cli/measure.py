@@ -178,7 +178,13 @@ class GlooDense:
 
 
 def exchange_options(
-    algorithm: str, density: float, index_codec: str = "smallest", value_codec: str = "raw"
+    algorithm: str,
+    density: float,
+    index_codec: str = "smallest",
+    value_codec: str = "raw",
+    *,
+    block_bytes: int = 1024,
+    average: bool = True,
 ) -> _C.ExchangeOptions:
     """The hooks' defaults; the value codec is for the algorithms that can round."""
     schedule = ThresholdSchedule()
@@ -191,7 +197,8 @@ def exchange_options(
         balance_factor=4.0,
         index_codec=index_codec,
         value_codec=value_codec if may_round(algorithm) else "raw",
-        average=True,
+        average=average,
+        block_bytes=block_bytes,
     )
 
 

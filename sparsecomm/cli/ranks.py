@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Callable
 from datetime import timedelta
@@ -18,6 +19,16 @@ def world_size_of_launcher() -> int | None:
     """The number of ranks that torchrun or another launcher started, ``None`` without one."""
     size = os.environ.get("WORLD_SIZE")
     return None if size is None or "RANK" not in os.environ else int(size)
+
+
+def address_of_this_host() -> str:
+    """The address at which other ranks reach this host: of the interface towards rank 0's."""
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    family, kind, _, _, address = socket.getaddrinfo(first, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing
+        own = str(probe.getsockname()[0])
+    return f"[{own}]" if family == socket.AF_INET6 else own
 
 
 def run_on_ranks(body: Callable[[], None], ranks: int) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import struct
 import threading
 import time
 from typing import Any
@@ -20,6 +21,7 @@ from ranks import run_ranks
 
 import sparsecomm
 from sparsecomm import Communicator, CommunicatorOptions, Compression, collectives
+from sparsecomm.cli.measure import exchange_options
 
 INA = "ina"
 
@@ -242,3 +244,87 @@ def _end(how: str, address: str) -> None:
 def test_what_ends_the_wait_for_one_that_does_not_answer(how: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         run_ranks(2, _end, how, f"127.0.0.1:{silent.getsockname()[1]}")
+
+
+def _odd_input(addresses: tuple[str, ...]) -> str:
+    total = total_of_ranks()
+    with connected(addresses) as communicator:
+        for tensor in (
+            torch.empty(0),
+            torch.empty(3, 0),
+            torch.ones(40, 50).t(),
+            torch.ones(100, 4)[:, 1],
+            torch.ones(10, dtype=torch.int32).expand(1, 10),
+        ):
+            tensor.mul_(dist.get_rank() + 1)
+            sparsecomm.allreduce(tensor, INA, communicator=communicator)
+            assert (tensor == total).all()
+        with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+            sparsecomm.allreduce(torch.ones(10 + dist.get_rank()), INA, communicator=communicator)
+        tensor = own_tensor()
+        sparsecomm.allreduce(tensor, INA, communicator=communicator)
+        assert (tensor == total).all()
+        assert not communicator.lost_aggregators()
+    return str(raised.value)
+
+
+def test_sizes_that_differ_are_named_and_any_strides_reduced() -> None:
+    with aggregators(1) as addresses:
+        said = run_ranks(2, _odd_input, addresses)
+    assert said[0] == said[1]
+    assert "10 on rank 0 but 11 on rank 1" in said[0]
+
+
+def _not_admitted(addresses: tuple[str, ...]) -> str:
+    tensor = own_tensor()
+    with connected(addresses) as communicator:
+        with pytest.raises(RuntimeError) as raised:
+            sparsecomm.allreduce(tensor, INA, communicator=communicator)
+        assert torch.equal(tensor, own_tensor())
+    return str(raised.value)
+
+
+def test_ranks_that_an_aggregator_has_no_memory_for_are_told_both_numbers() -> None:
+    with aggregator("--memory", "50000") as (_, address):
+        said = run_ranks(3, _not_admitted, (address,))
+    # (n + 2) (b d + 4 d + 64), of one of the streams
+    wanted = (3 + 2) * (1024 * 16 + 4 * 16 + 64)
+    for text in said:
+        assert str(wanted) in text
+        assert "50000" in text
+
+
+def _other_version(address: str) -> str:
+    with (
+        connected((address,)) as communicator,
+        pytest.raises(RuntimeError, match="the aggregators cannot be used") as raised,
+    ):
+        sparsecomm.allreduce(own_tensor(), INA, communicator=communicator)
+    return str(raised.value)
+
+
+def test_an_aggregator_of_another_version_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        magic, version = 0x494E4153, 999
+
+        def answer() -> None:
+            for _ in range(2):
+                connection = listener.accept()[0]
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(struct.pack("<IHHHHHHQ", magic, version, 0, 0, 0, 0, 0, 0))
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        said = run_ranks(2, _other_version, address)
+        thread.join()
+    assert said == [said[0]] * 2
+    assert address in said[0]
+    assert str(version) in said[0]
+
+
+@pytest.mark.parametrize("size", [0, 32, 1000, 1 << 17])
+def test_blocks_are_a_power_of_two(size: int) -> None:
+    with pytest.raises(ValueError, match=f"block_bytes = {size} is not a power of two from 64"):
+        exchange_options(INA, 1.0, block_bytes=size)

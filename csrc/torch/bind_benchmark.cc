@@ -1,0 +1,82 @@
+#include <pybind11/functional.h>
+
+#include <exception>
+#include <memory>
+#include <thread>
+#include <utility>
+
+#include "benchmark/policies.h"
+#include "bindings.h"
+#include "daemon/server.h"
+#include "stall_log.h"
+
+namespace py = pybind11;
+
+namespace sparsecomm {
+namespace {
+
+// An aggregator in a thread of this process.
+class ServingAggregator {
+ public:
+  ServingAggregator(AggregatorOptions const& options, AggregatorServer::Log log)
+      : server_(options, std::move(log)), thread_([this] { serve(); }) {}
+  ServingAggregator(ServingAggregator const&) = delete;
+  ServingAggregator& operator=(ServingAggregator const&) = delete;
+  ~ServingAggregator() { end(); }
+
+  AggregatorServer const& server() const { return server_; }
+
+  // Throws what has ended the server.
+  void stop() {
+    end();
+    if (error_) std::rethrow_exception(std::exchange(error_, nullptr));
+  }
+
+ private:
+  void serve() noexcept {
+    try {
+      server_.run();
+    } catch (...) {
+      error_ = std::current_exception();
+    }
+  }
+  void end() {
+    if (!thread_.joinable()) return;
+    server_.stop();
+    thread_.join();
+  }
+
+  AggregatorServer server_;
+  std::exception_ptr error_;
+  std::thread thread_;
+};
+
+}  // namespace
+
+void bind_benchmark(py::module_& module) {
+  py::class_<ServingAggregator, std::unique_ptr<ServingAggregator>>(module, "ServingAggregator")
+      .def(py::init([](std::string listen, std::size_t memory, std::string const& policy,
+                       std::function<void(std::string const&)> log) {
+             AggregatorOptions options;
+             options.listen = std::move(listen);
+             options.memory = memory;
+             options.policy = &policy_named(policy);
+             return std::make_unique<ServingAggregator>(options, log_of_python(std::move(log)));
+           }),
+           py::kw_only(), py::arg("listen"), py::arg("memory"), py::arg("policy"), py::arg("log"))
+      .def_property_readonly("address",
+                             [](ServingAggregator const& self) { return self.server().address(); })
+      .def_property_readonly(
+          "sent_bytes", [](ServingAggregator const& self) { return self.server().sent_bytes(); })
+      .def_property_readonly(
+          "received_bytes",
+          [](ServingAggregator const& self) { return self.server().received_bytes(); })
+      .def("stop", &ServingAggregator::stop, py::call_guard<py::gil_scoped_release>());
+  module.def("aggregation_policies", [] {
+    py::list names;
+    for (PolicyEntry const& entry : policies()) names.append(entry.name);
+    return names;
+  });
+}
+
+}  // namespace sparsecomm
