@@ -55,14 +55,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results = json.loads(options.json.read_text())["results"]
     try:
         for numel, rate, workers in itertools.product(options.numel, options.rate, options.workers):
-            if any(
-                (result["workers"], result["rate"], result["numel"]) == (workers, rate, numel)
-                for result in results
-            ):
+            set_up = {
+                "workers": workers,
+                "rate": rate,
+                "numel": numel,
+                "zero": list(options.zero),
+                "block_bytes": options.block_bytes,
+                "iters": options.iters,
+                "warmup": options.warmup,
+            }
+            if any({**result, **set_up} == result for result in results):
                 continue
             print(f"{workers} workers and aggregators, {numel} f32, links of {rate}", flush=True)
             records = measure(workers, rate, numel, options)
-            results.append({"workers": workers, "rate": rate, "numel": numel, "records": records})
+            results.append({**set_up, "records": records})
             # After each, so that a run that is broken off leaves what it has.
             write_json(options.json, {"cores": os.cpu_count(), "results": results})
     except HostsError as error:
@@ -98,8 +104,10 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
         except ValueError as error:
             parser.error(f"--rate: {error}")
     for workers in options.workers:
-        if workers < 2:
-            parser.error(f"--workers {workers}: it takes 2 or more")
+        if not 2 <= workers <= 64:
+            parser.error(f"--workers {workers}: it takes from 2 to 64")
+    if not options.json.absolute().parent.is_dir():
+        parser.error(f"--json {options.json}: there is no folder {options.json.parent}")
     return options
 
 

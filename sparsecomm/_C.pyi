@@ -61,7 +61,6 @@ class AggregatorAddresses:
         transport: str,
         ucx: UcxOptions,
         log: Callable[[str], None],
-        policy: str = ...,
     ) -> None: ...
 
 class ServingAggregator:
@@ -77,6 +76,7 @@ class ServingAggregator:
     def stop(self) -> None: ...
 
 def aggregation_policies() -> list[str]: ...
+def under_policy(addresses: AggregatorAddresses, policy: str) -> AggregatorAddresses: ...
 
 class ConnectOptions:
     def __init__(

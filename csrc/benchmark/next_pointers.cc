@@ -57,89 +57,111 @@ BlockList parse_going_on(std::span<const std::byte> bytes, InaPlan const& plan,
 
 }  // namespace
 
+void NextPointerWorker::prepare() {
+  spot_.resize(std::max(spot_.size(), plan().round_bytes()));
+  head_.resize(std::max(head_.size(), most_head_bytes(plan().window)));
+  for (std::uint32_t const block : round_blocks().numbers()) next_[block] = find_from(block);
+}
+
+// The first block of the column, from this one on, that is not zero.
+std::uint32_t NextPointerWorker::find_from(std::uint64_t block) const {
+  std::uint64_t const blocks = plan().blocks();
+  for (; block < blocks; block += plan().window) {
+    auto const rest = input().subspan(block * plan().block_bytes);
+    auto const bytes = rest.first(std::min<std::size_t>(plan().block_bytes, rest.size()));
+    std::uint64_t bit = 0;
+    if (block_kernels().nonzero_blocks(bytes, plan().block_bytes, std::span(&bit, 1)) > 0) {
+      return static_cast<std::uint32_t>(block);
+    }
+  }
+  return none;
+}
+
 // Step 1.
-InaMessage NextPointerWorker::start(InaPlan const& plan, int rank, std::uint32_t operation,
-                                    std::span<const std::byte> input, std::span<std::byte> output,
-                                    TimePoint now, Duration limit) {
-  require_plan(plan);
-  require_data(plan, input, output);
-  plan_ = plan;
-  rank_ = rank;
-  operation_ = operation;
-  round_ = 0;
-  input_ = input;
-  output_ = output;
-  limit_ = std::clamp(limit, Duration::zero(), longest_duration);
-  deadline_ = now + limit_;
-  round_blocks_ = plan.first_blocks();
-  running_ = true;
-  nonzero_.resize((plan.blocks() + 63) / 64);
-  spot_.resize(std::max(spot_.size(), plan.round_bytes()));
-  head_.resize(std::max(head_.size(), most_head_bytes(plan.window)));
-  block_kernels().nonzero_blocks(input_, plan.block_bytes, nonzero_);
-  if (input.data() != output.data()) std::ranges::fill(output, std::byte{0});
-  return contribute();
-}
-
-std::uint32_t NextPointerWorker::next_in_column(std::uint32_t block) const {
-  std::uint64_t next = std::uint64_t{block} + plan_.window;
-  while (next < plan_.blocks() && !has(next)) next += plan_.window;
-  return next < plan_.blocks() ? static_cast<std::uint32_t>(next) : none;
-}
-
-// Step 2.
 InaMessage NextPointerWorker::contribute() {
-  std::size_t const bytes = plan_.block_bytes;
-  std::uint64_t sent = 0;
+  std::size_t const bytes = plan().block_bytes;
+  sent_ = 0;
   std::size_t count = 0;
-  BlockList next;
-  for (std::size_t i = 0; i < round_blocks_.size(); ++i) {
-    std::uint32_t const block = round_blocks_[i];
-    next.push_back(next_in_column(block));
-    if (!has(block)) continue;
-    auto const from = input_.subspan(block * bytes);
-    auto const to = std::span(spot_).subspan(count * bytes, bytes);
-    std::size_t const there = std::min(bytes, from.size());
-    std::memcpy(to.data(), from.data(), there);
-    std::ranges::fill(to.subspan(there), std::byte{0});
-    sent |= std::uint64_t{1} << i;
-    ++count;
+  BlockList announced;
+  for (std::size_t i = 0; i < round_blocks().size(); ++i) {
+    std::uint32_t const block = round_blocks()[i];
+    std::uint32_t& next = next_[block % plan().window];
+    if (next == block) {
+      auto const from = input().subspan(block * bytes);
+      auto const to = std::span(spot_).subspan(count * bytes, bytes);
+      std::size_t const there = std::min(bytes, from.size());
+      std::memcpy(to.data(), from.data(), there);
+      std::ranges::fill(to.subspan(there), std::byte{0});
+      sent_ |= std::uint64_t{1} << i;
+      ++count;
+      next = find_from(std::uint64_t{block} + plan().window);
+    }
+    announced.push_back(next);
   }
-  return encode_contribution({.operation = operation_,
-                              .round = round_,
-                              .worker = static_cast<std::uint16_t>(rank_),
-                              .bitmap = sent},
-                             plan_, next, std::span(spot_).first(count * bytes), {}, head_);
-}
-
-std::optional<InaMessage> NextPointerWorker::receive(std::span<const std::byte> message,
-                                                     TimePoint now) {
-  require(running_, "in-network aggregation: no operation is under way; start one first");
-  running_ = false;  // unless all goes well
-  if (parse_ina_header(message).kind == InaKind::refusal) {
-    parse_refusal(message, operation_, plan_.workers).raise();
-  }
-  require<AggregationTimeout>(now < deadline_, "in-network aggregation: worker ", rank_,
-                              " has no update of round ", round_, " within ",
-                              std::chrono::duration<double>(limit_).count(), " s");
-  UpdateView const update = parse_update(
-      message, plan_, {.operation = operation_, .round = round_, .blocks = &round_blocks_},
-      parse_going_on);
-  std::byte const* from = update.blocks.data();
-  for (std::size_t i = 0; i < round_blocks_.size(); ++i) {
-    if ((update.header.bitmap >> i & 1) == 0) continue;
-    auto const to = output_.subspan(std::size_t{round_blocks_[i]} * plan_.block_bytes);
-    std::memcpy(to.data(), from, std::min<std::size_t>(plan_.block_bytes, to.size()));
-    from += plan_.block_bytes;
-  }
-  round_blocks_ = update.next;
-  if (round_blocks_.empty()) return std::nullopt;
-  ++round_;
-  running_ = true;
-  return contribute();
+  return encode_contribution(header(sent_), plan(), announced,
+                             std::span(spot_).first(count * bytes), {}, head_);
 }
 
 // Step 3.
+BlockList NextPointerWorker::take(std::span<const std::byte> message) {
+  UpdateView const update = parse_update(message, plan(), expected(), parse_going_on);
+  check_next(update);
+  write(update);
+  return update.next;
+}
+
+// Calls f(i, block, next) for each column of the round, with none for next where it ends.
+template <class F>
+void for_each_column(BlockList const& round, BlockList const& next, std::uint32_t window, F f) {
+  std::size_t j = 0;
+  for (std::size_t i = 0; i < round.size(); ++i) {
+    bool const goes_on = j < next.size() && next[j] % window == round[i] % window;
+    f(i, round[i], goes_on ? next[j++] : none);
+  }
+}
+
+// An update that leaves out what this worker has would lose it.
+void NextPointerWorker::check_next(UpdateView const& update) const {
+  std::uint64_t const lacking = sent_ & ~update.header.bitmap;
+  require<MalformedFrame>(lacking == 0, "aggregation message: bitmap is ", update.header.bitmap,
+                          ", must have the bits of ", sent_, ", the blocks that worker ", rank(),
+                          " has sent in round ", round());
+  for_each_column(round_blocks(), update.next, plan().window,
+                  [&](std::size_t, std::uint32_t block, std::uint32_t next) {
+                    std::uint32_t const own = next_[block % plan().window];
+                    require<MalformedFrame>(next <= own, "aggregation message: block ", next,
+                                            " follows block ", block, ", must be at most ", own,
+                                            ", which worker ", rank(), " has announced");
+                  });
+}
+
+void NextPointerWorker::write(UpdateView const& update) {
+  std::size_t const bytes = plan().block_bytes;
+  std::byte const* from = update.blocks.data();
+  for_each_column(round_blocks(), update.next, plan().window,
+                  [&](std::size_t i, std::uint32_t block, std::uint32_t next) {
+                    std::uint64_t zeros = block;
+                    if ((update.header.bitmap >> i & 1) != 0) {
+                      auto const to = output().subspan(std::size_t{block} * bytes);
+                      std::memcpy(to.data(), from, std::min(bytes, to.size()));
+                      from += bytes;
+                      zeros += plan().window;
+                    }
+                    write_zeros(zeros, next == none ? plan().blocks() : next);
+                  });
+}
+
+// Blocks of a column that no worker had. In place they are zero already.
+void NextPointerWorker::write_zeros(std::uint64_t begin, std::uint64_t end) {
+  if (in_place()) return;
+  for (std::uint64_t block = begin; block < end; block += plan().window) {
+    auto const rest = output().subspan(block * plan().block_bytes);
+    std::ranges::fill(rest.first(std::min<std::size_t>(plan().block_bytes, rest.size())),
+                      std::byte{0});
+  }
+}
+
+// Step 2.
 ContributionView NextPointerAggregator::parse(std::span<const std::byte> message, int worker,
                                               InaExpected const& expected) const {
   return parse_contribution(message, plan(), worker, expected, parse_next);

@@ -1,4 +1,4 @@
-// Policies of aggregation that `sparsecomm bench ina` compares with ours. Nothing else uses them.
+// The policies of aggregation that `sparsecomm bench ina` compares, ours among them.
 #pragma once
 
 #include <span>

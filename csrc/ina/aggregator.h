@@ -84,9 +84,8 @@ class InaAggregator {
   BlockList const& votes() const { return votes_; }
 
  protected:
-  // The rule for the blocks of a round, which another policy has its own of: what a message may
-  // say, and step 3, before which there are no votes and at the end of which they are the next
-  // round's blocks.
+  // A policy overrides these. parse() checks a contribution. merge() combines the votes so far with
+  // one more worker's; they begin empty. conclude() turns all votes into the next round's blocks.
   virtual ContributionView parse(std::span<const std::byte> message, int worker,
                                  InaExpected const& expected) const {
     return parse_contribution(message, plan_, worker, expected);

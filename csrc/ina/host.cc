@@ -65,7 +65,7 @@ void InaHost::leave(int connection, std::string const& why) {
   int const worker = static_cast<int>(member.worker);
   for (auto& [number, instance] : job.instances) {
     if (instance.running()) {
-      answer(job, number, instance.memory->aggregator.lose(worker, job.lost[member.worker]));
+      answer(job, number, instance.memory->aggregator->lose(worker, job.lost[member.worker]));
     }
     // Who takes its place begins where it likes.
     if (instance.current) instance.current->opened[member.worker] = false;
@@ -100,7 +100,7 @@ InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_
                             header.operation, ", which worker ", member.worker,
                             " has not begun in instance ", instance);
     if (!at.current->refusal.empty()) return {};  // sent before the refusal had arrived
-    InaAggregator& aggregator = at.memory->aggregator;
+    InaAggregator& aggregator = *at.memory->aggregator;
     int const worker = static_cast<int>(member.worker);
     require<MalformedFrame>(aggregator.running() && !aggregator.arrived(worker),
                             "aggregation message: round ", header.round, " of operation ",
@@ -166,7 +166,7 @@ InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader con
     outlet_.send_copy(connection, number, instance.current->refusal);
     return {};
   }
-  InaAggregator& aggregator = instance.memory->aggregator;
+  InaAggregator& aggregator = *instance.memory->aggregator;
   int const worker = static_cast<int>(member.worker);
   auto const spot = aggregator.receive_spot(worker);
   // One that fits is received all the same, since the checksum over all of it tells a plan that was
@@ -198,8 +198,7 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
     instance.memory.reset();
     std::string problem;
     try {
-      instance.memory =
-          std::make_shared<Memory>(admission_.admit(plan), policy_.make_aggregator(plan));
+      instance.memory = std::make_shared<Memory>(admission_.admit(plan), policy_, plan);
     } catch (NotAdmitted const& error) {
       problem = error.what();
     } catch (std::bad_alloc const&) {
@@ -213,7 +212,7 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
       return;
     }
   }
-  InaAggregator& aggregator = instance.memory->aggregator;
+  InaAggregator& aggregator = *instance.memory->aggregator;
   aggregator.start(plan, header.operation, now, limit_);
   for (std::size_t worker = 0; worker < job.lost.size() && aggregator.running(); ++worker) {
     if (job.lost[worker].empty()) continue;
@@ -229,14 +228,14 @@ void InaHost::receive(int connection, std::uint32_t instance, std::span<const st
   // It has failed, and another may have begun, while the message was on its way.
   if (!at.running() || at.begun[member.worker] != at.current->number) return;
   answer(job, instance,
-         at.memory->aggregator.receive(static_cast<int>(member.worker), message, now));
+         at.memory->aggregator->receive(static_cast<int>(member.worker), message, now));
 }
 
 // Step 4.
 void InaHost::answer(Job& job, std::uint32_t number, std::optional<InaMessage> const& message) {
   if (!message) return;
   Instance& instance = job.instances[number];
-  bool const refused = instance.memory->aggregator.failed();
+  bool const refused = instance.memory->aggregator->failed();
   if (refused) {
     auto const bytes = message->pieces()[0];
     instance.current->refusal.assign(bytes.begin(), bytes.end());
@@ -257,7 +256,7 @@ bool InaHost::expire(TimePoint now) {
   for (auto& [id, job] : jobs_) {
     for (auto& [number, instance] : job.instances) {
       if (!instance.running()) continue;
-      answer(job, number, instance.memory->aggregator.expire(now));
+      answer(job, number, instance.memory->aggregator->expire(now));
       busy = busy || instance.running();
     }
   }

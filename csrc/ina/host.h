@@ -96,11 +96,11 @@ class InaHost {
 
  private:
   struct Memory {
-    Memory(Admission::Grant granted, std::unique_ptr<InaAggregator> made)
-        : grant(std::move(granted)), owned(std::move(made)), aggregator(*owned) {}
+    // The grant comes before what it grants.
+    Memory(Admission::Grant granted, InaPolicy const& policy, InaPlan const& plan)
+        : grant(std::move(granted)), aggregator(policy.make_aggregator(plan)) {}
     Admission::Grant grant;
-    std::unique_ptr<InaAggregator> owned;
-    InaAggregator& aggregator;
+    std::unique_ptr<InaAggregator> aggregator;
   };
   struct Operation {
     std::uint32_t number = 0;
@@ -115,7 +115,7 @@ class InaHost {
     InaPlan plan;
     std::shared_ptr<Memory> memory;  // null until it is admitted
 
-    bool running() const { return current && memory && memory->aggregator.running(); }
+    bool running() const { return current && memory && memory->aggregator->running(); }
   };
   struct Job {
     std::vector<int> connections;   // [worker], negative: none

@@ -6,6 +6,7 @@
 
 #include "ina/aggregator.h"
 #include "ina/worker.h"
+#include "ina/worker_machine.h"
 
 namespace sparsecomm {
 
@@ -21,7 +22,7 @@ inline constexpr InaPolicy policy_of = {
       return std::make_unique<Aggregator>(largest);
     }};
 
-// Source: Gu et al. 2024 (OmNICCL), section 2.
+// Ours: workers vote for their next blocks. Source: Gu et al. 2024 (OmNICCL), section 2.
 inline constexpr InaPolicy const& vote_policy = policy_of<InaWorker, InaAggregator>;
 
 }  // namespace sparsecomm

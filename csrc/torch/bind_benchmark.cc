@@ -8,6 +8,8 @@
 #include "benchmark/policies.h"
 #include "bindings.h"
 #include "daemon/server.h"
+#include "ina/tcp_link.h"
+#include "interpreter.h"
 #include "stall_log.h"
 
 namespace py = pybind11;
@@ -19,7 +21,7 @@ namespace {
 class ServingAggregator {
  public:
   ServingAggregator(AggregatorOptions const& options, AggregatorServer::Log log)
-      : server_(options, std::move(log)), thread_([this] { serve(); }) {}
+      : log_(std::move(log)), server_(options, log_), thread_([this] { serve(); }) {}
   ServingAggregator(ServingAggregator const&) = delete;
   ServingAggregator& operator=(ServingAggregator const&) = delete;
   ~ServingAggregator() { end(); }
@@ -36,16 +38,19 @@ class ServingAggregator {
   void serve() noexcept {
     try {
       server_.run();
-    } catch (...) {
+    } catch (std::exception const& error) {
       error_ = std::current_exception();
+      log_(concat("the aggregator has stopped: ", error.what()));
     }
   }
   void end() {
     if (!thread_.joinable()) return;
+    InterpreterRelease const release;  // for the thread's log
     server_.stop();
     thread_.join();
   }
 
+  AggregatorServer::Log log_;
   AggregatorServer server_;
   std::exception_ptr error_;
   std::thread thread_;
@@ -71,7 +76,14 @@ void bind_benchmark(py::module_& module) {
       .def_property_readonly(
           "received_bytes",
           [](ServingAggregator const& self) { return self.server().received_bytes(); })
-      .def("stop", &ServingAggregator::stop, py::call_guard<py::gil_scoped_release>());
+      .def("stop", &ServingAggregator::stop);
+  module.def(
+      "under_policy",
+      [](AggregatorAddresses addresses, std::string const& policy) {
+        addresses.policy = &policy_named(policy);
+        return addresses;
+      },
+      py::arg("addresses"), py::arg("policy"));
   module.def("aggregation_policies", [] {
     py::list names;
     for (PolicyEntry const& entry : policies()) names.append(entry.name);

@@ -1,7 +1,6 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
-#include "benchmark/policies.h"
 #include "bindings.h"
 #include "connect.h"
 #include "ina/tcp_link.h"
@@ -33,12 +32,10 @@ UcxOptions make_ucx_options(std::string library, std::vector<std::string> altern
 
 AggregatorAddresses make_aggregator_addresses(std::vector<std::string> addresses,
                                               std::string const& transport, UcxOptions const& ucx,
-                                              std::function<void(std::string const&)> log,
-                                              std::string const& policy) {
+                                              std::function<void(std::string const&)> log) {
   AggregatorAddresses given;
   given.log = log_of_python(std::move(log));
   given.addresses = std::move(addresses);
-  given.policy = &policy_named(policy);
   given.messages = {.transport = message_transport_named(transport, "aggregator_transport"),
                     .ucx = ucx};
   if (!given.addresses.empty()) require_addresses(given.addresses);
@@ -119,7 +116,7 @@ void bind_transport(py::module_& module) {
       .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<AggregatorAddresses>(module, "AggregatorAddresses")
       .def(py::init(&make_aggregator_addresses), py::kw_only(), py::arg("addresses"),
-           py::arg("transport"), py::arg("ucx"), py::arg("log"), py::arg("policy") = "ina");
+           py::arg("transport"), py::arg("ucx"), py::arg("log"));
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),

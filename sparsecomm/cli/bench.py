@@ -241,15 +241,15 @@ def algorithm_names() -> list[str]:
     return [GLOO_DENSE, *build_info()["algorithms"], PLANNED]
 
 
-def chosen(text: str, known: Sequence[str]) -> tuple[str, ...]:
+def chosen(text: str, known: Sequence[str], noun: str = "algorithm") -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
         if name not in known:
             raise argparse.ArgumentTypeError(
-                f"algorithm {name!r} is unknown; there are {', '.join(known)}"
+                f"{noun} {name!r} is unknown; there are {', '.join(known)}"
             )
     if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} names an algorithm twice")
+        raise argparse.ArgumentTypeError(f"{text!r} names one {noun} twice")
     return names
 
 

@@ -7,6 +7,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
@@ -30,21 +31,25 @@ from sparsecomm.cli.bench import (
 )
 from sparsecomm.cli.measure import DTYPES, GLOO_DENSE, Spread, drawn_order, exchange_options
 from sparsecomm.cli.ranks import TIMEOUT, address_of_this_host, run_on_ranks, world_size_of_launcher
-from sparsecomm.transports import connect, log_trouble, query_options
+from sparsecomm.transports import aggregator_addresses, connect
 
 SHARED = "shared"
 SUPPORTS = ("identical", "independent")
-# Of one aggregator: enough for any number of workers and any size of blocks.
-MEMORY_BYTES = 4 << 30
-# Aggregators wait for as long as workers measure.
+MEMORY_BYTES = 4 << 30  # of an aggregator; 900 workers with the largest blocks
+MOST_AGGREGATORS = 64
+# Aggregators wait for as long as workers measure a setting; of a host that falls silent meanwhile,
+# they learn from the launcher.
 PATIENCE = timedelta(days=1)
+# How many workers' elements of up to 8 add up exactly.
+MOST_WORKERS = {"f16": 256, "bf16": 32}
 LOG = logging.getLogger(__name__)
 
 DESCRIPTION = """\
 Measures allreduces (sums) of arrays in which some blocks are zero: through aggregators, and torch's
 own. The last ranks are the aggregators; with --aggregators shared there is one beside each worker.
 Algorithms run interleaved: in every iteration each has its turn, in an order drawn anew. Before
-each turn, outside of its time, the array is filled anew and the workers meet at a barrier.
+each turn, outside of its time, the array is filled anew and the workers meet at a barrier. Messages
+to aggregators go over TCP.
 """
 
 EPILOG = """\
@@ -52,7 +57,8 @@ algorithms:
   gloo_dense  torch.distributed's own allreduce, without aggregators
   ina         sparsecomm's: workers vote for the next blocks that are not zero
   ina_dense   every block, zeros included, through the same engine
-  omnireduce  OmniReduce's policy, a next pointer for each column of blocks, in the same engine
+  omnireduce  OmniReduce's policy in the same engine: next pointers, 16 columns of blocks fused into
+              a message; a worker without a block of the round sends its pointers alone
 
 columns:
   zero, supports     share of the blocks that are zero on a worker; which: the same on all workers,
@@ -102,7 +108,8 @@ class Record:
     workers: int
     aggregators: int
     shared: bool
-    transport: str
+    transport: str  # of the messages to aggregators, or of gloo
+    worker_transport: str | None  # by which workers agree; not known of gloo
     numel: int
     dtype: str
     block_bytes: int
@@ -162,7 +169,7 @@ def add_ina(parsers: argparse._SubParsersAction[Any]) -> None:
     )
     add(
         "--supports",
-        type=partial(chosen, known=SUPPORTS),
+        type=partial(chosen, known=SUPPORTS, noun="kind of supports"),
         default=SUPPORTS,
         metavar="NAME,...",
         help="whether the blocks that are not zero are identical on all workers, or independent; "
@@ -182,7 +189,7 @@ def add_ina(parsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def aggregators(text: str) -> int | str:
-    return SHARED if text == SHARED else whole(text, 1, 64)
+    return SHARED if text == SHARED else whole(text, 1, MOST_AGGREGATORS)
 
 
 def block_bytes(text: str) -> int:
@@ -211,10 +218,21 @@ def run_ina(options: argparse.Namespace) -> int:
         )
     own = 0 if options.aggregators == SHARED else options.aggregators
     ranks = launched or options.ranks or 2 + own
-    if ranks <= own:
+    workers = ranks - own
+    if workers < 2:
         raise UsageError(
-            f"{ranks} ranks, of which {own} are to aggregate: none is left to be a worker; start "
-            f"{own + 1} or more"
+            f"{ranks} ranks, of which {own} are to aggregate, leave {max(workers, 0)} workers, and "
+            f"it takes 2: start {own + 2} or more"
+        )
+    if own == 0 and workers > MOST_AGGREGATORS:
+        raise UsageError(
+            f"{workers} workers would share their hosts with as many aggregators, of which there "
+            f"may be {MOST_AGGREGATORS}: give --aggregators a number"
+        )
+    if workers > MOST_WORKERS.get(options.dtype, workers):
+        raise UsageError(
+            f"sums of {workers} workers are not exact in {options.dtype}, but those of "
+            f"{MOST_WORKERS[options.dtype]} are: use --dtype f32"
         )
     settings = [
         Setting(
@@ -231,7 +249,7 @@ def run_ina(options: argparse.Namespace) -> int:
         for numel, share in itertools.product(options.numel, options.zero)
         for supports in (options.supports if share > 0 else options.supports[:1])
     ]
-    return run_on_ranks(partial(report, settings, ranks - own, options.json), ranks)
+    return run_on_ranks(partial(report, settings, workers, options.json), ranks)
 
 
 def report(settings: Sequence[Setting], workers: int, file: Path | None) -> None:
@@ -245,6 +263,14 @@ def report(settings: Sequence[Setting], workers: int, file: Path | None) -> None
                 print(table(setting, records), flush=True)
     if file is not None and dist.get_rank() == 0:
         write_json(file, [asdict(record) for record in every])
+    wrong = [
+        f"{each.algorithm} ({each.numel} {each.dtype}, {each.zero_fraction:g} zero, "
+        f"{each.supports})"
+        for each in every
+        if not each.exact
+    ]
+    if wrong:
+        raise RuntimeError(f"results differ from the sum by torch.distributed: {', '.join(wrong)}")
 
 
 class Cluster:
@@ -261,38 +287,40 @@ class Cluster:
         self.group = dist.new_group(list(range(workers)), timeout=TIMEOUT)
         self.policies = [name for name in algorithms if name != GLOO_DENSE]
         self.serving: dict[str, _C.ServingAggregator] = {}
-        if self.shared or self.rank >= workers:
-            listen = f"{address_of_this_host()}:0"
-            self.serving = {
-                policy: _C.ServingAggregator(
-                    listen=listen, memory=MEMORY_BYTES, policy=policy, log=LOG.debug
-                )
-                for policy in self.policies
-            }
-        addresses = self._gather({policy: each.address for policy, each in self.serving.items()})
         self.communicators: dict[str, _C.Communicator] = {}
-        if self.rank < workers:
-            for policy in self.policies:
-                self.communicators[policy] = _C.Communicator(
-                    connect(self.group, TIMEOUT),
-                    TIMEOUT,
-                    aggregators=_C.AggregatorAddresses(
-                        addresses=[each[policy] for each in addresses if each],
-                        transport="tcp",
-                        ucx=query_options().ucx,
-                        log=log_trouble,
-                        policy=policy,
-                    ),
-                )
+        with ExitStack() as stack:
+            self._start(stack)
+            self._close = stack.pop_all()
+
+    def _start(self, stack: ExitStack) -> None:
+        for policy in self.policies if self.shared or self.rank >= self.workers else ():
+            self.serving[policy] = _C.ServingAggregator(
+                listen=f"{address_of_this_host()}:0",
+                memory=MEMORY_BYTES,
+                policy=policy,
+                log=LOG.info,
+            )
+            stack.callback(self.serving[policy].stop)
+        addresses = self._gather({policy: each.address for policy, each in self.serving.items()})
+        require_reachable([each for own in addresses for each in own.values()])
+        for policy in self.policies if self.rank < self.workers else ():
+            given = aggregator_addresses(
+                tuple(each[policy] for each in addresses if each), transport="tcp"
+            )
+            self.communicators[policy] = _C.Communicator(
+                connect(self.group, TIMEOUT), TIMEOUT, aggregators=_C.under_policy(given, policy)
+            )
+            stack.callback(self.communicators[policy].close)
+            # Joins the aggregators.
+            _C.Exchange(
+                self.communicators[policy], 1, torch.float32, exchange_options("ina", 1.0)
+            ).run(torch.zeros(1))
 
     def __enter__(self) -> Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for communicator in self.communicators.values():
-            communicator.close()
-        for serving in self.serving.values():
-            serving.stop()
+        self._close.close()
 
     def _gather(self, own: Any) -> list[Any]:
         """What every rank gives, in the order of ranks, once all are here."""
@@ -334,7 +362,8 @@ class Cluster:
                     workers=self.workers,
                     aggregators=len(after) if counted else 0,
                     shared=self.shared,
-                    transport="torch gloo" if not counted else measured[0].transport,
+                    transport="tcp" if counted else "torch gloo",
+                    worker_transport=measured[0].transport,
                     numel=setting.numel,
                     dtype=setting.dtype,
                     block_bytes=setting.block_bytes,
@@ -343,8 +372,10 @@ class Cluster:
                     warmup=setting.warmup,
                     iters=setting.iters,
                     time_us=Spread.of([round(each, 1) for each in slowest]),
-                    sent_bytes=[m.sent for m in measured] if counted else computed,
-                    received_bytes=[m.received for m in measured] if counted else computed,
+                    sent_bytes=[m.sent / setting.iters for m in measured] if counted else computed,
+                    received_bytes=[m.received / setting.iters for m in measured]
+                    if counted
+                    else computed,
                     aggregator_sent_bytes=[sent for sent, _ in up_and_down],
                     aggregator_received_bytes=[received for _, received in up_and_down],
                     bytes_source="counted" if counted else "computed: 2 (n-1)/n * numel * itemsize",
@@ -387,15 +418,15 @@ class Cluster:
                     continue
                 turns.seconds.append(seconds)
                 sent_now, received_now = self._counted(algorithm)
-                turns.sent += (sent_now - sent) / setting.iters
-                turns.received += (received_now - received) / setting.iters
+                turns.sent += sent_now - sent
+                turns.received += received_now - received
         for policy, communicator in self.communicators.items():
             if lost := communicator.lost_aggregators():
                 raise RuntimeError(f"{policy} was measured without its aggregators: {lost}")
         return found
 
-    def _transport(self, algorithm: str) -> str:
-        return "" if algorithm == GLOO_DENSE else self.communicators[algorithm].transport
+    def _transport(self, algorithm: str) -> str | None:
+        return None if algorithm == GLOO_DENSE else self.communicators[algorithm].transport
 
     def _counted(self, algorithm: str) -> tuple[int, int]:
         if algorithm == GLOO_DENSE:
@@ -404,14 +435,24 @@ class Cluster:
         return counters["sent_bytes"], counters["received_bytes"]
 
 
+def require_reachable(addresses: Sequence[str]) -> None:
+    """Raises RuntimeError if some addresses, but not all, are of one host alone."""
+    local = [each for each in addresses if each.startswith(("127.", "[::1]"))]
+    if local and len(local) < len(addresses):
+        raise RuntimeError(
+            f"an aggregator listens at {local[0]}, where other hosts do not reach it: give "
+            "MASTER_ADDR as the address that rank 0's host has on their network, not as its name"
+        )
+
+
 @dataclass
 class Turns:
     """One algorithm's on one worker."""
 
     seconds: list[float]
-    transport: str
-    sent: float = 0.0  # bytes per turn
-    received: float = 0.0
+    transport: str | None
+    sent: int = 0  # bytes of all turns
+    received: int = 0
     exact: bool = True
 
 
@@ -458,7 +499,7 @@ def table(setting: Setting, records: Sequence[Record]) -> str:
     """The records in nccl-tests' manner, and what they come to."""
     first = records[0]
     through = [record for record in records if record.aggregators]
-    where = "beside the workers" if first.shared else "on hosts of their own"
+    where = "beside the workers" if first.shared else "in ranks of their own"
     count = f"{through[0].aggregators} aggregators {where}" if through else "no aggregators"
     lines = [
         f"# ina: {first.workers} workers, {count}; {setting.numel} {setting.dtype}, blocks of "

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <random>
+#include <tuple>
 
 #include "benchmark/policies.h"
 #include "ina_cluster.h"
@@ -144,6 +145,42 @@ TEST(NextPointerTest, NumbersAreChecked) {
            {{4, 5, 6, 103}, "block number is 103"},    // there are 100
        }) {
     EXPECT_NE(failure_of(numbers).find(wrong), std::string::npos) << failure_of(numbers);
+  }
+}
+
+// A worker with blocks 0, 5 and 6 of columns 0, 1 and 2 of four, and what it is told of round 0.
+TEST(NextPointerTest, AnUpdateMustNotLeaveOutWhatTheWorkerHas) {
+  InaPlan const plan{.elements = 6400, .block_bytes = 256, .workers = 1, .window = 4};
+  Bytes input(plan.bytes());
+  for (std::size_t const block : {0, 5, 6}) input[block * 256] = std::byte{1};
+  auto const problem_of = [&](std::uint64_t bitmap, std::vector<std::uint32_t> const& numbers) {
+    auto const worker = policy_named("omnireduce").make_worker();
+    TimePoint const now = steady_clock().now();
+    Bytes output(plan.bytes());
+    worker->start(plan, 0, 1, input, output, now, seconds(1));
+    BlockList next;
+    for (std::uint32_t const number : numbers) next.push_back(number);
+    Bytes head(most_head_bytes(plan.window));
+    Bytes const blocks(bitmap == 1 ? 256 : 0);
+    InaMessage const update = encode_update({.operation = 1, .bitmap = bitmap}, next, blocks, head);
+    try {
+      worker->receive(assemble(update), now);
+    } catch (MalformedFrame const& error) {
+      return std::string(error.what());
+    }
+    return std::string();
+  };
+  EXPECT_EQ(problem_of(1, {5, 6}), "");
+  EXPECT_EQ(problem_of(1, {4, 5, 6, 7}), "");  // another worker has more
+  for (auto const& [bitmap, numbers, wrong] : {
+           std::tuple{0, std::vector<std::uint32_t>{5, 6}, "bitmap is 0"},
+           {1, {5, 10}, "block 10 follows block 2"},         // leaves out 6
+           {1, {6}, "follows block 1"},                      // ends column 1
+           {1, {6, 5}, "must be of a column that has not"},  // out of order
+           {1, {5, 2}, "block number is 2"},                 // of the round itself
+       }) {
+    auto const problem = problem_of(static_cast<std::uint64_t>(bitmap), numbers);
+    EXPECT_NE(problem.find(wrong), std::string::npos) << problem << " instead of " << wrong;
   }
 }
 

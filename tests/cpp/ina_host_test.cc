@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <tuple>
 #include <utility>
 
 #include "ina/host.h"
@@ -75,6 +76,32 @@ class InaHostTest : public ::testing::Test, protected InaHost::Outlet {
   std::map<int, InaWorker> workers_;
   std::map<int, Bytes> data_;
 };
+
+int made = 0;  // aggregators, by counting_policy
+
+constexpr InaPolicy counting_policy = {
+    .make_worker = vote_policy.make_worker,
+    .make_aggregator =
+        [](InaPlan const& largest) {
+          ++made;
+          return vote_policy.make_aggregator(largest);
+        },
+};
+
+TEST_F(InaHostTest, NothingIsMadeOfWhatIsNotAdmitted) {
+  made = 0;
+  InaHost host(1 << 20, limit, *this, 1024, counting_policy);
+  host.join(0, {.job = job_a, .workers = 2, .worker = 0});
+  InaPlan huge = plan;
+  huge.block_bytes = most_block_bytes;
+  huge.window = most_blocks;
+  for (auto const& [operation, wanted, count] : {std::tuple{1u, huge, 0}, {2u, plan, 1}}) {
+    auto const bytes = opening(0, operation, wanted);
+    host.place(0, 0, bytes.size(), std::span(bytes).first(opening_bytes), now_);
+    EXPECT_EQ(made, count);
+  }
+  EXPECT_EQ(refusal(0, 1, 2).reason, RefusalReason::not_admitted);
+}
 
 TEST_F(InaHostTest, MemoryIsAdmittedOnceForALayoutAndGivenBackWithTheJob) {
   join(0, job_a, 0, 2);

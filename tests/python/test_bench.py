@@ -147,7 +147,7 @@ def test_an_unfinished_command_prints_help(
     ("arguments", "complaint"),
     [
         (["--algorithm", "oktop"], "algorithm 'oktop' is unknown; there are gloo_dense, dense"),
-        (["--algorithm", "oktopk,oktopk"], "names an algorithm twice"),
+        (["--algorithm", "oktopk,oktopk"], "names one algorithm twice"),
         (["--algorithm", ""], "algorithm '' is unknown"),
         (["--transport", "mpi"], "invalid choice: 'mpi' (choose from"),
         (["--transport", "inproc"], "invalid choice: 'inproc' (choose from"),

@@ -47,13 +47,16 @@ def test_help_explains_every_column_and_names_every_algorithm(
         (["--aggregators", "0"], "'0' is not a whole number from 1 to 64"),
         (["--aggregators", "65"], "'65' is not a whole number from 1 to 64"),
         (["--aggregators", "some"], "'some' is not a whole number from 1 to 64"),
-        (["--aggregators", "2", "--ranks", "2"], "2 ranks, of which 2 are to aggregate"),
+        (["--aggregators", "2", "--ranks", "2"], "2 ranks, of which 2 are to aggregate, leave 0"),
+        (["--ranks", "2"], "leave 1 workers, and it takes 2: start 3 or more"),
+        (["--aggregators", "shared", "--ranks", "65"], "give --aggregators a number"),
+        (["--ranks", "34", "--dtype", "bf16"], "33 workers are not exact in bf16"),
         (["--algorithm", "oktopk"], "algorithm 'oktopk' is unknown; there are gloo_dense, ina"),
         (["--block-bytes", "1000"], "'1000' is not a power of two"),
         (["--block-bytes", "32"], "'32' is not a whole number from 64 to 65536"),
         (["--zero", "1.5"], "'1.5' is not a share from 0 to 1"),
         (["--zero", "nan"], "'nan' is not a share from 0 to 1"),
-        (["--supports", "alike"], "'alike' is unknown; there are identical, independent"),
+        (["--supports", "alike"], "kind of supports 'alike' is unknown; there are ident"),
         (["--json", "/nonexistent/records.json"], "there is no folder /nonexistent"),
     ],
 )
@@ -64,6 +67,13 @@ def test_bad_arguments(
         main(["bench", "ina", *arguments])
     assert status.value.code == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_addresses_are_of_the_loopback_interface_on_all_hosts_or_on_none() -> None:
+    ina.require_reachable(["127.0.0.1:7000", "127.0.1.1:7001"])
+    ina.require_reachable(["10.77.0.1:7000", "10.77.0.2:7001"])
+    with pytest.raises(RuntimeError, match=r"127\.0\.1\.1:7000.*MASTER_ADDR"):
+        ina.require_reachable(["10.77.0.1:7000", "127.0.1.1:7000"])
 
 
 @pytest.mark.parametrize("supports", ina.SUPPORTS)

@@ -1,0 +1,87 @@
+// A worker's side of an operation under any policy (policy.h), as a state machine: messages and the
+// time go in, messages to send come out. It has no sockets, threads or clock.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <span>
+
+#include "base/clock.h"
+#include "base/error.h"
+#include "ina/message.h"
+#include "ina/plan.h"
+
+namespace sparsecomm {
+
+// The aggregator has not answered in time; which of the others is at fault is not known here.
+class AggregationTimeout : public Error {
+ public:
+  using Error::Error;
+};
+
+class WorkerMachine {
+ public:
+  virtual ~WorkerMachine() = default;
+
+  // `output` is as long as `input`, and is the same memory or none of it. Input that is not the
+  // output is only read. Output is written as its blocks become final, so after a failure a part
+  // of it may be: who must keep the input until the operation is known to stand takes another
+  // output. Both must stay until done().
+  //
+  // Returns the first message. A message stays as it is until the machine takes the update that
+  // answers it, or starts anew.
+  InaMessage start(InaPlan const& plan, int rank, std::uint32_t operation,
+                   std::span<const std::byte> input, std::span<std::byte> output, TimePoint now,
+                   Duration limit);
+
+  // Takes what the aggregator has sent, which is not needed afterwards. Returns the next message,
+  // or none when all is done. Throws what a refusal says, MalformedFrame for anything that is not
+  // the update of this round, in which case nothing was written, and as expire() does. After a
+  // throw only start() may follow.
+  std::optional<InaMessage> receive(std::span<const std::byte> message, TimePoint now);
+
+  // Throws AggregationTimeout once the deadline has passed.
+  void expire(TimePoint now) const;
+  TimePoint deadline() const { return deadline_; }
+
+  // The output is complete.
+  bool done() const { return done_; }
+
+  std::uint32_t round() const { return round_; }
+  // That this round reduces.
+  BlockList const& round_blocks() const { return round_blocks_; }
+
+ protected:
+  InaPlan const& plan() const { return plan_; }
+  int rank() const { return rank_; }
+  std::span<const std::byte> input() const { return input_; }
+  std::span<std::byte> output() const { return output_; }
+  bool in_place() const { return input_.data() == output_.data(); }
+  // Of this round.
+  InaHeader header(std::uint64_t bitmap) const;
+  InaExpected expected() const;
+
+ private:
+  // Called with each start, before the first message.
+  virtual void prepare() = 0;
+  // The message of this round.
+  virtual InaMessage contribute() = 0;
+  // Checks the update of this round, then writes what is final. Returns the blocks of the next
+  // round; none: the output is complete.
+  virtual BlockList take(std::span<const std::byte> update) = 0;
+
+  InaPlan plan_;
+  int rank_ = 0;
+  std::uint32_t operation_ = 0;
+  std::span<const std::byte> input_;
+  std::span<std::byte> output_;
+  TimePoint deadline_{};
+  Duration limit_{};
+  std::uint32_t round_ = 0;
+  BlockList round_blocks_;
+  bool running_ = false;
+  bool done_ = false;
+};
+
+}  // namespace sparsecomm
