@@ -14,6 +14,7 @@ from sparsecomm import _C
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "scale"))
 
 import scale
+import scale_ina
 
 ALGORITHMS = [row["name"] for row in _C.algorithms() if row["needs"] == "nothing"]
 
@@ -65,6 +66,25 @@ def test_words_of_oktopk_do_not_grow_with_the_ranks_and_those_of_topk_a_do(
     assert growth("oktopk", "figure_words") < 2
     # With the headers of four times as many messages.
     assert growth("oktopk", "words_mean") < 1.2
+
+
+@needs_simgrid
+def test_ranks_receive_the_union_of_their_blocks_from_aggregators() -> None:
+    found = {
+        algorithm: scale_ina.simulate(scale.build(), algorithm, 4, 10, 1 << 17, 0.1)
+        for algorithm in ("ina", "topk_a")
+    }
+    ina, k = found["ina"], found["ina"]["k"]
+    assert k % scale_ina.BLOCK_NUMEL == 0
+    assert k < ina["entry_words"] < 4 * k
+    assert found["topk_a"]["entry_words"] == 2 * 3 * k
+    assert ina["words_mean"] == pytest.approx(
+        ina["entry_words"] + ina["header_words"] + ina["figure_words"], rel=1e-6
+    )
+    assert ina["words_max"] <= ina["formula_words"]
+    assert ina["seconds"] > 3.2e-9 * ina["words_max"]
+    for row in found.values():
+        assert f"{1e3 * row['seconds']:.3f} ({row['words_mean']:,.0f})" in scale_ina.markdown([row])
 
 
 @needs_simgrid
