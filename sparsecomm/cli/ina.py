@@ -61,6 +61,7 @@ algorithms:
               a message; a worker without a block of the round sends its pointers alone
 
 columns:
+  algorithm          one of the above
   zero, supports     share of the blocks that are zero on a worker; which: the same on all workers,
                      or drawn by each
   time min, median, max   time of a turn on the slowest worker: least, median, largest
@@ -329,7 +330,8 @@ class Cluster:
         return every
 
     def _aggregated(self) -> list[dict[str, tuple[int, int]]]:
-        """Bytes that each aggregator has sent and received, by policy."""
+        """Bytes that each aggregator has sent and received, by policy, once all ranks are here."""
+        dist.barrier(self.everyone)
         own = {name: (each.sent_bytes, each.received_bytes) for name, each in self.serving.items()}
         return [each for each in self._gather(own) if each]
 
