@@ -66,14 +66,14 @@ struct MpiMessage {
   int from = 0, tag = 0;
   std::span<const std::byte> bytes;
 };
+// Without a probe, which in SMPI sleeps between two looks.
 inline MpiMessage receive_any(MPI_Comm comm, std::vector<std::byte>& buffer) {
+  buffer.resize(most_message_bytes(InaPlan{}));  // as AlgorithmOptions has them by default
   MPI_Status status;
-  MPI_Probe(MPI_ANY_SOURCE, MPI_ANY_TAG, comm, &status);
+  MPI_Recv(buffer.data(), static_cast<int>(buffer.size()), MPI_BYTE, MPI_ANY_SOURCE, MPI_ANY_TAG,
+           comm, &status);
   int count = 0;
   MPI_Get_count(&status, MPI_BYTE, &count);
-  buffer.resize(std::max<std::size_t>(buffer.size(), static_cast<std::size_t>(count)));
-  MPI_Recv(buffer.data(), count, MPI_BYTE, status.MPI_SOURCE, status.MPI_TAG, comm,
-           MPI_STATUS_IGNORE);
   return {.from = status.MPI_SOURCE,
           .tag = status.MPI_TAG,
           .bytes = std::span(buffer).first(static_cast<std::size_t>(count))};

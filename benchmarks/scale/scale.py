@@ -151,8 +151,14 @@ def simulate(
         return list(pool.map(run, [row["name"] for row in simulated()]))
 
 
-def run_smpi(command: Sequence[str], ranks: int, gbit: float) -> dict[str, Any]:
-    """Runs ``command`` on simulated ranks; returns the JSON object that it prints."""
+def run_smpi(
+    command: Sequence[str], ranks: int, gbit: float, eager_bytes: int = 0
+) -> dict[str, Any]:
+    """Runs ``command`` on simulated ranks; returns the JSON object that it prints.
+
+    Messages below ``eager_bytes`` are on their way before they are received. Without, a send waits
+    for its receive: cautious, and many times as quick to simulate.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "platform.xml").write_text(platform(ranks, gbit))
@@ -163,8 +169,8 @@ def run_smpi(command: Sequence[str], ranks: int, gbit: float) -> dict[str, Any]:
                 *("-hostfile", str(folder / "hosts"), "-platform", str(folder / "platform.xml")),
                 "--cfg=smpi/coll-selector:ompi",
                 "--cfg=smpi/simulate-computation:no",
-                # A send waits for its receive: cautious, and many times as quick to simulate.
-                "--cfg=smpi/send-is-detached-thresh:0",
+                f"--cfg=smpi/send-is-detached-thresh:{eager_bytes}",
+                f"--cfg=smpi/async-small-thresh:{eager_bytes}",
                 "--cfg=smpi/privatization:no",  # nothing of ours is global and changes
                 "--cfg=network/crosstraffic:0",
                 f"--cfg=surf/precision:{PRECISION_SECONDS}",

@@ -23,6 +23,8 @@ ALGORITHMS = ("dense_ring", "topk_a", "oktopk", "ina")
 RANKS = (4, 16, 64, 256)
 DENSITIES = (0.01, 0.1, 1.0)
 BLOCK_NUMEL = 256  # of 1 KiB
+# An aggregator takes one message after another: those that wait have arrived.
+EAGER_BYTES = 1 << 16
 MAX_BYTES = 16e9  # of all ranks; a simulation that would need more is left out
 
 Found = dict[str, Any]
@@ -34,7 +36,8 @@ def simulate(
     """Returns what scale_ranks prints, with the density, rate and number of aggregators."""
     aggregators = ranks if algorithm == "ina" else 0
     arguments = [algorithm, numel, density, 1, MAX_BYTES, aggregators, BLOCK_NUMEL]
-    found = run_smpi([str(program), *map(str, arguments)], ranks + aggregators, gbit)
+    command = [str(program), *map(str, arguments)]
+    found = run_smpi(command, ranks + aggregators, gbit, EAGER_BYTES)
     return {**found, "density": density, "gbit": gbit, "aggregators": aggregators}
 
 
