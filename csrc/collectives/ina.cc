@@ -4,9 +4,8 @@
 // 1. Reduce through the aggregators that are left. The result lands in memory of its own, so that
 //    the data is as it was if that fails.
 // 2. The ranks tell each other whether it went well and which aggregators are left, by a census.
-// 3. If it did not on some rank, a dense allreduce between the ranks completes the operation, on
-// all
-//    of them. Only what the caller must change, a plan that aggregators do not take, is an error.
+// 3. If it did not on some rank, a dense allreduce between the ranks completes the operation on
+//    all. Only what the caller must change, a plan that aggregators do not take, is an error.
 //
 // A rank sends its own blocks, votes for them and headers, and receives the blocks that are not
 // zero on some rank, their numbers and headers, whatever P; see ina_cost(). Lossless. Source: Gu et
@@ -60,6 +59,10 @@ class InNetwork final : public DenseAllreduce<T> {
 
   void write(std::span<T> out) override {
     if (by_host_) return host_->write(out);
+    if (divisor_ == V{1}) {
+      std::ranges::copy(reduced_, out.begin());
+      return;
+    }
     std::ranges::transform(reduced_, out.begin(), [divisor = divisor_](T x) {
       return static_cast<T>(static_cast<V>(x) / divisor);
     });
