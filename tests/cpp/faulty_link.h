@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "ina/link.h"
 #include "ina_run.h"
 #include "patience.h"
 #include "transport/fault.h"
+#include "wrapped_link.h"
 
 namespace sparsecomm::test {
 
@@ -56,10 +56,10 @@ struct FaultScene {
   std::atomic<int> met = 0;
 };
 
-class FaultyLink final : public AggregatorLink {
+class FaultyLink final : public WrappedLink {
  public:
   FaultyLink(std::shared_ptr<AggregatorLink> inner, FaultScene& scene, int rank)
-      : inner_(std::move(inner)), scene_(scene), rank_(rank), unanswered_(inner_->size()) {}
+      : WrappedLink(std::move(inner)), scene_(scene), rank_(rank), unanswered_(size()) {}
 
   // Before each operation, while none runs.
   void begin() {
@@ -73,15 +73,6 @@ class FaultyLink final : public AggregatorLink {
   // Of this operation, from and to that aggregator.
   int messages(int aggregator) const { return messages_[std::size_t(aggregator)]; }
 
-  int size() const override { return inner_->size(); }
-  std::string const& address(int aggregator) const override { return inner_->address(aggregator); }
-  std::string const& loss(int aggregator) const override { return inner_->loss(aggregator); }
-  bool flushed(int aggregator) const override { return inner_->flushed(aggregator); }
-  bool flush(int aggregator, Deadline const& deadline) override {
-    return inner_->flush(aggregator, deadline);
-  }
-  void interrupt() noexcept override { inner_->interrupt(); }
-
   void send(int aggregator, std::uint32_t instance, InaMessage const& message) override {
     ++messages_[std::size_t(aggregator)];
     ++unanswered_[std::size_t(aggregator)];
@@ -93,9 +84,9 @@ class FaultyLink final : public AggregatorLink {
     if (wrong) change(bytes, sent_.size(), former_sent_);
     InaMessage changed;
     changed.add(bytes);
-    inner_->send(aggregator, instance, changed);
+    inner().send(aggregator, instance, changed);
     if (wrong && scene_.fault.kind == LinkFault::Kind::duplicate) {
-      inner_->send(aggregator, instance, changed);
+      inner().send(aggregator, instance, changed);
     }
   }
 
@@ -105,7 +96,7 @@ class FaultyLink final : public AggregatorLink {
       if (std::exchange(to_tell_, false))
         return {Event::Kind::lost, scene_.fault.aggregator, 0, {}};
       if (twice_) return *std::exchange(twice_, std::nullopt);
-      Event event = inner_->next(patient(deadline));
+      Event event = inner().next(patient(deadline));
       if (event.kind == Event::Kind::late) {
         if (may_be_late() || guard.passed()) return event;
         continue;
@@ -124,7 +115,7 @@ class FaultyLink final : public AggregatorLink {
       twice_.reset();
       to_tell_ = false;
     }
-    inner_->close(aggregator, why);
+    inner().close(aggregator, why);
   }
 
  private:
@@ -225,7 +216,6 @@ class FaultyLink final : public AggregatorLink {
     return {steady_clock(), std::chrono::milliseconds(5)};
   }
 
-  std::shared_ptr<AggregatorLink> const inner_;
   FaultScene& scene_;
   int const rank_;
   int operation_ = -1;

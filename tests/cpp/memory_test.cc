@@ -13,6 +13,7 @@
 
 #include "allocations.h"
 #include "failing_steps.h"
+#include "wrapped_link.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -49,29 +50,21 @@ class Starved final : public Operation {
 };
 
 // Links in the process run aggregators on the thread that sends to them, which are not starved.
-class FedLink final : public AggregatorLink {
+class FedLink final : public WrappedLink {
  public:
-  explicit FedLink(std::shared_ptr<AggregatorLink> inner) : inner_(std::move(inner)) {}
+  using WrappedLink::WrappedLink;
 
-  int size() const override { return inner_->size(); }
-  std::string const& address(int aggregator) const override { return inner_->address(aggregator); }
-  std::string const& loss(int aggregator) const override { return inner_->loss(aggregator); }
-  bool flushed(int aggregator) const override { return inner_->flushed(aggregator); }
-  bool flush(int aggregator, Deadline const& deadline) override {
-    return inner_->flush(aggregator, deadline);
-  }
-  void interrupt() noexcept override { inner_->interrupt(); }
   void send(int aggregator, std::uint32_t instance, InaMessage const& message) override {
     Uncounted const fed;
-    inner_->send(aggregator, instance, message);
+    WrappedLink::send(aggregator, instance, message);
   }
   Event next(Deadline const& deadline) override {
     Uncounted const fed;
-    return inner_->next(deadline);
+    return WrappedLink::next(deadline);
   }
   void close(int aggregator, std::string const& why) override {
     Uncounted const fed;
-    inner_->close(aggregator, why);
+    WrappedLink::close(aggregator, why);
   }
 
  private:
@@ -79,7 +72,6 @@ class FedLink final : public AggregatorLink {
     bool const before = std::exchange(counting, false);
     ~Uncounted() { counting = before; }
   };
-  std::shared_ptr<AggregatorLink> inner_;
 };
 
 Surroundings fed(Surroundings around) {
