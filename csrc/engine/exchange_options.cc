@@ -102,20 +102,19 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
   if (options.algorithm == auto_algorithm) {
     planned = concat(";index_codec=", name(collective.frame.index_codec));
   }
-  return concat("operation=gradient exchange;group=", group, ";numel=", extent,
-                ";dtype=", name(dtype), ";algorithm=", options.algorithm,
-                ";average=", options.average, ";schedule=", name(options.schedule.between), '/',
-                options.schedule.period, ";partition_period=", collective.partition_period,
-                ";balance_factor=", Shortest{collective.balance_factor},
-                ";value_codec=", name(collective.frame.value_codec),
-                ";overlap_chunk=", collective.overlap_chunk,
-                ";block_bytes=", collective.block_bytes, ";delta=", Shortest{collective.delta},
-                ";dense_codec=", name(collective.dense_codec), planned, ";seed=", collective.seed,
-                ";dense_steps=", options.warmup.dense_steps, ";bucket=", rule.bucket,
-                ";momentum=", Shortest{rule.velocity.momentum},
-                ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
-                ";mask_momentum=", rule.mask_momentum,
-                ";first_moment=", Shortest{rule.first_moment});
+  return concat(
+      "operation=gradient exchange;group=", group, ";numel=", extent, ";dtype=", name(dtype),
+      ";algorithm=", options.algorithm, ";average=", options.average,
+      ";schedule=", name(options.schedule.between), '/', options.schedule.period,
+      ";partition_period=", collective.partition_period,
+      ";balance_factor=", Shortest{collective.balance_factor},
+      ";value_codec=", name(collective.frame.value_codec),
+      ";overlap_chunk=", collective.overlap_chunk, ";block_bytes=", collective.block_bytes,
+      ";delta=", Shortest{collective.delta}, ";dense_codec=", name(collective.dense_codec), planned,
+      ";seed=", collective.seed, ";dense_steps=", options.warmup.dense_steps,
+      ";bucket=", rule.bucket, ";momentum=", Shortest{rule.velocity.momentum},
+      ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
+      ";mask_momentum=", rule.mask_momentum, ";first_moment=", Shortest{rule.first_moment});
 }
 
 }  // namespace sparsecomm
