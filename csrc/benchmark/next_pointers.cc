@@ -110,54 +110,20 @@ BlockList NextPointerWorker::take(std::span<const std::byte> message) {
   return update.next;
 }
 
-// Calls f(i, block, next) for each column of the round, with none for next where it ends.
-template <class F>
-void for_each_column(BlockList const& round, BlockList const& next, std::uint32_t window, F f) {
-  std::size_t j = 0;
-  for (std::size_t i = 0; i < round.size(); ++i) {
-    bool const goes_on = j < next.size() && next[j] % window == round[i] % window;
-    f(i, round[i], goes_on ? next[j++] : none);
-  }
-}
-
 // An update that leaves out what this worker has would lose it.
 void NextPointerWorker::check_next(UpdateView const& update) const {
   std::uint64_t const lacking = sent_ & ~update.header.bitmap;
   require<MalformedFrame>(lacking == 0, "aggregation message: bitmap is ", update.header.bitmap,
                           ", must have the bits of ", sent_, ", the blocks that worker ", rank(),
                           " has sent in round ", round());
-  for_each_column(round_blocks(), update.next, plan().window,
-                  [&](std::size_t, std::uint32_t block, std::uint32_t next) {
-                    std::uint32_t const own = next_[block % plan().window];
-                    require<MalformedFrame>(next <= own, "aggregation message: block ", next,
-                                            " follows block ", block, ", must be at most ", own,
-                                            ", which worker ", rank(), " has announced");
-                  });
-}
-
-void NextPointerWorker::write(UpdateView const& update) {
-  std::size_t const bytes = plan().block_bytes;
-  std::byte const* from = update.blocks.data();
-  for_each_column(round_blocks(), update.next, plan().window,
-                  [&](std::size_t i, std::uint32_t block, std::uint32_t next) {
-                    std::uint64_t zeros = block;
-                    if ((update.header.bitmap >> i & 1) != 0) {
-                      auto const to = output().subspan(std::size_t{block} * bytes);
-                      std::memcpy(to.data(), from, std::min(bytes, to.size()));
-                      from += bytes;
-                      zeros += plan().window;
-                    }
-                    write_zeros(zeros, next == none ? plan().blocks() : next);
-                  });
-}
-
-// Blocks of a column that no worker had. In place they are zero already.
-void NextPointerWorker::write_zeros(std::uint64_t begin, std::uint64_t end) {
-  if (in_place()) return;
-  for (std::uint64_t block = begin; block < end; block += plan().window) {
-    auto const rest = output().subspan(block * plan().block_bytes);
-    std::ranges::fill(rest.first(std::min<std::size_t>(plan().block_bytes, rest.size())),
-                      std::byte{0});
+  std::size_t j = 0;
+  for (std::uint32_t const block : round_blocks().numbers()) {
+    std::uint32_t const column = block % plan().window;
+    bool const goes_on = j < update.next.size() && update.next[j] % plan().window == column;
+    std::uint32_t const next = goes_on ? update.next[j++] : none;
+    require<MalformedFrame>(next <= next_[column], "aggregation message: block ", next,
+                            " follows block ", block, ", must be at most ", next_[column],
+                            ", which worker ", rank(), " has announced");
   }
 }
 

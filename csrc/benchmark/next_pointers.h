@@ -8,7 +8,7 @@
 //    end.
 // 2. The aggregator adds the blocks, takes the smallest next number of each column, and sends both
 //    to every worker. Columns without a next block end; so does the operation, with the last one.
-// 3. A worker writes the blocks, and zeros where a column skips some.
+// 3. A worker writes the blocks; those that a column skips are zero on all workers.
 //
 // 1 + max over columns of u_c rounds, u_c the blocks of the column behind its first that are not
 // zero on some worker. The messages are those of message.h, with a number for each column where
@@ -34,8 +34,6 @@ class NextPointerWorker final : public WorkerMachine {
   BlockList take(std::span<const std::byte> message) override;
   std::uint32_t find_from(std::uint64_t block) const;
   void check_next(UpdateView const& update) const;
-  void write(UpdateView const& update);
-  void write_zeros(std::uint64_t begin, std::uint64_t end);
 
   std::array<std::uint32_t, most_blocks>
       next_{};                          // [column]: own block not sent yet; none: no more

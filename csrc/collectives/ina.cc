@@ -1,8 +1,9 @@
 // In-network aggregation: ranks send the blocks of their arrays that are not zero to aggregators
 // (csrc/ina), which reduce them and send every rank the sums.
 //
-// 1. Reduce through the aggregators that are left. The result lands in memory of its own, so that
-//    the data is as it was if that fails.
+// 1. Reduce through the aggregators that are left. The sums land in memory of their own, so that
+//    the data is as it was if that fails. Blocks that are zero on all ranks are written nowhere:
+//    where the result replaces the data they are zero already.
 // 2. The ranks tell each other whether it went well and which aggregators are left, by a census.
 // 3. If it did not on some rank, a dense allreduce between the ranks completes the operation on
 //    all. Only what the caller must change, a plan that aggregators do not take, is an error.
@@ -48,29 +49,34 @@ class InNetwork final : public DenseAllreduce<T> {
         host_(dense.dense->make<T>(options, services)) {}
 
   void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
-    reduced_ = data;
+    data_ = data;
     divisor_ = divisor;
-    by_host_ = false;
-    if (channel.size() == 1 || data.empty()) return;
-    require<Error>(client_ != nullptr, "ina was made without aggregators");
-    by_host_ = client_->left() == 0 || !reduce(channel, data, reduction);
+    by_host_ = channel.size() == 1 || data.empty() || !reduce(channel, data, reduction);
     if (by_host_) host_->run(channel, data, reduction, divisor);
   }
 
   void write(std::span<T> out) override {
     if (by_host_) return host_->write(out);
-    if (divisor_ == V{1}) {
-      std::ranges::copy(reduced_, out.begin());
-      return;
+    if (out.data() != data_.data()) std::ranges::fill(out, T{});
+    for (ByteRange const& part : written_) {
+      std::size_t const begin = part.begin / sizeof(T), count = (part.end - part.begin) / sizeof(T);
+      std::span<const T> const from = sum_.subspan(begin, count);
+      std::span<T> const to = out.subspan(begin, count);
+      if (divisor_ == V{1}) {
+        std::ranges::copy(from, to.begin());
+      } else {
+        std::ranges::transform(from, to.begin(), [divisor = divisor_](T x) {
+          return static_cast<T>(static_cast<V>(x) / divisor);
+        });
+      }
     }
-    std::ranges::transform(reduced_, out.begin(), [divisor = divisor_](T x) {
-      return static_cast<T>(static_cast<V>(x) / divisor);
-    });
   }
 
  private:
-  // False if it went wrong on some rank.
+  // False if no aggregator is left or it went wrong on some rank.
   bool reduce(Channel& channel, std::span<const T> data, Reduction reduction) {
+    require<Error>(client_ != nullptr, "ina was made without aggregators");
+    if (client_->left() == 0) return false;
     // Step 1.
     InaPlan const plan{.elements = data.size(),
                        .block_bytes = options_.block_bytes,
@@ -80,13 +86,15 @@ class InNetwork final : public DenseAllreduce<T> {
                        .reduction = reduction,
                        .order = options_.combine_order};
     require_plan(plan);
-    std::span<T> const sum = sum_.take(data.size());
+    sum_ = memory_.take(data.size());
     Vote vote{.left = 0, .reduced = 0, .taken = 1};
     std::exception_ptr refusal;
     try {
       auto const waiting = channel.waiting_for("aggregators");
-      client_->reduce(plan, std::as_bytes(data), std::as_writable_bytes(sum),
+      client_->reduce(plan, std::as_bytes(data), std::as_writable_bytes(sum_),
                       channel.deadline().within(channel.deadline().remaining() / attempt_share));
+      written_.clear();
+      client_->append_written(written_);
       vote.reduced = 1;
     } catch (Interrupted const&) {
       throw;
@@ -115,7 +123,6 @@ class InNetwork final : public DenseAllreduce<T> {
     require<Mismatch>(vote.taken == 1,
                       "in-network aggregation: an aggregator has refused the plan of another rank, "
                       "which says why");
-    reduced_ = sum;
     return vote.reduced == 1;
   }
 
@@ -123,8 +130,10 @@ class InNetwork final : public DenseAllreduce<T> {
   InaClient* client_;
   std::unique_ptr<DenseAllreduce<T>> host_;
   CensusAllreduce<Vote> votes_;
-  Buffer<T> sum_;
-  std::span<const T> reduced_;
+  Buffer<T> memory_;
+  std::span<T> sum_;
+  std::vector<ByteRange> written_;  // of the sums
+  std::span<const T> data_;         // of the last run()
   V divisor_{1};
   bool by_host_ = false;
 };

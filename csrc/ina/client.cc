@@ -90,7 +90,7 @@ void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
     std::uint64_t const past = std::min(blocks * i / count * elements_of_block, plan.elements);
     InaPlan part = plan;
     part.elements = past - first;
-    std::size_t const begin = first * plan.entry().bytes;
+    std::size_t const begin = stream.begin = first * plan.entry().bytes;
     std::size_t const bytes = part.bytes();
     auto const message =
         stream.worker->start(part, rank_, operation_, input.subspan(begin, bytes),
@@ -135,6 +135,15 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
   }
   if (refusal_) std::rethrow_exception(refusal_);
   require<AggregatorLost>(losses_.empty(), "in-network aggregation: ", losses_);
+}
+
+void InaClient::append_written(std::vector<ByteRange>& parts) const {
+  for (Stream const& stream : streams_) {
+    if ((left_ >> stream.aggregator & 1) == 0) continue;
+    for (ByteRange const& part : stream.worker->written()) {
+      parts.push_back({.begin = stream.begin + part.begin, .end = stream.begin + part.end});
+    }
+  }
 }
 
 void InaClient::take(AggregatorLink::Event const& event) {

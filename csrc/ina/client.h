@@ -64,13 +64,18 @@ class InaClient {
   InaClient& operator=(InaClient const&) = delete;
 
   // Reduces `input` over all workers into `output`, which is the same memory or none of it and is
-  // undefined after a throw. All workers make the same calls in the same order; plan.elements is of
-  // the whole. Throws what a refusal says, AggregatorLost with the addresses, Interrupted, and what
-  // the deadline's interrupt throws. O(plan.blocks()) time and no allocation but for errors and for
-  // a plan with longer messages than those before. A refusal is the same, in the same words, on all
-  // workers that are connected.
+  // undefined after a throw. Only the blocks are written that are not zero on some worker. All
+  // workers make the same calls in the same order; plan.elements is of the whole. Throws what a
+  // refusal says, AggregatorLost with the addresses, Interrupted, and what the deadline's interrupt
+  // throws. O(plan.blocks()) time and no allocation but for errors, longer messages than before,
+  // and more parts that are written. A refusal is the same, in the same words, on all workers that
+  // are connected.
   void reduce(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
               Deadline const& deadline);
+
+  // Adds to `parts` those of the output that the last reduction has written, in no order. To be
+  // called before keep() and the next reduction.
+  void append_written(std::vector<ByteRange>& parts) const;
 
   // A bit for each aggregator that is left: at most 64.
   std::uint64_t left() const { return left_; }
@@ -94,6 +99,7 @@ class InaClient {
     std::unique_ptr<WorkerMachine> worker;
     int aggregator = 0;
     std::uint32_t instance = 0;
+    std::size_t begin = 0;  // of its part of the output, in bytes
     bool running = false;
   };
 

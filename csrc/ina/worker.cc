@@ -2,12 +2,11 @@
 
 #include <algorithm>
 #include <array>
-#include <cstring>
 
 namespace sparsecomm {
 void InaWorker::prepare() {
   at_hand_.clear();
-  scanned_ = written_ = 0;
+  scanned_ = 0;
   ring_begin_ = 0;
   ring_.resize(std::max(ring_.size(), 2 * plan().round_bytes()));
   head_.resize(std::max(head_.size(), most_head_bytes(plan().window)));
@@ -55,7 +54,6 @@ BlockList InaWorker::take(std::span<const std::byte> message) {
   UpdateView const update = parse_update(message, plan(), expected());
   check_next(update);
   write(update);
-  if (update.next.empty()) write_zeros(plan().blocks());
   return update.next;
 }
 
@@ -73,30 +71,6 @@ void InaWorker::check_next(UpdateView const& update) const {
         number, ", which worker ", rank(), " has voted for, is not among the ", update.next.size(),
         " of the next round, must be there or behind a full window of ", int(plan().window));
   }
-}
-
-void InaWorker::write(UpdateView const& update) {
-  std::size_t const block_bytes = plan().block_bytes;
-  std::byte const* from = update.blocks.data();
-  for (std::size_t i = 0; i < round_blocks().size(); ++i) {
-    if ((update.header.bitmap >> i & 1) == 0) continue;
-    std::uint64_t const number = round_blocks()[i];
-    write_zeros(number);
-    auto const rest = output().subspan(number * block_bytes);
-    std::memcpy(rest.data(), from, std::min(block_bytes, rest.size()));
-    from += block_bytes;
-    written_ = number + 1;
-  }
-}
-
-// The blocks before `end` that no worker had. In place they are zero already.
-void InaWorker::write_zeros(std::uint64_t end) {
-  if (!in_place() && written_ < end) {
-    std::uint64_t const begin = written_ * plan().block_bytes;
-    std::uint64_t const past = std::min<std::uint64_t>(end * plan().block_bytes, output().size());
-    std::ranges::fill(output().subspan(begin, past - begin), std::byte{0});
-  }
-  written_ = std::max(written_, end);
 }
 
 std::span<const std::byte> InaWorker::in_ring(std::size_t first, std::size_t count) const {

@@ -6,9 +6,9 @@
 // 2. Of the blocks that the round reduces, those at hand are the first ones at hand, so they lie in
 //    two pieces of the ring at most. Send them, and votes for the d blocks at hand behind them. The
 //    first round reduces the first d blocks of the array: no round is spent on votes alone.
-// 3. From the update, write the reduced blocks to the output, and zeros where it skips some. It
-//    names the blocks of the next round, the smallest that any worker voted for: go on with step 1,
-//    or end if it names none.
+// 3. From the update, write the reduced blocks to the output; those that it skips are zero on all
+//    workers. It names the blocks of the next round, the smallest that any worker voted for: go on
+//    with step 1, or end if it names none.
 //
 // 1 + ceil(u / d) rounds, u the blocks behind the first d that are not zero on some worker. Votes
 // that were not taken are voted again. Source: Gu et al. 2024 (OmNICCL), sections 2.1 and 2.3.
@@ -42,15 +42,12 @@ class InaWorker : public WorkerMachine {
   BlockList take(std::span<const std::byte> message) override;
   void fill();
   void check_next(UpdateView const& update) const;
-  void write(UpdateView const& update);
-  void write_zeros(std::uint64_t end);
   std::span<const std::byte> in_ring(std::size_t first, std::size_t count) const;
 
   std::uint64_t sent_ = 0;  // a bit for each block of the round that this worker sent
   BlockList at_hand_;       // found and not reduced yet: in the ring, beginning at ring_begin_
 
   std::uint64_t scanned_ = 0;  // blocks of the input
-  std::uint64_t written_ = 0;  // blocks of the output that are final
   std::size_t ring_begin_ = 0;
   std::vector<std::byte> ring_, head_;  // grow and never shrink
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstring>
 
 namespace sparsecomm {
 
@@ -17,6 +18,7 @@ InaMessage WorkerMachine::start(InaPlan const& plan, int rank, std::uint32_t ope
   operation_ = operation;
   input_ = input;
   output_ = output;
+  written_.clear();
   limit_ = std::clamp(limit, Duration::zero(), longest_duration);
   deadline_ = now + limit_;
   round_ = 0;
@@ -52,6 +54,22 @@ void WorkerMachine::expire(TimePoint now) const {
       std::chrono::duration<double>(limit_).count(),
       " s: the aggregator is stopped or cut off, or waits for another worker; see its log, or "
       "allow more time");
+}
+
+void WorkerMachine::write(UpdateView const& update) {
+  std::byte const* from = update.blocks.data();
+  for (std::size_t i = 0; i < round_blocks_.size(); ++i) {
+    if ((update.header.bitmap >> i & 1) == 0) continue;
+    std::size_t const begin = std::size_t{round_blocks_[i]} * plan_.block_bytes;
+    std::size_t const end = std::min(begin + plan_.block_bytes, output_.size());
+    std::memcpy(output_.data() + begin, from, end - begin);
+    from += plan_.block_bytes;
+    if (!written_.empty() && written_.back().end == begin) {
+      written_.back().end = end;
+    } else {
+      written_.push_back({.begin = begin, .end = end});
+    }
+  }
 }
 
 InaHeader WorkerMachine::header(std::uint64_t bitmap) const {

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <optional>
 #include <span>
+#include <vector>
 
 #include "base/clock.h"
 #include "base/error.h"
@@ -20,14 +21,19 @@ class AggregationTimeout : public Error {
   using Error::Error;
 };
 
+struct ByteRange {
+  std::size_t begin, end;
+};
+
 class WorkerMachine {
  public:
   virtual ~WorkerMachine() = default;
 
   // `output` is as long as `input`, and is the same memory or none of it. Input that is not the
-  // output is only read. Output is written as its blocks become final, so after a failure a part
-  // of it may be: who must keep the input until the operation is known to stand takes another
-  // output. Both must stay until done().
+  // output is only read. Of the output only the blocks are written that are not zero on some
+  // worker, as they become final; in place the others are zero already. After a failure some may
+  // be: who must keep the input until the operation is known to stand takes another output. Both
+  // must stay until done().
   //
   // Returns the first message. A message stays as it is until the machine takes the update that
   // answers it, or starts anew.
@@ -45,8 +51,10 @@ class WorkerMachine {
   void expire(TimePoint now) const;
   TimePoint deadline() const { return deadline_; }
 
-  // The output is complete.
+  // All blocks that are not zero on some worker are written.
   bool done() const { return done_; }
+  // The parts of the output that are written, in the order in which they were.
+  std::span<const ByteRange> written() const { return written_; }
 
   std::uint32_t round() const { return round_; }
   // That this round reduces.
@@ -56,8 +64,8 @@ class WorkerMachine {
   InaPlan const& plan() const { return plan_; }
   int rank() const { return rank_; }
   std::span<const std::byte> input() const { return input_; }
-  std::span<std::byte> output() const { return output_; }
-  bool in_place() const { return input_.data() == output_.data(); }
+  // Writes the blocks of an update of this round to the output.
+  void write(UpdateView const& update);
   // Of this round.
   InaHeader header(std::uint64_t bitmap) const;
   InaExpected expected() const;
@@ -67,8 +75,8 @@ class WorkerMachine {
   virtual void prepare() = 0;
   // The message of this round.
   virtual InaMessage contribute() = 0;
-  // Checks the update of this round, then writes what is final. Returns the blocks of the next
-  // round; none: the output is complete.
+  // Checks the update of this round, then writes its blocks. Returns those of the next round; none:
+  // there is no other.
   virtual BlockList take(std::span<const std::byte> update) = 0;
 
   InaPlan plan_;
@@ -76,6 +84,7 @@ class WorkerMachine {
   std::uint32_t operation_ = 0;
   std::span<const std::byte> input_;
   std::span<std::byte> output_;
+  std::vector<ByteRange> written_;  // grows and never shrinks
   TimePoint deadline_{};
   Duration limit_{};
   std::uint32_t round_ = 0;

@@ -51,7 +51,7 @@ TEST_P(PolicyTest, ReducesAsDenseDoes) {
         Bytes const expected = dense_reduction(plans[i], inputs[i]);
         Bytes output(inputs[i][rank].size(), std::byte{0x5a});
         client.reduce(plans[i], inputs[i][rank], output, within(seconds(20)));
-        ASSERT_EQ(output, expected) << "plan " << i;
+        ASSERT_EQ(completed(client, output, std::byte{0x5a}), expected) << "plan " << i;
         Bytes in_place = inputs[i][rank];
         client.reduce(plans[i], in_place, in_place, within(seconds(20)));
         ASSERT_EQ(in_place, expected) << "plan " << i;
@@ -100,10 +100,8 @@ TEST(NextPointerTest, SendsBlocksAndANumberForEachColumn) {
   InprocAggregators hub(1, std::size_t{64} << 20, seconds(20), policy_named("omnireduce"));
   for (double const zero : {0., .5, .9, .99}) {
     InaPlan const plan{.elements = 64 * 999, .block_bytes = 256, .workers = workers, .window = 16};
-    std::vector<Bytes> inputs;
-    for (int rank = 0; rank < workers; ++rank) {
-      inputs.push_back(random_blocks<float>(plan, zero, random));
-    }
+    std::vector<Bytes> inputs(workers);
+    for (Bytes& input : inputs) input = random_blocks<float>(plan, zero, random);
     Blocks every;
     for (Bytes const& input : inputs) {
       Blocks merged;

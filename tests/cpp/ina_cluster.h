@@ -54,6 +54,13 @@ class RunningServer {
   std::thread thread_;
 };
 
+// The output of the last reduction of a client.
+inline Bytes completed(InaClient const& client, Bytes const& output, std::byte before) {
+  std::vector<ByteRange> written;
+  client.append_written(written);
+  return completed(output, written, before);
+}
+
 inline Deadline within(Duration time) { return {steady_clock(), time}; }
 
 // The aggregators of one test.

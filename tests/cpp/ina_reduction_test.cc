@@ -127,6 +127,7 @@ TEST_P(InaReductionTest, ByArrivalIsTheDenseReductionInThatOrderOnAllWorkers) {
     std::iota(order.begin(), order.end(), 0);
     std::ranges::shuffle(order, random_);
     std::vector<Bytes> ordered;
+    ordered.reserve(order.size());
     for (int const worker : order) ordered.push_back(inputs[worker]);
     InaRun run = this->run(plan, inputs);
     finish_in_order(run, order);

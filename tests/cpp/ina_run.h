@@ -141,6 +141,17 @@ inline std::vector<std::uint32_t> nonzero_blocks(Bytes const& input, std::size_t
   return numbers;
 }
 
+// An output with zeros for what is not written, which must be as it was before.
+inline Bytes completed(Bytes const& output, std::span<const ByteRange> written, std::byte before) {
+  Bytes complete(output.size()), rest = output;
+  for (auto const& [begin, end] : written) {
+    std::ranges::copy(std::span(output).subspan(begin, end - begin), complete.data() + begin);
+    std::ranges::fill(std::span(rest).subspan(begin, end - begin), before);
+  }
+  EXPECT_EQ(rest, Bytes(rest.size(), before));
+  return complete;
+}
+
 struct InaRunOptions {
   bool in_place = false;
   bool in_spot = false;  // messages are received to the aggregator's spots
@@ -201,7 +212,15 @@ class InaRun {
     return aggregator_.done() &&
            std::ranges::all_of(std::span(workers_).first(plan_.workers), &InaWorker::done);
   }
-  std::vector<Bytes> const& outputs() const { return outputs_; }
+  // With zeros for the blocks that are not written, which must be as they were.
+  std::vector<Bytes> outputs() const {
+    std::vector<Bytes> outputs(plan_.workers);
+    for (int rank = 0; rank < plan_.workers; ++rank) {
+      outputs[rank] = completed(outputs_[rank], workers_[rank].written(),
+                                options_.in_place ? std::byte{0} : junk);
+    }
+    return outputs;
+  }
   std::vector<Bytes> const& inputs() const { return inputs_; }
 
   static constexpr std::byte junk{0x5a};
