@@ -25,24 +25,30 @@ class DenseCall final : public Operation {
   Proposal prepare() override { return {}; }
   void run(Channel& channel, Agreement const&) override {
     dense_->run(channel, data_, reduction_, divisor_);
+    elsewhere_.assign(data_.size(), T(1));
+    dense_->write(elsewhere_);
     dense_->write(data_);
   }
+  std::vector<T> const& elsewhere() const { return elsewhere_; }
 
  private:
   std::unique_ptr<DenseAllreduce<T>> dense_;
   std::vector<T>& data_;
   Reduction reduction_;
   accumulate_t<T> divisor_;
+  std::vector<T> elsewhere_;
 };
 
-// Small powers of two, so that sums and products are exact in every type.
+// Small powers of two, so that sums and products are exact in every type, and stretches of zeros,
+// the same on all ranks.
 template <class T>
 std::vector<T> input(int rank, std::size_t numel) {
   auto random = generator(rank, numel);
   std::vector<T> result(numel);
-  for (T& x : result) {
+  for (std::size_t i = 0; i < numel; ++i) {
     constexpr int choices[] = {-2, -1, 1, 1, 2};
-    x = T(static_cast<accumulate_t<T>>(choices[random() % 5]));
+    bool const zero = i / 300 % 2 == 1;
+    result[i] = T(static_cast<accumulate_t<T>>(zero ? 0 : choices[random() % 5]));
   }
   return result;
 }
@@ -53,6 +59,7 @@ void check(AlgorithmEntry const& entry, int ranks, std::size_t numel) {
   AlgorithmOptions options;
   options.overlap_chunk = 30;
   options.window = 3;
+  options.block_bytes = 64;
   for (auto const& reduction : reductions()) {
     SCOPED_TRACE(concat(entry.name, ", P=", ranks, ", N=", numel, ", ", name(dtype_of<T>()), ", ",
                         reduction.name));
@@ -69,11 +76,11 @@ void check(AlgorithmEntry const& entry, int ranks, std::size_t numel) {
     for (T& x : expected) x = T(static_cast<V>(x) / divisor);
     auto const body = [&](Communicator& communicator) {
       auto data = input<T>(communicator.rank(), numel);
-      communicator
-          .submit(std::make_shared<DenseCall<T>>(entry, options, communicator, data, reduction.id,
-                                                 divisor))
-          .wait();
+      auto const call =
+          std::make_shared<DenseCall<T>>(entry, options, communicator, data, reduction.id, divisor);
+      communicator.submit(call).wait();
       EXPECT_TRUE(std::ranges::equal(data, expected)) << "on rank " << communicator.rank();
+      EXPECT_TRUE(std::ranges::equal(call->elsewhere(), expected)) << communicator.rank();
     };
     expect_no_errors(run_ranks(ranks, body, {}, {}, services_for(entry.name)));
   }
@@ -86,6 +93,7 @@ TEST(DenseTest, EveryTypeAndReduction) {
       for (std::size_t const numel : {0u, 1u, 5u, 100u}) {
         check<float>(entry, ranks, numel);
       }
+      check<float>(entry, ranks, 2000);
       check<double>(entry, ranks, 100);
       check<Half>(entry, ranks, 100);
       check<BFloat16>(entry, ranks, 100);
