@@ -76,11 +76,12 @@ class CommunicatorOptions:
         if not isinstance(given, Sequence) or not all(isinstance(each, str) for each in given):
             raise TypeError(f"aggregators={given!r} is not a sequence of addresses, HOST:PORT")
         object.__setattr__(self, "aggregators", tuple(given))
-        self.aggregator_addresses()
+        # Checks them; what the environment says is looked up when they are used.
+        aggregator_addresses(self.aggregators, self.aggregator_transport, environment={})
 
     def aggregator_addresses(self) -> _C.AggregatorAddresses:
         """Returns ``aggregators`` and ``aggregator_transport`` as the engine takes them."""
-        return aggregator_addresses(tuple(self.aggregators), self.aggregator_transport)
+        return aggregator_addresses(self.aggregators, self.aggregator_transport)
 
     @property
     def limit(self) -> timedelta:

@@ -23,7 +23,7 @@ import functools
 import ipaddress
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
@@ -99,21 +99,26 @@ def connect_options(
     )
 
 
-def aggregator_addresses(addresses: tuple[str, ...], transport: str) -> _C.AggregatorAddresses:
+def aggregator_addresses(
+    addresses: Sequence[str], transport: str, environment: Mapping[str, str] | None = None
+) -> _C.AggregatorAddresses:
     """Returns where aggregators are, and what moves the messages to them.
+
+    Args:
+        environment: the process's, if ``None``.
 
     Raises:
         ValueError: an address is not HOST:PORT or comes twice, or there is no such transport.
     """
-    ucx = query_options().ucx
+    ucx = query_options(environment).ucx
     return _C.AggregatorAddresses(
         addresses=addresses, transport=transport, ucx=ucx, log=log_trouble
     )
 
 
-def query_options() -> _C.ConnectOptions:
+def query_options(environment: Mapping[str, str] | None = None) -> _C.ConnectOptions:
     """Returns how to look for transports, for calls that connect nothing."""
-    return _options(settings(), AUTO, timedelta(0))
+    return _options(settings(environment), AUTO, timedelta(0))
 
 
 def _options(

@@ -156,9 +156,11 @@ def may_round(algorithm: str) -> bool:
     return any(entry["name"] == algorithm and entry["rounds"] for entry in _C.algorithms())
 
 
-def needs_service(algorithm: str) -> bool:
+def uses_other_engine(algorithm: str) -> bool:
+    """Whether another library's allreduce moves the bytes, which are not counted then."""
     return any(
-        entry["name"] == algorithm and entry["needs"] != "nothing" for entry in _C.algorithms()
+        entry["name"] == algorithm and entry["needs"] == "native_allreduce"
+        for entry in _C.algorithms()
     )
 
 
@@ -460,7 +462,7 @@ def make_row(
         if not math.isnan(each)
     ]
     ours = used is not None
-    counted = used is not None and not needs_service(used)
+    counted = used is not None and not uses_other_engine(used)
     if used is not None:
         # Selections of half-precision gradients travel as the f32 that they are summed in.
         value_bytes = max(4, settings.itemsize) if is_sparse(used) else settings.itemsize
