@@ -6,8 +6,9 @@
 
 There are as many aggregators as workers, each on a host of its own. The hosts are network
 namespaces on this machine (see hosts.py), so this needs root and iproute2. What the file already
-has is not measured again; remove the file to begin anew. The hosts share the machine's cores: what
-the link limits is measured truly, what the processor limits is slower than on as many machines.
+has is not measured again; remove the file to begin anew. A picture beside it shows all that the
+file has. The hosts share the machine's cores: what the link limits is measured truly, what the
+processor limits is slower than on as many machines.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from pathlib import Path
 from typing import Any
 
 from hosts import Hosts, HostsError, missing, parse_rate
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
 
 from sparsecomm.cli.bench import write_json
 from sparsecomm.cli.measure import GLOO_DENSE
@@ -74,6 +78,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HostsError as error:
         print(f"ina: {error}", file=sys.stderr)
         return 1
+    if results:
+        draw(results, options.json.with_suffix(".png"))
     checks = [check for result in results for check in check_goals(result)]
     checks += check_omnireduce(results)
     for text, met in checks:
@@ -198,6 +204,83 @@ def check_omnireduce(results: Sequence[dict[str, Any]]) -> list[Check]:
         what = f"{where}, {case[0]:g} zero, {case[1]}, to OmniReduce's policy:"
         checks.append(at_least(what, ratio, goal))
     return checks
+
+
+def draw(results: Sequence[dict[str, Any]], picture: Path) -> None:
+    """A row for each rate: OmNICCL's Figures 5, 6 and 7."""
+    rates = sorted({result["rate"] for result in results}, key=parse_rate)
+    figure = Figure(figsize=(15, 4.5 * len(rates)), dpi=110, layout="constrained")
+    FigureCanvasAgg(figure)
+    for row, rate in zip(figure.subplots(len(rates), 3, squeeze=False), rates, strict=True):
+        chosen = sorted(
+            (result for result in results if result["rate"] == rate),
+            key=lambda result: (result["workers"], result["numel"]),
+        )
+        draw_dense(row[0], chosen)
+        draw_zero(row[1], chosen, rate)
+        draw_policies(row[2], chosen)
+        for axis in row:
+            axis.set(ylabel="time (ms)", ylim=(0, None))
+            axis.grid(alpha=0.3)
+            axis.legend(fontsize="small")
+    figure.savefig(picture)
+
+
+def draw_dense(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
+    """No zero blocks, over the size of the array."""
+    for number, workers in enumerate(dict.fromkeys(result["workers"] for result in results)):
+        groups = {
+            result["numel"] * 4 / 2**20: dict(cases(result["records"])).get((0.0, "identical"))
+            for result in results
+            if result["workers"] == workers
+        }
+        points = {size: group for size, group in groups.items() if group}
+        for name, style in ((GLOO_DENSE, "--"), ("ina", "-")):
+            times = [1e3 * median(group[name]) for group in points.values()]
+            label = f"{name}, {workers} workers"
+            axis.plot(list(points), times, style, color=f"C{number}", marker="o", label=label)
+    axis.set(title=f"{results[0]['rate']}, no zero blocks", xlabel="array (MiB)")
+    axis.set(xscale="log", xticks=(sizes := sorted(points)), xticklabels=[f"{s:g}" for s in sizes])
+
+
+def draw_zero(axis: Axes, results: Sequence[dict[str, Any]], rate: str) -> None:
+    """The largest array, the same blocks on all workers, over the share of zero blocks."""
+    numel = max(result["numel"] for result in results)
+    for number, result in enumerate(result for result in results if result["numel"] == numel):
+        shares, times, bounds = [], [], []
+        for (zero, supports), group in cases(result["records"]):
+            if supports == "identical":
+                shares.append(zero)
+                times.append(1e3 * median(group["ina"]))
+                bounds.append(1e3 * link_seconds(group["ina"], rate))
+        label = f"ina, {result['workers']} workers"
+        axis.plot(shares, times, color=f"C{number}", marker="o", label=label)
+    axis.plot(shares, bounds, ":", color="black", label="its bytes on the link")
+    title = f"{rate}, {numel * 4 / 2**20:g} MiB, identical supports"
+    axis.set(title=title, xlabel="share of zero blocks")
+
+
+def draw_policies(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
+    """The largest array, the middle number of workers: policies over the share of zero blocks."""
+    counts = sorted({result["workers"] for result in results})
+    workers = counts[len(counts) // 2]
+    result = next(each for each in reversed(results) if each["workers"] == workers)
+    curves: dict[tuple[str, str], list[tuple[float, float]]] = {}
+    for (zero, supports), group in cases(result["records"]):
+        for name, record in group.items():
+            # Those that send zeros do not depend on where they are.
+            if name in ("ina", "omnireduce") or supports == "identical":
+                curves.setdefault((name, supports), []).append((zero, 1e3 * median(record)))
+    names = list(dict.fromkeys(name for name, _ in curves))
+    for (name, supports), points in sorted(curves.items()):
+        alone = (name, "independent") not in curves
+        style = "-" if supports == "identical" else "--"
+        label = name if alone else f"{name}, {supports}"
+        color = f"C{names.index(name)}"
+        axis.plot(*zip(*points, strict=True), style, color=color, marker="o", label=label)
+    size = result["numel"] * 4 / 2**20
+    title = f"{result['rate']}, {size:g} MiB, {workers} workers and aggregators"
+    axis.set(title=title, xlabel="share of zero blocks")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 import hosts  # noqa: E402
+import ina  # noqa: E402
 import lab  # noqa: E402
 from hosts import Hosts, HostsError, missing, parse_rate  # noqa: E402
 
@@ -75,6 +76,67 @@ def test_allreduces_between_hosts(tmp_path: Path) -> None:
     assert output.count("oktopk sends and receives") == 2
     assert "MISSED" not in output
     assert "times as long as topk_a by the median times" in output
+
+
+@pytest.mark.lab
+def test_aggregation_between_hosts(tmp_path: Path) -> None:
+    needs_namespaces()
+    file = tmp_path / "ina.json"
+    command = [
+        *(sys.executable, str(BENCHMARKS / "ina.py"), "--workers", "2", "--rate", "1gbit"),
+        *("--numel", "20000", "--zero", "0", "0.75", "--iters", "2", "--report-only"),
+        *("--json", str(file)),
+    ]
+    first = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert "2 workers and aggregators, 20000 f32" in first.stdout
+    measured = file.read_text()
+    (result,) = json.loads(measured)["results"]
+    assert {record["aggregators"] for record in result["records"]} == {0, 2}
+    assert all(record["exact"] for record in result["records"])
+    assert file.with_suffix(".png").stat().st_size > 0
+    # What the file has is not measured again.
+    again = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    assert "2 workers and aggregators" not in again.stdout
+    assert file.read_text() == measured
+
+
+def record_of(algorithm: str, median: float, zero: float) -> dict[str, object]:
+    """Of an allreduce of 32 MiB."""
+    received = (1 - zero) * 33.5e6 if algorithm != "gloo_dense" else 50e6
+    return {
+        "algorithm": algorithm,
+        "zero_fraction": zero,
+        "supports": "identical",
+        "time_us": {"median": median},
+        "sent_bytes": [received] * 4,
+        "received_bytes": [received] * 4,
+        "aggregator_sent_bytes": [received] * 4,
+        "aggregator_received_bytes": [received] * 4,
+        "exact": True,
+    }
+
+
+def test_goals_of_aggregation() -> None:
+    def result_of(dense: float, sparse: float, omnireduce: float) -> dict[str, object]:
+        times = {
+            0.0: {"gloo_dense": 420e3, "ina": dense, "omnireduce": dense},
+            0.75: {"gloo_dense": 420e3, "ina": sparse, "omnireduce": omnireduce},
+        }
+        records = [
+            record_of(name, time, zero)
+            for zero, each in times.items()
+            for name, time in each.items()
+        ]
+        return {"workers": 4, "rate": "1gbit", "numel": 8 << 20, "records": records}
+
+    good = result_of(280e3, 70e3, 130e3)
+    assert [met for _, met in ina.check_goals(good)] == [True] * 5
+    assert [met for _, met in ina.check_omnireduce([good])] == [True, True]
+    slow = result_of(320e3, 100e3, 90e3)
+    assert [met for _, met in ina.check_goals(slow)] == [False, False, False, False, False]
+    assert [met for _, met in ina.check_omnireduce([slow])] == [False, False]
+    assert ina.check_goals({**good, "rate": "10gbit"}) == []
+    assert len(ina.check_goals({**good, "workers": 2})) == 4
 
 
 def row_of(algorithm: str, median: float, **other: object) -> dict[str, object]:
