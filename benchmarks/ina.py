@@ -226,11 +226,16 @@ def draw(results: Sequence[dict[str, Any]], picture: Path) -> None:
     figure.savefig(picture)
 
 
+def mebibytes(result: dict[str, Any]) -> float:
+    return float(result["numel"]) * 4 / 2**20
+
+
 def draw_dense(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
     """No zero blocks, over the size of the array."""
+    sizes = sorted({mebibytes(result) for result in results})
     for number, workers in enumerate(dict.fromkeys(result["workers"] for result in results)):
         groups = {
-            result["numel"] * 4 / 2**20: dict(cases(result["records"])).get((0.0, "identical"))
+            mebibytes(result): dict(cases(result["records"])).get((0.0, "identical"))
             for result in results
             if result["workers"] == workers
         }
@@ -240,13 +245,13 @@ def draw_dense(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
             label = f"{name}, {workers} workers"
             axis.plot(list(points), times, style, color=f"C{number}", marker="o", label=label)
     axis.set(title=f"{results[0]['rate']}, no zero blocks", xlabel="array (MiB)")
-    axis.set(xscale="log", xticks=(sizes := sorted(points)), xticklabels=[f"{s:g}" for s in sizes])
+    axis.set(xscale="log", xticks=sizes, xticklabels=[f"{size:g}" for size in sizes])
 
 
 def draw_zero(axis: Axes, results: Sequence[dict[str, Any]], rate: str) -> None:
     """The largest array, the same blocks on all workers, over the share of zero blocks."""
-    numel = max(result["numel"] for result in results)
-    for number, result in enumerate(result for result in results if result["numel"] == numel):
+    size = max(mebibytes(result) for result in results)
+    for number, result in enumerate(each for each in results if mebibytes(each) == size):
         shares, times, bounds = [], [], []
         for (zero, supports), group in cases(result["records"]):
             if supports == "identical":
@@ -256,7 +261,7 @@ def draw_zero(axis: Axes, results: Sequence[dict[str, Any]], rate: str) -> None:
         label = f"ina, {result['workers']} workers"
         axis.plot(shares, times, color=f"C{number}", marker="o", label=label)
     axis.plot(shares, bounds, ":", color="black", label="its bytes on the link")
-    title = f"{rate}, {numel * 4 / 2**20:g} MiB, identical supports"
+    title = f"{rate}, {size:g} MiB, identical supports"
     axis.set(title=title, xlabel="share of zero blocks")
 
 
@@ -278,8 +283,7 @@ def draw_policies(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
         label = name if alone else f"{name}, {supports}"
         color = f"C{names.index(name)}"
         axis.plot(*zip(*points, strict=True), style, color=color, marker="o", label=label)
-    size = result["numel"] * 4 / 2**20
-    title = f"{result['rate']}, {size:g} MiB, {workers} workers and aggregators"
+    title = f"{result['rate']}, {mebibytes(result):g} MiB, {workers} workers and aggregators"
     axis.set(title=title, xlabel="share of zero blocks")
 
 
