@@ -112,10 +112,7 @@ BlockList NextPointerWorker::take(std::span<const std::byte> message) {
 
 // An update that leaves out what this worker has would lose it.
 void NextPointerWorker::check_next(UpdateView const& update) const {
-  std::uint64_t const lacking = sent_ & ~update.header.bitmap;
-  require<MalformedFrame>(lacking == 0, "aggregation message: bitmap is ", update.header.bitmap,
-                          ", must have the bits of ", sent_, ", the blocks that worker ", rank(),
-                          " has sent in round ", round());
+  require_all(sent_, update);
   std::size_t j = 0;
   for (std::uint32_t const block : round_blocks().numbers()) {
     std::uint32_t const column = block % plan().window;

@@ -93,8 +93,7 @@ class InNetwork final : public DenseAllreduce<T> {
       auto const waiting = channel.waiting_for("aggregators");
       client_->reduce(plan, std::as_bytes(data), std::as_writable_bytes(sum_),
                       channel.deadline().within(channel.deadline().remaining() / attempt_share));
-      written_.clear();
-      client_->append_written(written_);
+      written_.assign(client_->written().begin(), client_->written().end());
       vote.reduced = 1;
     } catch (Interrupted const&) {
       throw;

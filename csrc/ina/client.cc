@@ -110,6 +110,7 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
   running_ = 0;
   refusal_ = nullptr;
   losses_.clear();
+  written_.clear();
   try {
     begin(plan, input, output, deadline);
     // Step 3.
@@ -135,13 +136,14 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
   }
   if (refusal_) std::rethrow_exception(refusal_);
   require<AggregatorLost>(losses_.empty(), "in-network aggregation: ", losses_);
+  collect_written();
 }
 
-void InaClient::append_written(std::vector<ByteRange>& parts) const {
+void InaClient::collect_written() {
   for (Stream const& stream : streams_) {
     if ((left_ >> stream.aggregator & 1) == 0) continue;
     for (ByteRange const& part : stream.worker->written()) {
-      parts.push_back({.begin = stream.begin + part.begin, .end = stream.begin + part.end});
+      written_.push_back({.begin = stream.begin + part.begin, .end = stream.begin + part.end});
     }
   }
 }

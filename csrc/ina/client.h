@@ -73,9 +73,8 @@ class InaClient {
   void reduce(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
               Deadline const& deadline);
 
-  // Adds to `parts` those of the output that the last reduction has written, in no order. To be
-  // called before keep() and the next reduction.
-  void append_written(std::vector<ByteRange>& parts) const;
+  // The parts of the output that the last reduction has written, in no order; until the next one.
+  std::span<const ByteRange> written() const { return written_; }
 
   // A bit for each aggregator that is left: at most 64.
   std::uint64_t left() const { return left_; }
@@ -113,6 +112,7 @@ class InaClient {
   void forget(int aggregator, std::string const& why);
   void log_losses() noexcept;
   void send_rest(Deadline const& deadline);
+  void collect_written();
   void abandon(std::string const& why);
 
   std::shared_ptr<AggregatorLink> const link_;
@@ -130,6 +130,7 @@ class InaClient {
   std::exception_ptr refusal_;   // of the first stream that has one, whatever came first
   std::size_t refused_ = 0;      // that stream
   std::string losses_;
+  std::vector<ByteRange> written_;
   std::uint64_t sent_bytes_ = 0, received_bytes_ = 0;
 };
 

@@ -59,10 +59,7 @@ BlockList InaWorker::take(std::span<const std::byte> message) {
 
 // An update that leaves out what this worker has would lose it.
 void InaWorker::check_next(UpdateView const& update) const {
-  std::uint64_t const lacking = sent_ & ~update.header.bitmap;
-  require<MalformedFrame>(lacking == 0, "aggregation message: bitmap is ", update.header.bitmap,
-                          ", must have the bits of ", sent_, ", the blocks that worker ", rank(),
-                          " has sent in round ", round());
+  require_all(sent_, update);
   bool const full = update.next.size() == plan().window;
   for (std::uint32_t const number : at_hand_.numbers()) {
     if (full && number > update.next.back()) break;

@@ -56,6 +56,12 @@ void WorkerMachine::expire(TimePoint now) const {
       "allow more time");
 }
 
+void WorkerMachine::require_all(std::uint64_t sent, UpdateView const& update) const {
+  require<MalformedFrame>((sent & ~update.header.bitmap) == 0, "aggregation message: bitmap is ",
+                          update.header.bitmap, ", must have the bits of ", sent,
+                          ", the blocks that worker ", rank_, " has sent in round ", round_);
+}
+
 void WorkerMachine::write(UpdateView const& update) {
   std::byte const* from = update.blocks.data();
   for (std::size_t i = 0; i < round_blocks_.size(); ++i) {

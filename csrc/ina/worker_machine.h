@@ -64,6 +64,8 @@ class WorkerMachine {
   InaPlan const& plan() const { return plan_; }
   int rank() const { return rank_; }
   std::span<const std::byte> input() const { return input_; }
+  // Throws MalformedFrame if an update of this round lacks a block that this worker has sent.
+  void require_all(std::uint64_t sent, UpdateView const& update) const;
   // Writes the blocks of an update of this round to the output.
   void write(UpdateView const& update);
   // Of this round.

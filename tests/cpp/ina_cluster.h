@@ -56,9 +56,7 @@ class RunningServer {
 
 // The output of the last reduction of a client.
 inline Bytes completed(InaClient const& client, Bytes const& output, std::byte before) {
-  std::vector<ByteRange> written;
-  client.append_written(written);
-  return completed(output, written, before);
+  return completed(output, client.written(), before);
 }
 
 inline Deadline within(Duration time) { return {steady_clock(), time}; }
