@@ -78,9 +78,9 @@ std::uint32_t NextPointerWorker::find_from(std::uint64_t block) const {
 }
 
 // Step 1.
-InaMessage NextPointerWorker::contribute() {
+InaMessage NextPointerWorker::contribute(std::uint64_t& sent) {
   std::size_t const bytes = plan().block_bytes;
-  sent_ = 0;
+  sent = 0;
   std::size_t count = 0;
   BlockList announced;
   for (std::size_t i = 0; i < round_blocks().size(); ++i) {
@@ -92,27 +92,23 @@ InaMessage NextPointerWorker::contribute() {
       std::size_t const there = std::min(bytes, from.size());
       std::memcpy(to.data(), from.data(), there);
       std::ranges::fill(to.subspan(there), std::byte{0});
-      sent_ |= std::uint64_t{1} << i;
+      sent |= std::uint64_t{1} << i;
       ++count;
       next = find_from(std::uint64_t{block} + plan().window);
     }
     announced.push_back(next);
   }
-  return encode_contribution(header(sent_), plan(), announced,
-                             std::span(spot_).first(count * bytes), {}, head_);
+  return encode_contribution(header(sent), plan(), announced, std::span(spot_).first(count * bytes),
+                             {}, head_);
 }
 
 // Step 3.
-BlockList NextPointerWorker::take(std::span<const std::byte> message) {
-  UpdateView const update = parse_update(message, plan(), expected(), parse_going_on);
-  check_next(update);
-  write(update);
-  return update.next;
+UpdateView NextPointerWorker::parse(std::span<const std::byte> message,
+                                    InaExpected const& expected) const {
+  return parse_update(message, plan(), expected, parse_going_on);
 }
 
-// An update that leaves out what this worker has would lose it.
 void NextPointerWorker::check_next(UpdateView const& update) const {
-  require_all(sent_, update);
   std::size_t j = 0;
   for (std::uint32_t const block : round_blocks().numbers()) {
     std::uint32_t const column = block % plan().window;

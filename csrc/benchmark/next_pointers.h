@@ -2,8 +2,7 @@
 // smallest of these is reduced next. Block fusion puts d such sequences into one message, each over
 // a column of the array: block i belongs to column i mod d.
 //
-// 1. In each round and for each column that is not at its end, a worker sends the column's block,
-// if
+// 1. In each round and for each column that is not at its end, a worker sends the column's block if
 //    that is not zero, and the number of its next block of the column that is not zero, none at the
 //    end.
 // 2. The aggregator adds the blocks, takes the smallest next number of each column, and sends both
@@ -30,14 +29,13 @@ namespace sparsecomm {
 class NextPointerWorker final : public WorkerMachine {
  private:
   void prepare() override;
-  InaMessage contribute() override;
-  BlockList take(std::span<const std::byte> message) override;
+  InaMessage contribute(std::uint64_t& sent) override;
+  UpdateView parse(std::span<const std::byte> message, InaExpected const& expected) const override;
+  void check_next(UpdateView const& update) const override;
   std::uint32_t find_from(std::uint64_t block) const;
-  void check_next(UpdateView const& update) const;
 
   std::array<std::uint32_t, most_blocks>
       next_{};                          // [column]: own block not sent yet; none: no more
-  std::uint64_t sent_ = 0;              // a bit for each block of the round that this worker sent
   std::vector<std::byte> spot_, head_;  // of the message in flight
 };
 

@@ -91,9 +91,10 @@ class InNetwork final : public DenseAllreduce<T> {
     std::exception_ptr refusal;
     try {
       auto const waiting = channel.waiting_for("aggregators");
-      client_->reduce(plan, std::as_bytes(data), std::as_writable_bytes(sum_),
-                      channel.deadline().within(channel.deadline().remaining() / attempt_share));
-      written_.assign(client_->written().begin(), client_->written().end());
+      auto const written = client_->reduce(
+          plan, std::as_bytes(data), std::as_writable_bytes(sum_),
+          channel.deadline().within(channel.deadline().remaining() / attempt_share));
+      written_.assign(written.begin(), written.end());
       vote.reduced = 1;
     } catch (Interrupted const&) {
       throw;

@@ -186,7 +186,7 @@ bool delivers_exact_entries(AlgorithmEntry const& entry) {
 }
 
 bool is_candidate(AlgorithmEntry const& entry, Workload const& workload) {
-  // An engine sums halves as halves, which may overflow.
+  // Sums of halves come as halves, which may overflow before they are divided.
   bool const sums_wide = workload.element_bytes == workload.value_bytes;
   if (entry.needs == Needs::nothing) return delivers_exact_entries(entry);
   return workload.meets(entry.needs) && sums_wide;

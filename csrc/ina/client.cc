@@ -101,8 +101,9 @@ void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
   }
 }
 
-void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
-                       std::span<std::byte> output, Deadline const& deadline) {
+std::span<const ByteRange> InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
+                                             std::span<std::byte> output,
+                                             Deadline const& deadline) {
   require_plan(plan);
   require_data(plan, input, output);
   require<AggregatorLost>(left_ != 0, "no aggregator is left of ", link_->size(),
@@ -137,6 +138,7 @@ void InaClient::reduce(InaPlan const& plan, std::span<const std::byte> input,
   if (refusal_) std::rethrow_exception(refusal_);
   require<AggregatorLost>(losses_.empty(), "in-network aggregation: ", losses_);
   collect_written();
+  return written_;
 }
 
 void InaClient::collect_written() {

@@ -64,17 +64,15 @@ class InaClient {
   InaClient& operator=(InaClient const&) = delete;
 
   // Reduces `input` over all workers into `output`, which is the same memory or none of it and is
-  // undefined after a throw. Only the blocks are written that are not zero on some worker. All
-  // workers make the same calls in the same order; plan.elements is of the whole. Throws what a
-  // refusal says, AggregatorLost with the addresses, Interrupted, and what the deadline's interrupt
-  // throws. O(plan.blocks()) time and no allocation but for errors, longer messages than before,
-  // and more parts that are written. A refusal is the same, in the same words, on all workers that
-  // are connected.
-  void reduce(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
-              Deadline const& deadline);
-
-  // The parts of the output that the last reduction has written, in no order; until the next one.
-  std::span<const ByteRange> written() const { return written_; }
+  // undefined after a throw. Writes only the blocks that are not zero on some worker, and returns
+  // the parts that it has written, in no particular order, valid until the next call; the others
+  // keep what they held, zeros if the memory is the same. All workers make the same calls in the
+  // same order; plan.elements is of the whole. Throws what a refusal says, AggregatorLost with the
+  // addresses, Interrupted, and what the deadline's interrupt throws. O(plan.blocks()) time.
+  // Allocates only for errors, and where messages are longer or parts more numerous than before. A
+  // refusal is the same, in the same words, on all workers that are connected.
+  std::span<const ByteRange> reduce(InaPlan const& plan, std::span<const std::byte> input,
+                                    std::span<std::byte> output, Deadline const& deadline);
 
   // A bit for each aggregator that is left: at most 64.
   std::uint64_t left() const { return left_; }

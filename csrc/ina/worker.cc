@@ -4,6 +4,7 @@
 #include <array>
 
 namespace sparsecomm {
+
 void InaWorker::prepare() {
   at_hand_.clear();
   scanned_ = 0;
@@ -13,13 +14,13 @@ void InaWorker::prepare() {
 }
 
 // Steps 1 and 2.
-InaMessage InaWorker::contribute() {
+InaMessage InaWorker::contribute(std::uint64_t& sent) {
   fill();
-  sent_ = 0;
+  sent = 0;
   std::size_t count = 0;
   for (std::size_t i = 0; i < round_blocks().size() && count < at_hand_.size(); ++i) {
     if (round_blocks()[i] != at_hand_[count]) continue;
-    sent_ |= std::uint64_t{1} << i;
+    sent |= std::uint64_t{1} << i;
     ++count;
   }
   std::size_t const slots = 2 * std::size_t{plan().window};
@@ -29,7 +30,7 @@ InaMessage InaWorker::contribute() {
   at_hand_.drop_front(count);
   ring_begin_ = (ring_begin_ + count) % slots;
   fill();
-  return encode_contribution(header(sent_), plan(), at_hand_, blocks, more_blocks, head_);
+  return encode_contribution(header(sent), plan(), at_hand_, blocks, more_blocks, head_);
 }
 
 // Step 1. At most d slots hold blocks at hand and d others those of the message in flight, so the
@@ -50,16 +51,11 @@ void InaWorker::fill() {
 }
 
 // Step 3.
-BlockList InaWorker::take(std::span<const std::byte> message) {
-  UpdateView const update = parse_update(message, plan(), expected());
-  check_next(update);
-  write(update);
-  return update.next;
+UpdateView InaWorker::parse(std::span<const std::byte> message, InaExpected const& expected) const {
+  return parse_update(message, plan(), expected);
 }
 
-// An update that leaves out what this worker has would lose it.
 void InaWorker::check_next(UpdateView const& update) const {
-  require_all(sent_, update);
   bool const full = update.next.size() == plan().window;
   for (std::uint32_t const number : at_hand_.numbers()) {
     if (full && number > update.next.back()) break;

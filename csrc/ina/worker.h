@@ -38,15 +38,13 @@ class InaWorker : public WorkerMachine {
 
  private:
   void prepare() override;
-  InaMessage contribute() override;
-  BlockList take(std::span<const std::byte> message) override;
+  InaMessage contribute(std::uint64_t& sent) override;
+  UpdateView parse(std::span<const std::byte> message, InaExpected const& expected) const override;
+  void check_next(UpdateView const& update) const override;
   void fill();
-  void check_next(UpdateView const& update) const;
   std::span<const std::byte> in_ring(std::size_t first, std::size_t count) const;
 
-  std::uint64_t sent_ = 0;  // a bit for each block of the round that this worker sent
-  BlockList at_hand_;       // found and not reduced yet: in the ring, beginning at ring_begin_
-
+  BlockList at_hand_;          // found and not reduced yet: in the ring, beginning at ring_begin_
   std::uint64_t scanned_ = 0;  // blocks of the input
   std::size_t ring_begin_ = 0;
   std::vector<std::byte> ring_, head_;  // grow and never shrink

@@ -26,7 +26,7 @@ InaMessage WorkerMachine::start(InaPlan const& plan, int rank, std::uint32_t ope
   done_ = false;
   running_ = true;
   prepare();
-  return contribute();
+  return contribute(sent_);
 }
 
 std::optional<InaMessage> WorkerMachine::receive(std::span<const std::byte> message,
@@ -37,14 +37,19 @@ std::optional<InaMessage> WorkerMachine::receive(std::span<const std::byte> mess
     parse_refusal(message, operation_, plan_.workers).raise();
   }
   expire(now);
-  round_blocks_ = take(message);
+  UpdateView const update =
+      parse(message, {.operation = operation_, .round = round_, .blocks = &round_blocks_});
+  require_sent_blocks(update);
+  check_next(update);
+  write(update);
+  round_blocks_ = update.next;
   if (round_blocks_.empty()) {
     done_ = true;
     return std::nullopt;
   }
   ++round_;
   running_ = true;
-  return contribute();
+  return contribute(sent_);
 }
 
 void WorkerMachine::expire(TimePoint now) const {
@@ -56,9 +61,10 @@ void WorkerMachine::expire(TimePoint now) const {
       "allow more time");
 }
 
-void WorkerMachine::require_all(std::uint64_t sent, UpdateView const& update) const {
-  require<MalformedFrame>((sent & ~update.header.bitmap) == 0, "aggregation message: bitmap is ",
-                          update.header.bitmap, ", must have the bits of ", sent,
+// What an update leaves out would be lost.
+void WorkerMachine::require_sent_blocks(UpdateView const& update) const {
+  require<MalformedFrame>((sent_ & ~update.header.bitmap) == 0, "aggregation message: bitmap is ",
+                          update.header.bitmap, ", must have the bits of ", sent_,
                           ", the blocks that worker ", rank_, " has sent in round ", round_);
 }
 
@@ -83,10 +89,6 @@ InaHeader WorkerMachine::header(std::uint64_t bitmap) const {
           .round = round_,
           .worker = static_cast<std::uint16_t>(rank_),
           .bitmap = bitmap};
-}
-
-InaExpected WorkerMachine::expected() const {
-  return {.operation = operation_, .round = round_, .blocks = &round_blocks_};
 }
 
 }  // namespace sparsecomm

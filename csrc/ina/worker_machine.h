@@ -23,17 +23,19 @@ class AggregationTimeout : public Error {
 
 struct ByteRange {
   std::size_t begin, end;
+
+  friend bool operator==(ByteRange const&, ByteRange const&) = default;
 };
 
 class WorkerMachine {
  public:
   virtual ~WorkerMachine() = default;
 
-  // `output` is as long as `input`, and is the same memory or none of it. Input that is not the
-  // output is only read. Of the output only the blocks are written that are not zero on some
-  // worker, as they become final; in place the others are zero already. After a failure some may
-  // be: who must keep the input until the operation is known to stand takes another output. Both
-  // must stay until done().
+  // `output` is as long as `input`, and is the same memory or none of it; both must stay until
+  // done(). Writes only the blocks that are not zero on some worker, each as soon as it is final;
+  // the others keep what they held, zeros if the memory is the same. After a failure some blocks
+  // may have been written: to keep the input until the operation has succeeded, give another
+  // output.
   //
   // Returns the first message. A message stays as it is until the machine takes the update that
   // answers it, or starts anew.
@@ -51,7 +53,7 @@ class WorkerMachine {
   void expire(TimePoint now) const;
   TimePoint deadline() const { return deadline_; }
 
-  // All blocks that are not zero on some worker are written.
+  // The operation has ended: the output holds every block that it writes.
   bool done() const { return done_; }
   // The parts of the output that are written, in the order in which they were.
   std::span<const ByteRange> written() const { return written_; }
@@ -64,33 +66,37 @@ class WorkerMachine {
   InaPlan const& plan() const { return plan_; }
   int rank() const { return rank_; }
   std::span<const std::byte> input() const { return input_; }
-  // Throws MalformedFrame if an update of this round lacks a block that this worker has sent.
-  void require_all(std::uint64_t sent, UpdateView const& update) const;
-  // Writes the blocks of an update of this round to the output.
-  void write(UpdateView const& update);
   // Of this round.
   InaHeader header(std::uint64_t bitmap) const;
-  InaExpected expected() const;
 
  private:
   // Called with each start, before the first message.
   virtual void prepare() = 0;
-  // The message of this round.
-  virtual InaMessage contribute() = 0;
-  // Checks the update of this round, then writes its blocks. Returns those of the next round; none:
-  // there is no other.
-  virtual BlockList take(std::span<const std::byte> update) = 0;
+  // Returns the message of this round. Sets `sent`: a bit for each block of the round, those that
+  // the message has.
+  virtual InaMessage contribute(std::uint64_t& sent) = 0;
+  // Throws MalformedFrame for what is not the update of this round.
+  virtual UpdateView parse(std::span<const std::byte> message,
+                           InaExpected const& expected) const = 0;
+  // Throws MalformedFrame if the next round leaves out a block that this worker has announced.
+  virtual void check_next(UpdateView const& update) const = 0;
+
+  // Throws MalformedFrame if an update of this round lacks a block that this worker has sent.
+  void require_sent_blocks(UpdateView const& update) const;
+  // Writes the blocks of an update of this round to the output.
+  void write(UpdateView const& update);
 
   InaPlan plan_;
   int rank_ = 0;
   std::uint32_t operation_ = 0;
   std::span<const std::byte> input_;
   std::span<std::byte> output_;
-  std::vector<ByteRange> written_;  // grows and never shrinks
+  std::vector<ByteRange> written_;  // its capacity is kept between operations
   TimePoint deadline_{};
   Duration limit_{};
   std::uint32_t round_ = 0;
   BlockList round_blocks_;
+  std::uint64_t sent_ = 0;  // a bit for each of them
   bool running_ = false;
   bool done_ = false;
 };

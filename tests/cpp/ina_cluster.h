@@ -54,11 +54,6 @@ class RunningServer {
   std::thread thread_;
 };
 
-// The output of the last reduction of a client.
-inline Bytes completed(InaClient const& client, Bytes const& output, std::byte before) {
-  return completed(output, client.written(), before);
-}
-
 inline Deadline within(Duration time) { return {steady_clock(), time}; }
 
 // The aggregators of one test.

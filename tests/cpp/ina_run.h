@@ -11,6 +11,7 @@
 #include <cstring>
 #include <optional>
 #include <random>
+#include <set>
 #include <span>
 #include <string>
 #include <vector>
@@ -141,7 +142,7 @@ inline std::vector<std::uint32_t> nonzero_blocks(Bytes const& input, std::size_t
   return numbers;
 }
 
-// An output with zeros for what is not written, which must be as it was before.
+// Returns the output with zeros where nothing was written; expects `before` there.
 inline Bytes completed(Bytes const& output, std::span<const ByteRange> written, std::byte before) {
   Bytes complete(output.size()), rest = output;
   for (auto const& [begin, end] : written) {
@@ -212,12 +213,16 @@ class InaRun {
     return aggregator_.done() &&
            std::ranges::all_of(std::span(workers_).first(plan_.workers), &InaWorker::done);
   }
-  // With zeros for the blocks that are not written, which must be as they were.
+  // With zeros for the blocks that are not written, which must be as they were: those that are zero
+  // on all workers, and no others.
   std::vector<Bytes> outputs() const {
     std::vector<Bytes> outputs(plan_.workers);
+    std::vector<ByteRange> const expected = ranges_of_union();
     for (int rank = 0; rank < plan_.workers; ++rank) {
-      outputs[rank] = completed(outputs_[rank], workers_[rank].written(),
-                                options_.in_place ? std::byte{0} : junk);
+      auto const written = workers_[rank].written();
+      EXPECT_TRUE(std::ranges::equal(written, expected))
+          << written.size() << " and " << expected.size();
+      outputs[rank] = completed(outputs_[rank], written, options_.in_place ? std::byte{0} : junk);
     }
     return outputs;
   }
@@ -236,6 +241,23 @@ class InaRun {
   InaRunOptions const options_;
 
  private:
+  // As few as there can be.
+  std::vector<ByteRange> ranges_of_union() const {
+    std::set<std::uint32_t> every;
+    for (Bytes const& input : inputs_) {
+      auto const numbers = nonzero_blocks(input, plan_.block_bytes);
+      every.insert(numbers.begin(), numbers.end());
+    }
+    std::vector<ByteRange> ranges;
+    for (std::uint32_t const number : every) {
+      std::size_t const begin = std::size_t{number} * plan_.block_bytes;
+      std::size_t const end = std::min<std::size_t>(begin + plan_.block_bytes, plan_.bytes());
+      if (ranges.empty() || ranges.back().end != begin) ranges.push_back({begin, begin});
+      ranges.back().end = end;
+    }
+    return ranges;
+  }
+
   void contribute(int worker) {
     Bytes bytes = assemble(*ups_[worker]);
     ups_[worker].reset();
