@@ -6,9 +6,10 @@
 
 There are as many aggregators as workers, each on a host of its own. The hosts are network
 namespaces on this machine (see hosts.py), so this needs root and iproute2. What the file already
-has is not measured again; remove the file to begin anew. A picture beside it shows all that the
-file has. The hosts share the machine's cores: what the link limits is measured truly, what the
-processor limits is slower than on as many machines.
+has is not measured again; remove the file to begin anew. Beside it goes a picture of the same name:
+arrays without zero blocks by their size, then the largest by its share of zero blocks. The hosts
+share the machine's cores: what the link limits is measured truly, what the processor limits is
+slower than on as many machines.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hosts import Hosts, HostsError, missing, parse_rate
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from sparsecomm.cli.bench import write_json
 from sparsecomm.cli.measure import GLOO_DENSE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FILE = Path(__file__).resolve().parent / "results" / "ina.json"
 # The quick ones first.
@@ -55,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ina: {reason}", file=sys.stderr)
         return 1
     results: list[dict[str, Any]] = []
+    chosen: list[dict[str, Any]] = []  # those of this call's set-ups
     if options.json.exists():
         results = json.loads(options.json.read_text())["results"]
     try:
@@ -68,22 +70,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "iters": options.iters,
                 "warmup": options.warmup,
             }
-            if any({**result, **set_up} == result for result in results):
-                continue
-            print(f"{workers} workers and aggregators, {numel} f32, links of {rate}", flush=True)
-            records = measure(workers, rate, numel, options)
-            results.append({**set_up, "records": records})
-            # After each, so that a run that is broken off leaves what it has.
-            write_json(options.json, {"cores": os.cpu_count(), "results": results})
+            known = [result for result in results if {**result, **set_up} == result]
+            if not known:
+                where = f"{workers} workers and aggregators, {numel} f32, links of {rate}"
+                print(where, flush=True)
+                known = [{**set_up, "records": measure(workers, rate, numel, options)}]
+                results += known
+                # After each, so that a run that is broken off leaves what it has.
+                write_json(options.json, {"cores": os.cpu_count(), "results": results})
+            chosen += known
     except HostsError as error:
         print(f"ina: {error}", file=sys.stderr)
         return 1
-    if results:
-        draw(results, options.json.with_suffix(".png"))
-    checks = [check for result in results for check in check_goals(result)]
-    checks += check_omnireduce(results)
+    checks = [check for result in chosen for check in check_goals(result)]
+    checks += check_omnireduce(chosen)
     for text, met in checks:
         print(f"{text}: {'met' if met else 'MISSED'}")
+    if chosen:
+        draw(chosen, options.json.with_suffix(".png"))
     return 0 if options.report_only or all(met for _, met in checks) else 1
 
 
@@ -207,7 +211,10 @@ def check_omnireduce(results: Sequence[dict[str, Any]]) -> list[Check]:
 
 
 def draw(results: Sequence[dict[str, Any]], picture: Path) -> None:
-    """A row for each rate: OmNICCL's Figures 5, 6 and 7."""
+    """A row for each rate: OmNICCL's Figures 5, 6 and 7. Each set-up is there once."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     rates = sorted({result["rate"] for result in results}, key=parse_rate)
     figure = Figure(figsize=(15, 4.5 * len(rates)), dpi=110, layout="constrained")
     FigureCanvasAgg(figure)
@@ -230,10 +237,14 @@ def mebibytes(result: dict[str, Any]) -> float:
     return float(result["numel"]) * 4 / 2**20
 
 
+def color_of(workers: int) -> str:
+    return f"C{workers % 10}"
+
+
 def draw_dense(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
     """No zero blocks, over the size of the array."""
     sizes = sorted({mebibytes(result) for result in results})
-    for number, workers in enumerate(dict.fromkeys(result["workers"] for result in results)):
+    for workers in dict.fromkeys(result["workers"] for result in results):
         groups = {
             mebibytes(result): dict(cases(result["records"])).get((0.0, "identical"))
             for result in results
@@ -243,7 +254,7 @@ def draw_dense(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
         for name, style in ((GLOO_DENSE, "--"), ("ina", "-")):
             times = [1e3 * median(group[name]) for group in points.values()]
             label = f"{name}, {workers} workers"
-            axis.plot(list(points), times, style, color=f"C{number}", marker="o", label=label)
+            axis.plot(list(points), times, style, color=color_of(workers), marker="o", label=label)
     axis.set(title=f"{results[0]['rate']}, no zero blocks", xlabel="array (MiB)")
     axis.set(xscale="log", xticks=sizes, xticklabels=[f"{size:g}" for size in sizes])
 
@@ -251,16 +262,17 @@ def draw_dense(axis: Axes, results: Sequence[dict[str, Any]]) -> None:
 def draw_zero(axis: Axes, results: Sequence[dict[str, Any]], rate: str) -> None:
     """The largest array, the same blocks on all workers, over the share of zero blocks."""
     size = max(mebibytes(result) for result in results)
-    for number, result in enumerate(each for each in results if mebibytes(each) == size):
+    for result in (each for each in results if mebibytes(each) == size):
         shares, times, bounds = [], [], []
         for (zero, supports), group in cases(result["records"]):
             if supports == "identical":
                 shares.append(zero)
                 times.append(1e3 * median(group["ina"]))
                 bounds.append(1e3 * link_seconds(group["ina"], rate))
+        color = color_of(result["workers"])
         label = f"ina, {result['workers']} workers"
-        axis.plot(shares, times, color=f"C{number}", marker="o", label=label)
-    axis.plot(shares, bounds, ":", color="black", label="its bytes on the link")
+        axis.plot(shares, times, color=color, marker="o", label=label)
+        axis.plot(shares, bounds, ":", color=color, label=f"{label}: its bytes on the link")
     title = f"{rate}, {size:g} MiB, identical supports"
     axis.set(title=title, xlabel="share of zero blocks")
 

@@ -161,7 +161,7 @@ class Communicator:
         return self.engine.counters()
 
     def lost_aggregators(self) -> dict[str, str]:
-        """The aggregators that are done without, as of the last operation: address and reason."""
+        """The aggregators no longer used, as of the last operation: address and reason."""
         return self.engine.lost_aggregators()
 
     def close(self) -> None:

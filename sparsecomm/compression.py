@@ -199,6 +199,14 @@ class Compression:
         """False where the algorithm sends every entry and nothing is kept."""
         return self.algorithm == AUTO or _algorithms()[self.algorithm]
 
+    @property
+    def uses_aggregators(self) -> bool:
+        """Whether aggregators can have a part in the exchange."""
+        row = {"name": self.algorithm, "needs": "aggregators"}
+        return self.algorithm == AUTO or any(
+            row.items() <= each.items() for each in _C.algorithms()
+        )
+
     def native(self, *, average: bool = True) -> _C.ExchangeOptions:
         """The same for the C++ engine; raises ValueError where that refuses them."""
         schedule = self.schedule or ThresholdSchedule()

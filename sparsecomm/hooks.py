@@ -96,6 +96,11 @@ class CompressionState:
         self._communicator_options = communicator_options(type(self), keywords)
         if not isinstance(compression, Compression):
             raise TypeError(f"compression must be a Compression, not {type(compression).__name__}")
+        if self._communicator_options.aggregators and not compression.uses_aggregators:
+            raise ValueError(
+                f"algorithm={compression.algorithm!r} uses no aggregators; give none, or choose "
+                'algorithm="ina" or "auto"'
+            )
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
                 "process_group must be a torch.distributed.ProcessGroup that this process is part "
@@ -262,7 +267,7 @@ class CompressionState:
         ``exposed_seconds``, which no backward pass hid: from when the last bucket of a step had
         come to when the last group's result was written (on a CUDA device: enqueued).
 
-        ``lost_aggregators`` maps the address of each aggregator that is done without to the reason.
+        ``lost_aggregators`` maps the address of each aggregator no longer used to the reason.
 
         ``last_step`` is a dict with these figures of the last step of all groups, but for
         ``steps``, and with ``observed_seconds`` and, where a plan chose in every group,

@@ -105,7 +105,7 @@ def aggregator_addresses(
     """Returns where aggregators are, and what moves the messages to them.
 
     Args:
-        environment: the process's, if ``None``.
+        environment: the variables to read; those of the process if ``None``.
 
     Raises:
         ValueError: an address is not HOST:PORT or comes twice, or there is no such transport.

@@ -157,7 +157,7 @@ def may_round(algorithm: str) -> bool:
 
 
 def uses_other_engine(algorithm: str) -> bool:
-    """Whether another library's allreduce moves the bytes, which are not counted then."""
+    """Whether another library's allreduce moves the bytes; they are not counted then."""
     return any(
         entry["name"] == algorithm and entry["needs"] == "native_allreduce"
         for entry in _C.algorithms()

@@ -110,6 +110,18 @@ def test_bad_lists_are_refused_at_once(given: Any, error: type[Exception], text:
             make(aggregators=given)
 
 
+def test_states_that_would_not_use_them_refuse_them() -> None:
+    given = ("one:7000",)
+    for name in collectives.algorithms():
+        compression = Compression(density=1.0, algorithm=name)
+        if name == INA:
+            assert sparsecomm.CompressionState(compression, aggregators=given).algorithm == INA
+            continue
+        with pytest.raises(ValueError, match=f"algorithm='{name}' uses no aggregators"):
+            sparsecomm.CompressionState(compression, aggregators=given)
+    assert sparsecomm.AutoState(aggregators=given).algorithm == "auto"
+
+
 def test_the_transport_to_them_is_one_of_three() -> None:
     with pytest.raises(ValueError, match='aggregator_transport is "udp", must be auto, tcp or ucx'):
         CommunicatorOptions(aggregator_transport="udp")

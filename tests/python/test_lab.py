@@ -93,11 +93,34 @@ def test_aggregation_between_hosts(tmp_path: Path) -> None:
     (result,) = json.loads(measured)["results"]
     assert {record["aggregators"] for record in result["records"]} == {0, 2}
     assert all(record["exact"] for record in result["records"])
-    assert file.with_suffix(".png").stat().st_size > 0
+    assert is_picture(file.with_suffix(".png"))
     # What the file has is not measured again.
     again = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     assert "2 workers and aggregators" not in again.stdout
     assert file.read_text() == measured
+
+
+def is_picture(file: Path) -> bool:
+    return file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10000
+
+
+def test_figures_of_aggregation(tmp_path: Path) -> None:
+    def result_of(workers: int, rate: str, numel: int) -> dict[str, object]:
+        records = [
+            record_of(name, time / (workers * (1 + zero)), zero)
+            for zero in (0.5, 0.9)
+            for name, time in (("gloo_dense", 4e5), ("ina", 2e5), ("omnireduce", 3e5))
+        ]
+        return {"workers": workers, "rate": rate, "numel": numel, "records": records}
+
+    results = [
+        result_of(workers, rate, numel)
+        for numel in (2 << 20, 8 << 20)
+        for rate in ("10gbit", "1gbit")
+        for workers in (2, 4, 6)
+    ]
+    ina.draw(results, tmp_path / "ina.png")
+    assert is_picture(tmp_path / "ina.png")
 
 
 def record_of(algorithm: str, median: float, zero: float) -> dict[str, object]:
