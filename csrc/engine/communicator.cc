@@ -35,8 +35,12 @@ constexpr char const* waits_for_itself =
 }  // namespace
 
 struct Communicator::Handle::State {
+  explicit State(Runtime its_runtime)
+      : runtime(its_runtime), changed(its_runtime, "the end of an operation") {}
+
+  Runtime const runtime;
   std::mutex mutex;
-  std::condition_variable changed;
+  Condition changed;
   bool begun = false;
   bool cancelled = false;
   bool done = false;
@@ -71,7 +75,7 @@ void Communicator::Handle::wait(Interrupt& interrupt) const {
   std::unique_lock lock(state_->mutex);
   while (!state_->changed.wait_for(lock, Interrupt::period, [&] { return state_->done; })) {
     lock.unlock();
-    interrupt.poll(steady_clock().now());
+    interrupt.poll(state_->runtime.clock().now());
     lock.lock();
   }
   if (state_->error) std::rethrow_exception(state_->error);
@@ -96,24 +100,26 @@ bool Communicator::Handle::cancel() const {
 }
 
 Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
-                           Clock const& clock)
+                           Clock const* clock)
     : transport_(std::move(transport)),
       options_(std::move(options)),
-      clock_(clock),
+      clock_(clock != nullptr ? *clock : options_.runtime.clock()),
       owner_(::getpid()),
       interruptibles_(std::make_unique<Interruptibles>(std::move(options_.interruptibles))),
       joining_(make_joining(options_, transport_->size())),
       aggregators_(make_client(options_, *transport_, *interruptibles_)),
-      link_model_(std::make_unique<LinkModel>(clock, options_.timeout, options_.figures)),
+      link_model_(std::make_unique<LinkModel>(clock_, options_.timeout, options_.figures)),
       intents_(transport_->size()),
       counters_(transport_->size() + 1),  // count() appends without allocating
       watch_(options_.stall.log && transport_->size() > 1
-                 ? std::make_unique<StallWatch>(*transport_, options_.stall, options_.timeout)
+                 ? std::make_unique<StallWatch>(*transport_, options_.stall, options_.timeout,
+                                                options_.runtime)
                  : nullptr) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });
-    thread_ = std::make_unique<std::thread>([this] { progress(); });
+    thread_ =
+        std::make_unique<std::thread>(options_.runtime.start("progress", [this] { progress(); }));
   } catch (...) {
     transport_->board().on_failure({});
     throw;
@@ -151,7 +157,7 @@ void Communicator::close() {
     }
     changed_->notify_all();
     if (busy) break_off(closed_by_its_owner);
-    thread_->join();
+    options_.runtime.join(*thread_);
     if (watch_) watch_->join();
   });
 }
@@ -177,7 +183,7 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
                                           Completion completion) {
   require_own_process();
   Handle handle;
-  handle.state_ = std::make_shared<Handle::State>();
+  handle.state_ = std::make_shared<Handle::State>(options_.runtime);
   handle.state_->threads = threads_;
   {
     std::lock_guard const lock(mutex_);

@@ -26,7 +26,6 @@
 
 #include <array>
 #include <atomic>
-#include <condition_variable>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -38,6 +37,7 @@
 #include <vector>
 
 #include "base/executor.h"
+#include "base/runtime.h"
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
 #include "collectives/figures.h"
@@ -132,6 +132,7 @@ struct CommunicatorOptions {
   InaPolicy const* aggregator_policy = &vote_policy;
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
+  Runtime runtime = {};  // of the communicator's threads and waits
 };
 
 class Communicator final : private Commit {
@@ -158,8 +159,9 @@ class Communicator final : private Commit {
     std::shared_ptr<State> state_;
   };
 
+  // `clock`: of deadlines and figures; null: the runtime's.
   Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
-               Clock const& clock = steady_clock());
+               Clock const* clock = nullptr);
   // A forked child cannot use its parent's communicator: operations throw there, and destroying it
   // does nothing.
   ~Communicator();
@@ -264,7 +266,8 @@ class Communicator final : private Commit {
   std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next
 
   mutable std::mutex mutex_;  // guards what follows
-  std::unique_ptr<std::condition_variable> changed_ = std::make_unique<std::condition_variable>();
+  std::unique_ptr<Condition> changed_ =
+      std::make_unique<Condition>(options_.runtime, "an operation to run");
   std::deque<Item> queue_;
   bool taken_ = false;    // a thread has an operation to run and to report on
   bool running_ = false;  // it is still running

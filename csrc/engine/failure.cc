@@ -175,7 +175,7 @@ bool Communicator::conclude_failure(std::exception_ptr error, bool committing,
   // What other ranks saw says nothing of a failure that was asked for here.
   bool const alone = !posted || size() == 1 || (told_to && !committing);
   Deadline const grace(clock_, alone ? Duration::zero() : options_.failure_grace);
-  Deadline const patience(steady_clock(), alone ? Duration::zero() : board.patience());
+  Deadline const patience(options_.runtime.clock(), alone ? Duration::zero() : board.patience());
   Verdict verdict;
   for (Duration pause = first_pause;; pause = std::min(2 * pause, longest_pause)) {
     auto decided = board.decision();
@@ -185,7 +185,7 @@ bool Communicator::conclude_failure(std::exception_ptr error, bool committing,
       bool const heard = reports[rank()].has_value();
       if (!heard) reports[rank()] = own;
       if (heard ? !settled(reports) && !grace.passed() : !patience.passed()) {
-        std::this_thread::sleep_for(pause);
+        options_.runtime.sleep(pause);
         continue;
       }
       verdict = conclude(reports);

@@ -147,11 +147,12 @@ bool StallWatch::asks(int rank, int size) {
   return size <= all_ask || rank % static_cast<int>(std::sqrt(size)) == 0;
 }
 
-StallWatch::StallWatch(Transport& transport, StallOptions options, Duration timeout)
-    : transport_(transport), options_(std::move(options)), timeout_(timeout) {
+StallWatch::StallWatch(Transport& transport, StallOptions options, Duration timeout,
+                       Runtime runtime)
+    : transport_(transport), options_(std::move(options)), timeout_(timeout), runtime_(runtime) {
   require(options_.limit > Duration::zero(), "a stall limit of ", seconds(options_.limit),
           " s is not positive");
-  thread_ = std::thread([this] { watch(); });
+  thread_ = runtime_.start("watch", [this] { watch(); });
 }
 
 StallWatch::~StallWatch() {
@@ -187,7 +188,7 @@ void StallWatch::stop() {
 }
 
 void StallWatch::join() {
-  if (thread_.joinable()) thread_.join();
+  if (thread_.joinable()) runtime_.join(thread_);
 }
 
 StallWatch::Place StallWatch::place() const {
@@ -210,20 +211,20 @@ void StallWatch::watch() {
   Duration const look = std::max(options_.limit / looks_per_limit, shortest_pause);
   std::unique_lock lock(mutex_);
   Place seen = place();
-  TimePoint since = steady_clock().now();
+  TimePoint since = runtime_.clock().now();
   Duration next = options_.limit;
   bool posted = false;
   while (pause(lock, look)) {
     Place const now = place();
     if (now != seen) {
       seen = now;
-      since = steady_clock().now();
+      since = runtime_.clock().now();
       next = options_.limit;
       // What was said is no longer so.
       if (std::exchange(posted, false)) post(lock, "");
       continue;
     }
-    Duration const stalled = steady_clock().now() - since;
+    Duration const stalled = runtime_.clock().now() - since;
     if (stalled < next) continue;
     next = 2 * stalled;
     posted = true;

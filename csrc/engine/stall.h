@@ -6,7 +6,6 @@
 // may be waiting as well.
 #pragma once
 
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -17,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "base/runtime.h"
 #include "transport/transport.h"
 
 namespace sparsecomm {
@@ -58,7 +58,7 @@ class StallWatch {
   static bool asks(int rank, int size);
 
   // The transport outlives the watch.
-  StallWatch(Transport& transport, StallOptions options, Duration timeout);
+  StallWatch(Transport& transport, StallOptions options, Duration timeout, Runtime runtime = {});
   ~StallWatch();
   StallWatch(StallWatch const&) = delete;
   StallWatch& operator=(StallWatch const&) = delete;
@@ -107,8 +107,9 @@ class StallWatch {
   Transport& transport_;
   StallOptions options_;
   Duration timeout_;
+  Runtime const runtime_;
   std::mutex mutex_;  // guards what follows
-  std::condition_variable changed_;
+  Condition changed_{runtime_, "the end of the watch"};
   bool stopped_ = false;
   std::uint64_t operation_ = 0;
   bool running_ = false;

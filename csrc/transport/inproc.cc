@@ -1,7 +1,6 @@
 #include "transport/inproc.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <deque>
 #include <map>
 #include <mutex>
@@ -18,14 +17,20 @@ constexpr char const* aborted_here = "this rank's transport was aborted";
 struct Hub {
   using Message = std::vector<std::byte>;
   struct Mailbox {
+    explicit Mailbox(Runtime runtime) : changed(runtime, "a message") {}
+
     std::map<std::pair<int, Tag>, std::deque<Message>> messages;  // by (sender, tag)
-    std::condition_variable changed;  // its owner's: a message wakes nobody else
+    Condition changed;  // its owner's: a message wakes nobody else
   };
 
-  explicit Hub(int size) : mailboxes(size), aborted(size, false), gone(size, false) {}
+  Hub(int size, Runtime its_runtime)
+      : runtime(its_runtime), aborted(size, false), gone(size, false) {
+    for (int rank = 0; rank < size; ++rank) mailboxes.emplace_back(runtime);
+  }
 
+  Runtime const runtime;
   std::mutex mutex;
-  std::vector<Mailbox> mailboxes;
+  std::deque<Mailbox> mailboxes;
   std::vector<bool> aborted;
   std::vector<bool> gone;  // as its peers see it
 };
@@ -57,7 +62,7 @@ class InprocTransport final : public Transport {
       in_time = mailbox.changed.wait_for(lock, slice, settled);
       if (in_time || !deadline.interruptible() || deadline.passed()) break;
       lock.unlock();
-      deadline.poll_interrupt(steady_clock().now());
+      deadline.poll_interrupt(hub_->runtime.clock().now());
       lock.lock();
     }
     if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {slot.peer});
@@ -136,8 +141,8 @@ class InprocTransport final : public Transport {
 
 }  // namespace
 
-std::vector<std::unique_ptr<Transport>> make_inproc_transports(int size) {
-  auto const hub = std::make_shared<Hub>(size);
+std::vector<std::unique_ptr<Transport>> make_inproc_transports(int size, Runtime runtime) {
+  auto const hub = std::make_shared<Hub>(size, runtime);
   auto const boards = make_thread_boards(size);
   std::vector<std::unique_ptr<Transport>> transports;
   transports.reserve(size);

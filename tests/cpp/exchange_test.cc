@@ -697,7 +697,7 @@ TEST(DensityTest, ANumberOfEntriesIsRoundedToTheNearestHalvesUp) {
 
 TEST(ReadyTest, AGroupWaitsForItsOwnGradientWhenItsTurnComesAndNoClockCountsIt) {
   HeldClock clock;
-  Communicator communicator(std::move(make_inproc_transports(1).front()), {}, clock);
+  Communicator communicator(std::move(make_inproc_transports(1).front()), {}, &clock);
   std::vector<std::string> log;
   std::vector<std::vector<float>> gradients(2), residuals(2, std::vector<float>(100));
   std::vector<std::shared_ptr<GradientExchange<float>>> exchanges;

@@ -647,7 +647,7 @@ TEST(PlanTest, RanksDecideAlikeWhateverEachMeasures) {
         NoisyClock const clock(rank);
         CommunicatorOptions communicator_options;
         communicator_options.timeout = std::chrono::hours(1);  // of a clock that runs fast
-        Communicator communicator(std::move(transports[rank]), communicator_options, clock);
+        Communicator communicator(std::move(transports[rank]), communicator_options, &clock);
         ExchangeOptions options;
         options.algorithm = auto_algorithm;
         options.density = 0.05;
