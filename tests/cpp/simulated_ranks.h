@@ -13,6 +13,7 @@
 namespace sparsecomm::test {
 
 // Takes some time before each message is sent and before each wait for one, in which others go on.
+// Goes behind transports that count messages of their own.
 class SlowTransport final : public WrappedTransport {
  public:
   SlowTransport(std::unique_ptr<Transport> inner, SeededSimulation& simulation)
@@ -52,9 +53,9 @@ inline std::vector<std::exception_ptr> simulate_ranks(
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size; ++rank) {
       auto& transport = transports[static_cast<std::size_t>(rank)];
+      transport = std::make_unique<SlowTransport>(std::move(transport), simulation);
       if (fault && fault->rank == rank) transport = make_faulty(std::move(transport), fault->fault);
       if (wrap) transport = wrap(std::move(transport));
-      transport = std::make_unique<SlowTransport>(std::move(transport), simulation);
       threads.push_back(simulation.start("a rank", [&, rank] {
         try {
           Communicator communicator(std::move(transports[static_cast<std::size_t>(rank)]), options);
