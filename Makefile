@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup build tools cuda train reproduce test test-all test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
-  scale aggregator sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
+  explore scale aggregator sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -21,6 +21,9 @@ EPOCHS ?= 3
 DENSITY ?= 0.02
 BATCH ?=
 SEED ?= 1
+# make explore
+SEEDS ?= 100000
+MINUTES ?= 60
 # make fuzz, for each target
 FUZZ_SECONDS ?= 60
 # make scale: short, or full
@@ -143,6 +146,11 @@ test-cuda: tools cuda ## run the CUDA tests and benchmarks on a GPU; torch must 
 	OMP_NUM_THREADS=1 python -m pytest -m cuda tests/python/test_cuda.py $(ARGS)
 	python benchmarks/cuda_kernels.py
 
+explore: setup ## simulate failures, one for each seed, on all cores (SEEDS MINUTES ARGS="--seed FIRST")
+	$(CONFIGURE)
+	cmake --build $(BUILD) --parallel $(JOBS) --target explore
+	$(BUILD)/tests/explore --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
+
 # The loops over memory, and what is made of them.
 NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test
 
@@ -184,6 +192,8 @@ site: tools ## build the documentation site into build/site, without a warning (
 SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test sparse_test block_scan_test fused_test \
   ina_client_test ina_host_test message_stream_test aggregator_server_test
 SANITIZED_THREAD := failure_test ucx_test parallel_test ina_client_test
+# Their threads run one at a time, so that there are no races to find.
+SIMULATED := ^explore$$|FailureTest.AnyMessage|InaFailureTest|SparseFailureTest
 
 sanitize-quick: setup ## run those C++ tests under the sanitizers where they matter most
 	cmake -S csrc -B build/asan -G Ninja -DSPARSECOMM_SANITIZE=address,undefined -USPARSECOMM_LAYERS $(STRICT)
@@ -192,7 +202,7 @@ sanitize-quick: setup ## run those C++ tests under the sanitizers where they mat
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread $(STRICT)
 	cmake --build build/tsan --parallel $(JOBS) --target $(SANITIZED_THREAD)
 	$(CTEST) --test-dir build/tsan --parallel $(TEST_JOBS) \
-	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)'
+	  --exclude-regex '_NOT_BUILT|Parallel.*<(double|sparsecomm)|$(SIMULATED)'
 
 sanitize: sanitize-core sanitize-python sanitize-torch ## run all that runs under the sanitizers
 
@@ -202,7 +212,7 @@ sanitize-core: setup ## run the C++ tests under the address, undefined-behaviour
 	$(CTEST) --test-dir build/asan --parallel $(TEST_JOBS)
 	cmake -S csrc -B build/tsan -G Ninja -DSPARSECOMM_SANITIZE=thread $(STRICT)
 	cmake --build build/tsan --parallel $(JOBS)
-	$(CTEST) --test-dir build/tsan --parallel $(TEST_JOBS)
+	$(CTEST) --test-dir build/tsan --parallel $(TEST_JOBS) --exclude-regex '$(SIMULATED)'
 
 # torch and Python themselves are not instrumented. Left alone: leaks as the interpreter ends, the signals that tests send,
 # symbols that torch defines twice, memory that one library's allocator hands to another's, and UCX's cma, which has the

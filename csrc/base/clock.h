@@ -66,15 +66,16 @@ class Deadline {
         end_(clock.now() + allowance_),
         interrupt_(interrupt) {}
 
+  TimePoint now() const { return clock_->now(); }
   Duration remaining() const {
-    auto const left = end_ - clock_->now();
+    auto const left = end_ - now();
     return left > Duration::zero() ? left : Duration::zero();
   }
   // One that ends after `allowance` at the latest.
   Deadline within(Duration allowance) const {
     Deadline sooner = *this;
     sooner.allowance_ = std::min(remaining(), std::max(allowance, Duration::zero()));
-    sooner.end_ = clock_->now() + sooner.allowance_;
+    sooner.end_ = now() + sooner.allowance_;
     return sooner;
   }
   // For what took time that the operation is not accountable for.

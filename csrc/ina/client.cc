@@ -77,7 +77,7 @@ void InaClient::log_losses() noexcept {
 void InaClient::begin(InaPlan const& plan, std::span<const std::byte> input,
                       std::span<std::byte> output, Deadline const& deadline) {
   ++operation_;
-  TimePoint const now = steady_clock().now();
+  TimePoint const now = deadline.now();
   std::uint64_t const blocks = plan.blocks();
   std::uint64_t const elements_of_block = plan.block_bytes / plan.entry().bytes;
   auto const count =
@@ -120,7 +120,7 @@ std::span<const ByteRange> InaClient::reduce(InaPlan const& plan, std::span<cons
       auto const event = link_->next(patient);
       switch (event.kind) {
         case AggregatorLink::Event::Kind::message:
-          take(event);
+          take(event, deadline.now());
           break;
         case AggregatorLink::Event::Kind::lost:
           lose(event.aggregator, link_->loss(event.aggregator));
@@ -150,7 +150,7 @@ void InaClient::collect_written() {
   }
 }
 
-void InaClient::take(AggregatorLink::Event const& event) {
+void InaClient::take(AggregatorLink::Event const& event, TimePoint now) {
   received_bytes_ += event.bytes.size();
   bool const ours = event.instance < static_cast<std::uint32_t>(streams_each_);
   Stream* const stream = ours ? &stream_of(event.aggregator, event.instance) : nullptr;
@@ -160,7 +160,7 @@ void InaClient::take(AggregatorLink::Event const& event) {
   }
   std::optional<InaMessage> answer;
   try {
-    answer = stream->worker->receive(event.bytes, steady_clock().now());
+    answer = stream->worker->receive(event.bytes, now);
   } catch (MalformedFrame const& error) {
     return lose(event.aggregator, error.what());
   } catch (AggregationTimeout const& error) {

@@ -103,7 +103,7 @@ class InaClient {
   Stream& stream_of(int aggregator, std::uint32_t instance);
   void begin(InaPlan const& plan, std::span<const std::byte> input, std::span<std::byte> output,
              Deadline const& deadline);
-  void take(AggregatorLink::Event const& event);
+  void take(AggregatorLink::Event const& event, TimePoint now);
   void send(Stream& stream, InaMessage const& message);
   void end(Stream& stream, std::exception_ptr const& why);
   void lose(int aggregator, std::string const& why);

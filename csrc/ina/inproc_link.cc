@@ -1,7 +1,6 @@
 #include "ina/inproc_link.h"
 
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -15,6 +14,7 @@ namespace {
 using Bytes = std::vector<std::byte>;
 
 constexpr std::size_t most_workers = 1024;
+constexpr int ticks_per_limit = 16;
 
 Bytes gather(InaMessage const& message) {
   Bytes bytes;
@@ -35,8 +35,10 @@ struct InprocAggregators::Hub {
   };
   // A worker; its number is that of its connection to each aggregator.
   struct Worker {
+    explicit Worker(Runtime runtime) : changed(runtime, "an aggregator") {}
+
     std::deque<Delivery> inbox;
-    std::condition_variable changed;
+    Condition changed;
     std::vector<std::string> losses;  // [aggregator]; empty: connected
     int rank = 0;
     bool interrupted = false;
@@ -64,7 +66,8 @@ struct InprocAggregators::Hub {
     bool stopped = false;
   };
 
-  Hub(int count, std::size_t memory, Duration limit, InaPolicy const& policy) {
+  Hub(int count, std::size_t memory, Duration limit, InaPolicy const& policy, Runtime its_runtime)
+      : runtime(its_runtime), tick(limit / ticks_per_limit) {
     for (int i = 0; i < count; ++i) {
       aggregators.push_back(std::make_unique<Aggregator>(*this, i, memory, limit, policy));
     }
@@ -75,7 +78,7 @@ struct InprocAggregators::Hub {
     if (tamper) tamper(aggregator, to.rank, false, bytes);
     to.inbox.push_back(
         {AggregatorLink::Event::Kind::message, aggregator, instance, std::move(bytes)});
-    to.changed.notify_one();
+    to.changed.notify_all();
   }
 
   // Tells the worker; the host has let it go.
@@ -86,7 +89,7 @@ struct InprocAggregators::Hub {
     loss = why;
     std::erase_if(to.inbox, [&](auto const& other) { return other.aggregator == aggregator; });
     to.inbox.push_back({AggregatorLink::Event::Kind::lost, aggregator, 0, {}});
-    to.changed.notify_one();
+    to.changed.notify_all();
   }
 
   void send(int number, int worker, std::uint32_t instance, InaMessage const& message) {
@@ -95,7 +98,7 @@ struct InprocAggregators::Hub {
     if (!from.losses[static_cast<std::size_t>(number)].empty() || aggregator.stopped) return;
     Bytes bytes = gather(message);
     if (tamper) tamper(number, from.rank, true, bytes);
-    TimePoint const now = steady_clock().now();
+    TimePoint const now = runtime.clock().now();
     try {
       auto const begin = std::span(bytes).first(std::min(bytes.size(), opening_bytes));
       auto const place = aggregator.host.place(worker, instance, bytes.size(), begin, now);
@@ -114,6 +117,8 @@ struct InprocAggregators::Hub {
     }
   }
 
+  Runtime const runtime;
+  Duration const tick;  // between two looks at the aggregators' deadlines
   std::mutex mutex;
   std::vector<std::unique_ptr<Aggregator>> aggregators;
   std::vector<std::unique_ptr<Worker>> workers;
@@ -122,9 +127,6 @@ struct InprocAggregators::Hub {
 };
 
 namespace {
-
-// How often the deadlines of aggregators are looked at.
-constexpr Duration tick = std::chrono::milliseconds(20);
 
 class InprocLink final : public AggregatorLink {
  public:
@@ -165,13 +167,14 @@ class InprocLink final : public AggregatorLink {
         worker_.inbox.pop_front();
         return {last_.kind, last_.aggregator, last_.instance, last_.bytes};
       }
-      TimePoint const now = steady_clock().now();
+      TimePoint const now = hub_->runtime.clock().now();
       deadline.poll_interrupt(now);
       if (deadline.passed()) return {Event::Kind::late, 0, 0, {}};
       hub_->expire(now);
-      if (worker_.inbox.empty()) {
-        worker_.changed.wait_for(lock, std::min(deadline.remaining(), tick));
-      }
+      Duration slice = std::min(deadline.remaining(), hub_->tick);
+      if (deadline.interruptible()) slice = std::min(slice, Interrupt::period);
+      worker_.changed.wait_for(lock, slice,
+                               [&] { return worker_.interrupted || !worker_.inbox.empty(); });
     }
   }
 
@@ -210,8 +213,8 @@ class InprocLink final : public AggregatorLink {
 }  // namespace
 
 InprocAggregators::InprocAggregators(int count, std::size_t memory, Duration limit,
-                                     InaPolicy const& policy)
-    : hub_(std::make_shared<Hub>(count, memory, limit, policy)) {
+                                     InaPolicy const& policy, Runtime runtime)
+    : hub_(std::make_shared<Hub>(count, memory, limit, policy, runtime)) {
   for (int i = 0; i < count; ++i) hub_->names.push_back(concat("inproc:", i));
 }
 
@@ -220,7 +223,7 @@ InprocAggregators::~InprocAggregators() = default;
 std::shared_ptr<AggregatorLink> InprocAggregators::connect(JobMember const& member) {
   std::lock_guard const lock(hub_->mutex);
   int const number = static_cast<int>(hub_->workers.size());
-  auto worker = std::make_unique<Hub::Worker>();
+  auto worker = std::make_unique<Hub::Worker>(hub_->runtime);
   worker->losses.resize(hub_->aggregators.size());
   worker->rank = member.worker;
   hub_->workers.push_back(std::move(worker));

@@ -7,7 +7,7 @@
 #include <span>
 #include <string>
 
-#include "base/clock.h"
+#include "base/runtime.h"
 #include "ina/host.h"
 #include "ina/link.h"
 
@@ -16,7 +16,7 @@ namespace sparsecomm {
 class InprocAggregators {
  public:
   InprocAggregators(int count, std::size_t memory, Duration limit,
-                    InaPolicy const& policy = vote_policy);
+                    InaPolicy const& policy = vote_policy, Runtime runtime = {});
   ~InprocAggregators();
   InprocAggregators(InprocAggregators const&) = delete;
   InprocAggregators& operator=(InprocAggregators const&) = delete;

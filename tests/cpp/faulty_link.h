@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "ina_run.h"
-#include "patience.h"
 #include "transport/fault.h"
 #include "wrapped_link.h"
 
@@ -59,7 +58,7 @@ struct FaultScene {
 class FaultyLink final : public WrappedLink {
  public:
   FaultyLink(std::shared_ptr<AggregatorLink> inner, FaultScene& scene, int rank)
-      : WrappedLink(std::move(inner)), scene_(scene), rank_(rank), unanswered_(size()) {}
+      : WrappedLink(std::move(inner)), scene_(scene), rank_(rank) {}
 
   // Before each operation, while none runs.
   void begin() {
@@ -67,7 +66,6 @@ class FaultyLink final : public WrappedLink {
     seen_ = 0;
     former_sent_ = std::exchange(sent_, {});
     former_come_ = std::exchange(come_, {});
-    std::ranges::fill(unanswered_, 0);
     messages_.assign(std::size_t(size()), 0);
   }
   // Of this operation, from and to that aggregator.
@@ -75,7 +73,6 @@ class FaultyLink final : public WrappedLink {
 
   void send(int aggregator, std::uint32_t instance, InaMessage const& message) override {
     ++messages_[std::size_t(aggregator)];
-    ++unanswered_[std::size_t(aggregator)];
     Bytes bytes = assemble(message);
     if (aggregator == scene_.fault.aggregator) sent_.push_back(bytes);
     bool const wrong = is_at_fault(aggregator);
@@ -91,26 +88,16 @@ class FaultyLink final : public WrappedLink {
   }
 
   Event next(Deadline const& deadline) override {
-    Deadline const guard(steady_clock(), long_time());
     for (;;) {
       if (std::exchange(to_tell_, false))
         return {Event::Kind::lost, scene_.fault.aggregator, 0, {}};
       if (twice_) return *std::exchange(twice_, std::nullopt);
-      Event event = inner().next(patient(deadline));
-      if (event.kind == Event::Kind::late) {
-        if (may_be_late() || guard.passed()) return event;
-        continue;
-      }
-      if (event.kind == Event::Kind::lost) {
-        unanswered_[std::size_t(event.aggregator)] = 0;
-        return event;
-      }
-      if (take(event)) return event;
+      Event event = inner().next(deadline);
+      if (event.kind != Event::Kind::message || take(event)) return event;
     }
   }
 
   void close(int aggregator, std::string const& why) override {
-    unanswered_[std::size_t(aggregator)] = 0;
     if (aggregator == scene_.fault.aggregator) {
       twice_.reset();
       to_tell_ = false;
@@ -184,16 +171,12 @@ class FaultyLink final : public WrappedLink {
   bool take(Event& event) {
     int const aggregator = event.aggregator;
     ++messages_[std::size_t(aggregator)];
-    if (aggregator != scene_.fault.aggregator) {
-      --unanswered_[std::size_t(aggregator)];
-      return true;
-    }
+    if (aggregator != scene_.fault.aggregator) return true;
     if (silent_) return false;
     Bytes bytes(event.bytes.begin(), event.bytes.end());
     come_.push_back(bytes);
     bool const wrong = is_at_fault(aggregator);
     if (wrong && break_down()) return false;
-    --unanswered_[std::size_t(aggregator)];
     if (!wrong) return true;
     change(bytes, come_.size(), former_come_);
     kept_ = std::move(bytes);
@@ -202,25 +185,11 @@ class FaultyLink final : public WrappedLink {
     return true;
   }
 
-  // On a machine that is busy an aggregator must not seem to be silent if it is not: nobody is late
-  // but the one at fault.
-  bool may_be_late() const {
-    if (scene_.fault.kind != Kind::silent) return true;
-    for (int i = 0; i < size(); ++i) {
-      if ((unanswered_[std::size_t(i)] > 0) != (i == scene_.fault.aggregator)) return false;
-    }
-    return scene_.met > 0;
-  }
-  Deadline patient(Deadline const& deadline) const {
-    if (may_be_late()) return deadline;
-    return {steady_clock(), std::chrono::milliseconds(5)};
-  }
-
   FaultScene& scene_;
   int const rank_;
   int operation_ = -1;
   int seen_ = 0;
-  std::vector<int> unanswered_, messages_;                      // [aggregator]
+  std::vector<int> messages_;                                   // [aggregator]
   std::vector<Bytes> sent_, come_, former_sent_, former_come_;  // by and from the one at fault
   bool silent_ = false, to_tell_ = false;
   Bytes kept_;

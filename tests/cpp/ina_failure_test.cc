@@ -3,11 +3,11 @@
 
 #include <atomic>
 #include <functional>
-#include <thread>
 
 #include "aggregated_steps.h"
 #include "faulty_link.h"
 #include "ina/inproc_link.h"
+#include "simulated_ranks.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -41,8 +41,10 @@ struct Witness {
 
 class Cluster {
  public:
+  // The fault's message is the seed.
   Cluster(Shape shape, LinkFault const& fault)
-      : hub(shape.aggregators, memory, long_time()),
+      : simulation(static_cast<std::uint64_t>(fault.message)),
+        hub(shape.aggregators, memory, std::chrono::minutes(10), vote_policy, simulation),
         links(std::size_t(shape.ranks)),
         witnesses(std::size_t(shape.ranks)) {
     scene.fault = fault;
@@ -88,7 +90,6 @@ class Cluster {
         auto const* const peer_error = dynamic_cast<PeerError const*>(&error);
         if (peer_error) witness.accused = peer_error->ranks();
         EXPECT_EQ(data, input);
-        ++failed;
       }
       for (int i = 0; i < links[rank]->size(); ++i) {
         witness.messages.resize(std::size_t(step) + 1);
@@ -98,11 +99,12 @@ class Cluster {
     witness.lost = communicator.lost_aggregators();
   }
 
+  SeededSimulation simulation;
   InprocAggregators hub;
   FaultScene scene;
   std::vector<std::shared_ptr<FaultyLink>> links;
   std::vector<Witness> witnesses;
-  std::atomic<int> failed = 0;
+  Duration time{};
 };
 
 void run_all(Cluster& cluster, Shape shape, CommunicatorOptions const& options, bool integers) {
@@ -110,15 +112,16 @@ void run_all(Cluster& cluster, Shape shape, CommunicatorOptions const& options, 
     if (integers) return cluster.run<std::int32_t>(communicator, numel_for(shape.aggregators));
     cluster.run<float>(communicator, numel_for(shape.aggregators));
   };
-  auto const start = std::chrono::steady_clock::now();
-  expect_no_errors(run_ranks(shape.ranks, body, options, {}, cluster.surroundings()));
-  EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
+  TimePoint const begin = cluster.simulation.now();
+  expect_no_errors(
+      simulate_ranks(cluster.simulation, shape.ranks, body, options, {}, cluster.surroundings()));
+  cluster.time = cluster.simulation.now() - begin;
 }
 
 // From and to each aggregator, on each rank, in each step.
 int messages_of_a_step(Shape shape) {
   Cluster cluster(shape, {});
-  run_all(cluster, shape, patient_options(), false);
+  run_all(cluster, shape, {}, false);
   int const messages = cluster.witnesses[0].messages[0][0];
   for (Witness const& witness : cluster.witnesses) {
     EXPECT_EQ(witness.error, "");
@@ -142,10 +145,10 @@ std::string describe(Shape shape, LinkFault const& fault) {
 void check_aggregator(Shape shape, LinkFault const& fault) {
   SCOPED_TRACE(describe(shape, fault));
   Cluster cluster(shape, fault);
-  CommunicatorOptions options = patient_options();
-  options.aggregator_patience =
-      fault.kind == Kind::silent ? patiently(std::chrono::milliseconds(60)) : long_time();
-  run_all(cluster, shape, options, fault.message % 2 == 0);
+  run_all(cluster, shape, {}, fault.message % 2 == 0);
+  bool const waits = fault.kind == Kind::silent;
+  Duration const patience = waits ? InaClient::default_patience : Duration::zero();
+  EXPECT_LT(cluster.time, patience + std::chrono::seconds(1));
   EXPECT_GE(cluster.scene.met.load(), 1);
   std::string const address = concat("inproc:", fault.aggregator);
   for (Witness const& witness : cluster.witnesses) {
@@ -164,12 +167,8 @@ void check_aggregator(Shape shape, LinkFault const& fault) {
   }
 }
 
-// Several at once, since most of the time goes by in waiting.
 void at_every_message(int messages, std::function<void(int message)> const& check) {
-  std::atomic<int> next = 0;
-  expect_no_errors(on_threads(12, [&](int) {
-    for (int message = next++; message < messages; message = next++) check(message);
-  }));
+  for (int message = 0; message < messages; ++message) check(message);
 }
 
 class InaFailureTest : public ::testing::TestWithParam<Shape> {};
@@ -243,7 +242,8 @@ TEST_P(InaFailureTest, ARankThatDiesAtAnyMessageIsNamed) {
     LinkFault const fault{.kind = Kind::die, .rank = culprit, .message = message};
     SCOPED_TRACE(describe(shape, fault));
     Cluster cluster(shape, fault);
-    run_all(cluster, shape, patient_options(), false);
+    run_all(cluster, shape, {}, false);
+    EXPECT_LT(cluster.time, std::chrono::seconds(2));
     expect_accused(cluster, shape);
   });
 }
@@ -255,13 +255,10 @@ TEST_P(InaFailureTest, ARankThatStallsAtAnyMessageIsNamedAtTheDeadline) {
     LinkFault const fault{.kind = Kind::stall, .rank = culprit, .message = message};
     SCOPED_TRACE(describe(shape, fault));
     Cluster cluster(shape, fault);
-    cluster.scene.stall = [&] {
-      Deadline const end(steady_clock(), long_time());
-      while (cluster.failed < shape.ranks - 1 && !end.passed()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      }
-    };
-    run_all(cluster, shape, options_for(FaultKind::delay), false);
+    CommunicatorOptions options;
+    options.timeout = std::chrono::seconds(10);
+    cluster.scene.stall = [&] { cluster.simulation.sleep(3 * options.timeout); };
+    run_all(cluster, shape, options, false);
     expect_accused(cluster, shape);
   });
 }

@@ -37,10 +37,11 @@ class ReducingTransport final : public WrappedTransport, public NativeAllreduce 
 };
 
 // Two aggregators in this process.
-inline Surroundings with_aggregators() {
+inline Surroundings with_aggregators(Runtime runtime = {}) {
   Surroundings around;
-  around.equip = [hub = std::make_shared<InprocAggregators>(2, std::size_t{1} << 28, long_time())](
-                     CommunicatorOptions& options, std::uint64_t run, int rank, int size) {
+  auto const hub = std::make_shared<InprocAggregators>(2, std::size_t{1} << 28, long_time(),
+                                                       vote_policy, runtime);
+  around.equip = [hub](CommunicatorOptions& options, std::uint64_t run, int rank, int size) {
     options.aggregators = hub->connect({.job = {run, 0},
                                         .workers = static_cast<std::uint16_t>(size),
                                         .worker = static_cast<std::uint16_t>(rank)});
@@ -49,12 +50,12 @@ inline Surroundings with_aggregators() {
 }
 
 // The surroundings in which run_ranks() can run the algorithm; "auto" may take any.
-inline Surroundings services_for(std::string_view algorithm) {
+inline Surroundings services_for(std::string_view algorithm, Runtime runtime = {}) {
   Surroundings around;
   auto const needs = [&](Needs service) {
     return algorithm == "auto" || find_algorithm(algorithm).needs == service;
   };
-  if (needs(Needs::aggregators)) around = with_aggregators();
+  if (needs(Needs::aggregators)) around = with_aggregators(runtime);
   if (needs(Needs::native_allreduce)) {
     around.wrap = [](std::unique_ptr<Transport> inner) {
       return std::make_unique<ReducingTransport>(std::move(inner));

@@ -21,7 +21,7 @@
 
 namespace sparsecomm::test {
 
-// Every thread waits for another one. Says who waits for what.
+// Threads wait for each other and never end. Says who waits for what.
 class Deadlock : public Error {
  public:
   using Error::Error;
@@ -30,6 +30,9 @@ class Deadlock : public Error {
 class SeededSimulation final : public Simulation {
  public:
   explicit SeededSimulation(std::uint64_t seed) : state_(std::make_shared<State>(seed)) {}
+
+  // Threads that have not ended after as many switches would never do so.
+  static constexpr std::uint64_t most_switches = 10'000'000;
 
   // Runs `body` and all threads that it starts to their ends, on threads of their own. Throws what
   // `body` throws, and Deadlock, after which the threads are left as they are, for good.
@@ -157,6 +160,10 @@ class SeededSimulation final : public Simulation {
     void choose() {
       running = nullptr;
       if (left == 0) return over.notify_all();
+      if (switches == most_switches) {
+        deadlock = concat("no end after ", switches, " switches; ", describe());
+        return over.notify_all();
+      }
       std::vector<Thread*> able = able_threads();
       if (able.empty()) {
         TimePoint next = TimePoint::max();
@@ -164,7 +171,7 @@ class SeededSimulation final : public Simulation {
           if (thread->kind == Thread::Kind::waits) next = std::min(next, thread->until);
         }
         if (next == TimePoint::max()) {
-          deadlock = describe();
+          deadlock = concat("deadlock; ", describe());
           return over.notify_all();
         }
         now = next;
@@ -187,11 +194,11 @@ class SeededSimulation final : public Simulation {
       return able;
     }
     std::string describe() const {
-      std::string text = "deadlock:";
+      std::string text;
       for (auto const& thread : threads) {
         if (thread->kind == Thread::Kind::ended) continue;
-        text += concat(" thread ", number_of(*thread), " (", thread->name, ") waits for ",
-                       thread->what, ";");
+        text += concat(text.empty() ? "" : "; ", "thread ", number_of(*thread), " (", thread->name,
+                       ") waits for ", thread->what);
       }
       return text;
     }

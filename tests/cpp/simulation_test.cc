@@ -1,12 +1,13 @@
-// The simulated scheduler, and a communicator on it.
+// The simulated scheduler.
+#include "simulation.h"
+
 #include <gtest/gtest.h>
 
 #include <set>
 #include <string>
 #include <vector>
 
-#include "failing_steps.h"
-#include "simulated_ranks.h"
+#include "patience.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -82,76 +83,6 @@ TEST(SimulationTest, ADeadlockSaysWhoWaitsForWhat) {
     std::string const text = deadlock.what();
     EXPECT_NE(text.find("(the reader) waits for a letter"), std::string::npos) << text;
     EXPECT_NE(text.find("(the first) waits for the end of a thread"), std::string::npos) << text;
-  }
-}
-
-// Those whose waits are simulated: aggregators' are not yet.
-std::vector<std::string> simulated_algorithms() {
-  std::vector<std::string> names;
-  for (auto const& entry : algorithms()) {
-    if (entry.needs != Needs::aggregators) names.emplace_back(entry.name);
-  }
-  return names;
-}
-
-class SimulatedFailureTest : public ::testing::TestWithParam<std::string> {};
-
-INSTANTIATE_TEST_SUITE_P(Algorithms, SimulatedFailureTest,
-                         ::testing::ValuesIn(simulated_algorithms()),
-                         [](auto const& info) { return info.param; });
-
-constexpr std::size_t numel = 600;
-constexpr int culprit = 1;
-
-// What a simulation of steps in which a rank fails has come to.
-struct Outcome {
-  std::vector<Survivor> survivors;
-  std::uint64_t trace = 0;
-};
-
-Outcome simulate(std::string const& algorithm, int ranks, Fault fault, std::uint64_t seed) {
-  SeededSimulation simulation(seed);
-  Outcome run{.survivors = std::vector<Survivor>(static_cast<std::size_t>(ranks))};
-  auto const errors = simulate_ranks(
-      simulation, ranks,
-      [&](Communicator& communicator) {
-        run.survivors[static_cast<std::size_t>(communicator.rank())] =
-            run_until_failure(communicator, algorithm, numel);
-      },
-      {}, RankFault{culprit, fault}, services_for(algorithm).wrap);
-  expect_no_errors(errors);
-  run.trace = simulation.trace();
-  return run;
-}
-
-TEST_P(SimulatedFailureTest, AnyMessageMayBeTheLastOrNeverComeOrBeDamaged) {
-  std::uint64_t faults = 0;
-  for (int const ranks : {2, 3, 5}) {
-    std::uint64_t const messages = messages_of_two_steps(GetParam(), ranks, numel, culprit);
-    for (FaultKind const kind :
-         {FaultKind::die, FaultKind::delay, FaultKind::truncate, FaultKind::corrupt}) {
-      for (std::uint64_t message = 0; message < messages; ++message) {
-        SCOPED_TRACE(concat("P=", ranks, ", fault ", int(kind), " at message ", message));
-        Outcome const run = simulate(GetParam(), ranks, {kind, message}, message);
-        ++faults;
-        for (int rank = 0; rank < ranks; ++rank) {
-          if (rank != culprit) expect_accused(run.survivors[std::size_t(rank)], culprit);
-        }
-        ASSERT_EQ(find_violation(run.survivors, culprit, GetParam()), "");
-        if (HasFailure()) return;
-      }
-    }
-  }
-  RecordProperty("faults", std::to_string(faults));
-}
-
-TEST_P(SimulatedFailureTest, ARunIsAFunctionOfItsSeed) {
-  for (std::uint64_t seed = 0; seed < 5; ++seed) {
-    Fault const fault{FaultKind::die, seed};
-    Outcome const one = simulate(GetParam(), 3, fault, seed);
-    Outcome const two = simulate(GetParam(), 3, fault, seed);
-    EXPECT_EQ(one.trace, two.trace);
-    EXPECT_EQ(one.survivors[0].error, two.survivors[0].error);
   }
 }
 

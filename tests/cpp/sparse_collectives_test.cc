@@ -3,14 +3,13 @@
 #include "engine/sparse_collectives.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <map>
 #include <random>
 
 #include "allocations.h"
 #include "collectives/patterns.h"
-#include "services.h"
+#include "simulated_ranks.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -452,7 +451,9 @@ INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
 TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
   int const culprit = 1;
   bool const allreduce = GetParam() != "allgather" && GetParam() != "reduce-scatter";
-  Surroundings const around = allreduce ? services_for(GetParam()) : Surroundings{};
+  auto const around = [&](Runtime runtime) {
+    return allreduce ? services_for(GetParam(), runtime) : Surroundings{};
+  };
   for (int const ranks : {2, 3, 4}) {
     std::uint64_t messages = 0;
     auto const count = [&](Communicator& communicator) {
@@ -461,47 +462,42 @@ TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
       if (communicator.rank() == culprit)
         messages = Counters::total(communicator.counters().sent_messages);
     };
-    expect_no_errors(run_ranks(ranks, count, patient_options(), {}, around));
+    expect_no_errors(run_ranks(ranks, count, patient_options(), {}, around({})));
     ASSERT_GE(messages, 2u);
     for (auto const kind :
          {FaultKind::die, FaultKind::corrupt, FaultKind::truncate, FaultKind::delay}) {
-      if (kind == FaultKind::delay && ranks > 3) continue;  // each takes a whole deadline
-      // Several at once, since most of the time goes by in waiting.
-      std::atomic<std::uint64_t> next = 0;
-      expect_no_errors(on_threads(kind == FaultKind::delay ? 12 : 4, [&](int) {
-        for (std::uint64_t message = next++; message < messages; message = next++) {
-          SCOPED_TRACE(concat("P=", ranks, ", fault ", int(kind), " at message ", message));
-          std::vector<std::vector<int>> culprits(ranks);
-          auto const start = std::chrono::steady_clock::now();
-          expect_no_errors(run_ranks(
-              ranks,
-              [&](Communicator& communicator) {
-                int const rank = communicator.rank();
-                for (int step = 0; step < 3; ++step) {
-                  auto victim = make_victim(GetParam(), communicator);
-                  auto const before = victim.data;
-                  try {
-                    communicator.submit(victim.operation).wait();
-                  } catch (PeerError const& error) {
-                    culprits[rank] = error.ranks();
-                    EXPECT_EQ(victim.data, before) << "rank " << rank;
-                    EXPECT_THROW(communicator.run(victim.operation), Aborted);
-                    return;
-                  } catch (Error const& error) {
-                    EXPECT_EQ(rank, culprit) << error.what();
-                    return;
-                  }
+      for (std::uint64_t message = 0; message < messages; ++message) {
+        SCOPED_TRACE(concat("P=", ranks, ", fault ", int(kind), " at message ", message));
+        std::vector<std::vector<int>> culprits(ranks);
+        SeededSimulation simulation(message);
+        expect_no_errors(simulate_ranks(
+            simulation, ranks,
+            [&](Communicator& communicator) {
+              int const rank = communicator.rank();
+              for (int step = 0; step < 3; ++step) {
+                auto victim = make_victim(GetParam(), communicator);
+                auto const before = victim.data;
+                try {
+                  communicator.submit(victim.operation).wait();
+                } catch (PeerError const& error) {
+                  culprits[rank] = error.ranks();
+                  EXPECT_EQ(victim.data, before) << "rank " << rank;
+                  EXPECT_THROW(communicator.run(victim.operation), Aborted);
+                  return;
+                } catch (Error const& error) {
+                  EXPECT_EQ(rank, culprit) << error.what();
+                  return;
                 }
-              },
-              options_for(kind), RankFault{culprit, {kind, message}}, around));
-          EXPECT_LT(std::chrono::steady_clock::now() - start, long_time() / 2);
-          for (int rank = 0; rank < ranks; ++rank) {
-            if (rank != culprit) {
-              EXPECT_EQ(culprits[rank], std::vector{culprit}) << "rank " << rank;
-            }
+              }
+            },
+            {}, RankFault{culprit, {kind, message}}, around(simulation)));
+        for (int rank = 0; rank < ranks; ++rank) {
+          if (rank != culprit) {
+            EXPECT_EQ(culprits[rank], std::vector{culprit}) << "rank " << rank;
           }
         }
-      }));
+        if (HasFailure()) return;
+      }
     }
   }
 }

@@ -5,13 +5,10 @@
 
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
-#include <future>
-#include <latch>
 #include <mutex>
 
-#include "ranks.h"
+#include "simulated_ranks.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -124,6 +121,8 @@ class Proposing final : public Operation {
 
 class Logged {
  public:
+  explicit Logged(Runtime runtime) : runtime_(runtime) {}
+
   using Texts = std::vector<std::pair<TimePoint, std::string>>;
 
   CommunicatorOptions options(Duration limit, Duration timeout) {
@@ -132,7 +131,7 @@ class Logged {
     options.failure_grace = milliseconds(300);
     options.stall = {limit, [this](std::string const& text) {
                        std::lock_guard const lock(mutex_);
-                       texts_.emplace_back(steady_clock().now(), text);
+                       texts_.emplace_back(runtime_.clock().now(), text);
                        changed_.notify_all();
                      }};
     return options;
@@ -146,7 +145,7 @@ class Logged {
   // Until the rank has logged so many texts, and one of them has `part`.
   void wait_for(int rank, std::size_t count, std::string_view part) {
     std::unique_lock lock(mutex_);
-    bool const came = changed_.wait_for(lock, long_time(), [&] {
+    bool const came = changed_.wait_for(lock, std::chrono::hours(1), [&] {
       Texts const texts = find(rank);
       return texts.size() >= count && has(texts, part);
     });
@@ -167,19 +166,21 @@ class Logged {
     return found;
   }
 
+  Runtime const runtime_;
   std::mutex mutex_;
-  std::condition_variable changed_;
+  Condition changed_{runtime_, "a text of the log"};
   Texts texts_;
 };
 
 TEST(StallWatchTest, WhoWaitsNamesWhoIsMissingWithBackOffUntilItComes) {
   constexpr Duration limit = milliseconds(150);
-  Logged logged;
-  std::latch begins(2), over(3);
+  SeededSimulation simulation(1);
+  Logged logged(simulation);
+  Latch begins(simulation, 2), over(simulation, 3);
   std::vector<TimePoint> began(2);
   std::vector<Logged::Texts> texts(2), later(2);
-  expect_no_errors(run_ranks(
-      3,
+  expect_no_errors(simulate_ranks(
+      simulation, 3,
       [&](Communicator& communicator) {
         int const rank = communicator.rank();
         communicator.run(std::make_shared<Proposing>());
@@ -188,14 +189,14 @@ TEST(StallWatchTest, WhoWaitsNamesWhoIsMissingWithBackOffUntilItComes) {
             logged.wait_for(waiting, 3, "rank 2 is in no operation for at least ");
         } else {
           begins.arrive_and_wait();
-          began[rank] = steady_clock().now();
+          began[rank] = simulation.now();
         }
         communicator.run(std::make_shared<Proposing>());
         over.arrive_and_wait();
         if (rank == 2) return;
-        std::this_thread::sleep_for(2 * limit);  // what was being said has been said
+        simulation.sleep(2 * limit);  // what was being said has been said
         texts[rank] = logged.of(rank);
-        std::this_thread::sleep_for(4 * limit);  // nobody waits, so nobody speaks
+        simulation.sleep(4 * limit);  // nobody waits, so nobody speaks
         later[rank] = logged.of(rank);
       },
       logged.options(limit, std::chrono::hours(1))));
@@ -217,12 +218,12 @@ TEST(StallWatchTest, WhoWaitsNamesWhoIsMissingWithBackOffUntilItComes) {
 }
 
 TEST(StallWatchTest, ARankThatComputesIsSaidToAndADeadlineEndsTheWarnings) {
-  Logged logged;
-  std::promise<void> raise;
-  auto const raised = raise.get_future().share();
+  SeededSimulation simulation(1);
+  Logged logged(simulation);
+  Latch raised(simulation, 1);
   TimePoint failed;
-  expect_no_errors(run_ranks(
-      2,
+  expect_no_errors(simulate_ranks(
+      simulation, 2,
       [&](Communicator& communicator) {
         bool const slow = communicator.rank() == 1;
         auto const operation = std::make_shared<Proposing>([&] {
@@ -230,13 +231,13 @@ TEST(StallWatchTest, ARankThatComputesIsSaidToAndADeadlineEndsTheWarnings) {
         });
         EXPECT_THROW(communicator.run(operation), Error);
         if (slow) return;
-        failed = steady_clock().now();
-        raise.set_value();
-        std::this_thread::sleep_for(milliseconds(300));
+        failed = simulation.now();
+        raised.count_down();
+        simulation.sleep(std::chrono::minutes(1));
       },
-      logged.options(milliseconds(50), patiently(std::chrono::seconds(1)))));
+      logged.options(milliseconds(50), std::chrono::seconds(1))));
   Logged::Texts const texts = logged.of(0);
-  for (auto const& [time, text] : texts) EXPECT_LT(time, failed) << text;
+  for (auto const& [time, text] : texts) EXPECT_LE(time, failed) << text;
   EXPECT_TRUE(Logged::has(texts, "for rank 1: rank 1 computes in operation 1 for at least 0."));
   EXPECT_TRUE(logged.of(1).empty());
 }
@@ -244,7 +245,7 @@ TEST(StallWatchTest, ARankThatComputesIsSaidToAndADeadlineEndsTheWarnings) {
 // Waits for a service until it is told to stop.
 class Served final : public Operation {
  public:
-  explicit Served(std::shared_future<void> served) : served_(std::move(served)) {}
+  explicit Served(Latch& served) : served_(served) {}
   Proposal prepare() override { return {.text = proposal}; }
   void run(Channel& channel, Agreement const&) override {
     auto const waiting = channel.waiting_for("the aggregator at 10.0.0.9:7000");
@@ -252,24 +253,24 @@ class Served final : public Operation {
   }
 
  private:
-  std::shared_future<void> served_;
+  Latch& served_;
 };
 
 TEST(StallWatchTest, ARankThatWaitsForAServiceSaysSo) {
-  Logged logged;
-  std::promise<void> serve;
-  std::shared_future<void> const served = serve.get_future().share();
-  expect_no_errors(run_ranks(
-      2,
+  SeededSimulation simulation(1);
+  Logged logged(simulation);
+  Latch served(simulation, 1);
+  expect_no_errors(simulate_ranks(
+      simulation, 2,
       [&](Communicator& communicator) {
         auto const handle = communicator.submit(std::make_shared<Served>(served));
         if (communicator.rank() == 0) {
           logged.wait_for(0, 1, "for the aggregator at 10.0.0.9:7000. The operation fails");
-          serve.set_value();
+          served.count_down();
         }
         handle.wait();
       },
-      logged.options(milliseconds(50), long_time())));
+      logged.options(milliseconds(50), std::chrono::hours(1))));
 }
 
 TEST(StallWatchTest, OfManyRanksFewAsk) {
@@ -283,14 +284,15 @@ TEST(StallWatchTest, ALimitMustBePositiveAndWhatLoggingThrowsHarmsNobody) {
   auto transports = make_inproc_transports(1);
   EXPECT_THROW(StallWatch(*transports[0], {Duration::zero(), [](auto const&) {}}, Duration::max()),
                InvalidArgument);
-  Logged logged;
-  CommunicatorOptions options = logged.options(milliseconds(20), long_time());
+  SeededSimulation simulation(1);
+  Logged logged(simulation);
+  CommunicatorOptions options = logged.options(milliseconds(20), std::chrono::hours(1));
   options.stall.log = [log = options.stall.log](std::string const& text) {
     log(text);
     throw Error("a full disk, say");
   };
-  expect_no_errors(run_ranks(
-      2,
+  expect_no_errors(simulate_ranks(
+      simulation, 2,
       [&](Communicator& communicator) {
         if (communicator.rank() == 1) logged.wait_for(0, 1, "rank 1");
         communicator.run(std::make_shared<Proposing>());

@@ -1,0 +1,139 @@
+// Simulates steps in which a rank fails, one for each seed, which draws the algorithm, the number
+// of ranks, and which of them fails at which of its messages and how: `make explore`.
+#include <atomic>
+#include <charconv>
+#include <chrono>
+#include <iostream>
+#include <map>
+#include <mutex>
+#include <random>
+#include <string_view>
+#include <thread>
+#include <tuple>
+
+#include "simulated_failures.h"
+
+namespace sparsecomm::test {
+namespace {
+
+struct ExploreOptions {
+  std::uint64_t first = 0, seeds = 10000;
+  double minutes = 60;
+};
+
+constexpr char const* usage =
+    "usage: explore [--seed FIRST] [--seeds COUNT] [--minutes LIMIT]\n"
+    "Exit status 1: some seed has violated a contract; `explore --seed IT --seeds 1` repeats it.\n";
+
+template <class T>
+T parse_number(std::string_view name, std::string_view text) {
+  T value{};
+  auto const [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+  require(error == std::errc{} && end == text.data() + text.size() && value >= 0, name, " is \"",
+          text, "\", must be a number of 0 or more");
+  return value;
+}
+
+ExploreOptions parse_options(std::vector<std::string_view> const& words) {
+  ExploreOptions options;
+  require(words.size() % 2 == 0, "an option without a value; ", usage);
+  for (std::size_t i = 0; i < words.size(); i += 2) {
+    std::string_view const name = words[i], value = words[i + 1];
+    if (name == "--seed") {
+      options.first = parse_number<std::uint64_t>(name, value);
+    } else if (name == "--seeds") {
+      options.seeds = parse_number<std::uint64_t>(name, value);
+    } else if (name == "--minutes") {
+      options.minutes = parse_number<double>(name, value);
+    } else {
+      throw InvalidArgument(concat("no such option: ", name, "; ", usage));
+    }
+  }
+  return options;
+}
+
+class Explorer {
+ public:
+  explicit Explorer(ExploreOptions options) : options_(options), next_(options.first) {}
+
+  // True if no seed has violated a contract.
+  bool run() {
+    auto const begin = std::chrono::steady_clock::now();
+    end_ = begin + std::chrono::duration_cast<Duration>(
+                       std::chrono::duration<double, std::ratio<60>>(options_.minutes));
+    std::vector<std::thread> threads;
+    for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
+      threads.emplace_back([this] { explore(); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - begin;
+    std::cout << done_ << " faults from seed " << options_.first << " in " << seconds.count()
+              << " s: " << violations_ << " violations\n";
+    return violations_ == 0;
+  }
+
+ private:
+  void explore() {
+    for (;;) {
+      std::uint64_t const seed = next_++;
+      if (seed - options_.first >= options_.seeds) return;
+      if (std::chrono::steady_clock::now() >= end_) return;
+      FailingRun const run = draw(seed);
+      std::string violation;
+      try {
+        violation = find_violation(run, simulate_failure(run));
+      } catch (std::exception const& error) {
+        violation = error.what();
+      }
+      ++done_;
+      if (violation.empty()) continue;
+      ++violations_;
+      std::lock_guard const lock(mutex_);
+      std::cout << describe(run) << ": " << violation << std::endl;
+    }
+  }
+
+  FailingRun draw(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    auto const rows = algorithms();
+    FailingRun run{.algorithm = std::string(rows[random() % rows.size()].name),
+                   .ranks = 2 + static_cast<int>(random() % 7),
+                   .fault = {},
+                   .seed = seed};
+    run.fault.rank = static_cast<int>(random() % static_cast<std::uint64_t>(run.ranks));
+    constexpr FaultKind kinds[] = {FaultKind::die, FaultKind::delay, FaultKind::truncate,
+                                   FaultKind::corrupt};
+    run.fault.fault = {kinds[random() % std::size(kinds)], random() % messages_of(run)};
+    return run;
+  }
+
+  // That the rank at fault sends in two steps.
+  std::uint64_t messages_of(FailingRun const& run) {
+    std::lock_guard const lock(mutex_);
+    auto const [place, is_new] =
+        messages_.try_emplace({run.algorithm, run.ranks, run.fault.rank}, 0);
+    if (is_new) {
+      place->second = messages_of_two_steps(run.algorithm, run.ranks, run.numel, run.fault.rank);
+    }
+    return place->second;
+  }
+
+  ExploreOptions const options_;
+  TimePoint end_{};
+  std::atomic<std::uint64_t> next_, done_ = 0, violations_ = 0;
+  std::mutex mutex_;  // of the output, and of what follows
+  std::map<std::tuple<std::string, int, int>, std::uint64_t> messages_;
+};
+
+}  // namespace
+}  // namespace sparsecomm::test
+
+int main(int count, char** words) {
+  using namespace sparsecomm::test;
+  try {
+    return Explorer(parse_options({words + 1, words + count})).run() ? 0 : 1;
+  } catch (std::exception const& error) {
+    std::cerr << "explore: " << error.what() << "\n";
+    return 2;
+  }
+}
