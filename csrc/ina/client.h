@@ -1,9 +1,8 @@
 // A worker's side of one reduction through several aggregators.
 //
 // 1. Cut the blocks into streams, runs of about the same length: as many for each aggregator that
-// is
-//    left, however few the blocks, so that workers which disagree meet in all of them. A stream is
-//    an operation of its own in an instance of its own: while a message of one is on its way, so
+//    is left, however few the blocks, so that workers which disagree meet in all of them. A stream
+//    is an operation of its own in an instance of its own: while a message of one is on its way, so
 //    are those of the others.
 // 2. Send the first message of each stream.
 // 3. Hand each message that comes to its stream, and send what that answers, until every stream has
