@@ -2,9 +2,9 @@
 
     python benchmarks/scale/scale_ina.py
 
-There are as many aggregators as ranks. All algorithms have the same selections: runs of entries
-that fill blocks, of which 30 % are at the same places on all ranks. Network and figures are those
-of scale.py, whose ranks this simulates. Writes NAME.json and NAME.md.
+There are as many aggregators as ranks, up to 64. All algorithms have the same selections: runs of
+entries that fill blocks, of which 30 % are at the same places on all ranks. Network and figures are
+those of scale.py, whose ranks this simulates. Writes NAME.json and NAME.md.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from scale import ROOT, build, run_smpi
 RESULTS = ROOT / "benchmarks" / "results" / "scale-ina"
 ALGORITHMS = ("dense_ring", "topk_a", "oktopk", "ina")
 RANKS = (4, 16, 64, 256)
+MOST_AGGREGATORS = 64
 DENSITIES = (0.01, 0.1, 1.0)
 BLOCK_NUMEL = 256  # of 1 KiB
 # An aggregator takes one message after another: those that wait have arrived.
@@ -34,7 +35,7 @@ def simulate(
     program: Path, algorithm: str, ranks: int, gbit: float, numel: int, density: float
 ) -> Found:
     """Returns what scale_ranks prints, with the density, rate and number of aggregators."""
-    aggregators = ranks if algorithm == "ina" else 0
+    aggregators = min(ranks, MOST_AGGREGATORS) if algorithm == "ina" else 0
     arguments = [algorithm, numel, density, 1, MAX_BYTES, aggregators, BLOCK_NUMEL]
     command = [str(program), *map(str, arguments)]
     found = run_smpi(command, ranks + aggregators, gbit, EAGER_BYTES)
@@ -48,8 +49,8 @@ def markdown(rows: Sequence[Found]) -> str:
         "",
         f"`python benchmarks/scale/scale_ina.py`: {first['numel']:,} f32 per rank, links of "
         f"{first['gbit']:g} Gbit/s, selections of whole blocks of {BLOCK_NUMEL} entries, as many "
-        "aggregators as ranks. Milliseconds of the network, and in brackets words of 4 bytes that "
-        "a rank receives, everything included.",
+        f"aggregators as ranks, up to {MOST_AGGREGATORS}. Milliseconds of the network, and in "
+        "brackets words of 4 bytes that a rank receives, everything included.",
     ]
     for density in dict.fromkeys(row["density"] for row in rows):
         lines += ["", f"## Density {density:g}", ""]

@@ -113,7 +113,7 @@ TEST(CalibrationTest, AllRanksGetTheSameFiguresOnce) {
       Communicator communicator(
           std::make_unique<SimulatedTransport>(std::move(transports[rank]),
                                                SimulatedLink{20e-6, 8e-10}, clock),
-          patient_options(), clock);
+          patient_options(), &clock);
       auto const calibration = std::make_shared<Calibration>(communicator);
       communicator.run(calibration);
       figures[rank] = calibration->figures();
@@ -186,7 +186,7 @@ TEST(CalibrationTest, TakesNothingOfTheTimeOfTheOperationThatNeedsIt) {
     CommunicatorOptions const options{.timeout = std::chrono::milliseconds(800)};
     Communicator communicator(std::make_unique<SimulatedTransport>(std::move(transports[rank]),
                                                                    SimulatedLink{0.1, 0}, clock),
-                              options, clock);
+                              options, &clock);
     auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
     std::vector<float> data(10, 1.0f);
     operation->configure({"", data.size()});

@@ -9,6 +9,7 @@
 
 #include "allocations.h"
 #include "collectives/patterns.h"
+#include "services.h"
 #include "simulated_ranks.h"
 
 namespace sparsecomm::test {
