@@ -18,10 +18,11 @@ from typing import Any
 
 from scale import ROOT, build, run_smpi
 
+from sparsecomm.cli.ina import MOST_AGGREGATORS
+
 RESULTS = ROOT / "benchmarks" / "results" / "scale-ina"
 ALGORITHMS = ("dense_ring", "topk_a", "oktopk", "ina")
 RANKS = (4, 16, 64, 256)
-MOST_AGGREGATORS = 64
 DENSITIES = (0.01, 0.1, 1.0)
 BLOCK_NUMEL = 256  # of 1 KiB
 # An aggregator takes one message after another: those that wait have arrived.
