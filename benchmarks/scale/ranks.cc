@@ -99,7 +99,9 @@ class Simulated {
         }) {
     if (aggregators == 0) return;
     link_ = std::make_shared<MpiAggregatorLink>(MPI_COMM_WORLD, transport_.size());
-    client_ = std::make_unique<InaClient>(link_, transport_.rank());
+    // One to each of many keeps the link full; with more, SimGrid takes hours.
+    int const streams = aggregators > 16 ? 1 : InaClient::default_streams;
+    client_ = std::make_unique<InaClient>(link_, transport_.rank(), streams);
   }
   ~Simulated() {
     if (link_) link_->end();

@@ -152,12 +152,13 @@ def simulate(
 
 
 def run_smpi(
-    command: Sequence[str], ranks: int, gbit: float, eager_bytes: int = 0
+    command: Sequence[str], ranks: int, gbit: float, eager_bytes: int = 0, at_once: int = 0
 ) -> dict[str, Any]:
     """Runs ``command`` on simulated ranks; returns the JSON object that it prints.
 
     Messages below ``eager_bytes`` are on their way before they are received. Without, a send waits
-    for its receive: cautious, and many times as quick to simulate.
+    for its receive: cautious, and many times as quick to simulate. A link carries ``at_once``
+    messages at a time, which share it; 0: any number of them.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -174,6 +175,7 @@ def run_smpi(
                 "--cfg=smpi/privatization:no",  # nothing of ours is global and changes
                 "--cfg=network/crosstraffic:0",
                 f"--cfg=surf/precision:{PRECISION_SECONDS}",
+                *([f"--cfg=maxmin/concurrency-limit:{at_once}"] if at_once else []),
                 "--log=root.thresh:warning",
                 *command,
             ],

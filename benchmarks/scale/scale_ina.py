@@ -27,6 +27,9 @@ DENSITIES = (0.01, 0.1, 1.0)
 BLOCK_NUMEL = 256  # of 1 KiB
 # An aggregator takes one message after another: those that wait have arrived.
 EAGER_BYTES = 1 << 16
+# Others wait in the host, as behind a network card. 64 ranks take .6 % less time than if all
+# messages share the link, and a quarter of the time to simulate.
+AT_ONCE = 4
 MAX_BYTES = 16e9  # of all ranks; a simulation that would need more is left out
 
 Found = dict[str, Any]
@@ -39,7 +42,7 @@ def simulate(
     aggregators = min(ranks, MOST_AGGREGATORS) if algorithm == "ina" else 0
     arguments = [algorithm, numel, density, 1, MAX_BYTES, aggregators, BLOCK_NUMEL]
     command = [str(program), *map(str, arguments)]
-    found = run_smpi(command, ranks + aggregators, gbit, EAGER_BYTES)
+    found = run_smpi(command, ranks + aggregators, gbit, EAGER_BYTES, AT_ONCE)
     return {**found, "density": density, "gbit": gbit, "aggregators": aggregators}
 
 
