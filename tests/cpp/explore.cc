@@ -98,12 +98,10 @@ class Explorer {
     auto const rows = algorithms();
     FailingRun run{.algorithm = std::string(rows[random() % rows.size()].name),
                    .ranks = 2 + static_cast<int>(random() % 7),
-                   .fault = {},
                    .seed = seed};
     run.fault.rank = static_cast<int>(random() % static_cast<std::uint64_t>(run.ranks));
-    constexpr FaultKind kinds[] = {FaultKind::die, FaultKind::delay, FaultKind::truncate,
-                                   FaultKind::corrupt};
-    run.fault.fault = {kinds[random() % std::size(kinds)], random() % messages_of(run)};
+    run.fault.kind = static_cast<NetworkFault::Kind>(random() % NetworkFault::kinds);
+    run.fault.message = random() % messages_of(run);
     return run;
   }
 

@@ -33,44 +33,59 @@ void check_run(FailingRun const& run) {
 }
 
 // At every message of the culprit. A race between threads cannot show here.
-void check_fault_everywhere(std::string const& algorithm, int ranks, FaultKind kind) {
+void check_fault_everywhere(std::string const& algorithm, int ranks, NetworkFault::Kind kind) {
   std::uint64_t const messages = messages_of_two_steps(algorithm, ranks, numel, culprit);
   ASSERT_GE(messages, 2u);
   for (std::uint64_t message = 0; message < messages && !::testing::Test::HasFailure(); ++message) {
     check_run({.algorithm = algorithm,
                .ranks = ranks,
-               .fault = {culprit, {kind, message}},
+               .fault = {culprit, kind, message},
                .seed = message});
   }
 }
 
 TEST_P(FailureTest, AnyMessageMayBeTheLast) {
   for (int ranks = 2; ranks <= 6; ++ranks) {
-    check_fault_everywhere(GetParam(), ranks, FaultKind::die);
+    check_fault_everywhere(GetParam(), ranks, NetworkFault::Kind::die);
   }
 }
 
 TEST_P(FailureTest, AnyMessageMayBeCorrupted) {
   for (int const ranks : {2, 3, 5}) {
-    check_fault_everywhere(GetParam(), ranks, FaultKind::corrupt);
+    check_fault_everywhere(GetParam(), ranks, NetworkFault::Kind::corrupt);
   }
 }
 
 TEST_P(FailureTest, AnyMessageMayBeTruncated) {
   for (int const ranks : {2, 3, 5}) {
-    check_fault_everywhere(GetParam(), ranks, FaultKind::truncate);
+    check_fault_everywhere(GetParam(), ranks, NetworkFault::Kind::truncate);
   }
 }
 
 TEST_P(FailureTest, AnyMessageMayNeverCome) {
-  for (int const ranks : {2, 3, 5}) check_fault_everywhere(GetParam(), ranks, FaultKind::delay);
+  for (int const ranks : {2, 3, 5})
+    check_fault_everywhere(GetParam(), ranks, NetworkFault::Kind::delay);
+}
+
+TEST_P(FailureTest, ARankMayStopAtAnyMessageForLongOrTooLong) {
+  for (int const ranks : {2, 3, 5}) {
+    for (auto const kind : {NetworkFault::Kind::slow, NetworkFault::Kind::stop}) {
+      check_fault_everywhere(GetParam(), ranks, kind);
+    }
+  }
+}
+
+TEST_P(FailureTest, AConnectionMayBeLostAtAnyMessage) {
+  for (int const ranks : {2, 3, 5}) {
+    check_fault_everywhere(GetParam(), ranks, NetworkFault::Kind::cut);
+  }
 }
 
 TEST_P(FailureTest, ARunIsAFunctionOfItsSeed) {
   for (std::uint64_t seed = 0; seed < 5; ++seed) {
     FailingRun const run{.algorithm = GetParam(),
                          .ranks = 3,
-                         .fault = {culprit, {FaultKind::die, seed}},
+                         .fault = {culprit, NetworkFault::Kind::die, seed},
                          .seed = seed};
     FailingOutcome const one = simulate_failure(run), two = simulate_failure(run);
     EXPECT_EQ(one.trace, two.trace) << describe(run);
@@ -87,7 +102,7 @@ TEST(StepLogTest, WithoutTheCommitRoundSurvivorsEndAtDifferentSteps) {
     for (; seed < 1000 && !split; ++seed) {
       FailingRun const run{.algorithm = algorithm,
                            .ranks = 3,
-                           .fault = {culprit, {FaultKind::die, seed % messages}},
+                           .fault = {culprit, NetworkFault::Kind::die, seed % messages},
                            .seed = seed,
                            .ends_step = false};
       std::string const violation =

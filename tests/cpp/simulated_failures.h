@@ -14,16 +14,14 @@ struct FailingRun {
   std::string algorithm;
   int ranks = 2;
   std::size_t numel = 600;
-  RankFault fault{.rank = 1, .fault = {}};
+  NetworkFault fault{1, NetworkFault::Kind::die, 0};
   std::uint64_t seed = 0;
   bool ends_step = true;  // see run_until_failure()
 };
 
 inline std::string describe(FailingRun const& run) {
-  constexpr char const* kinds[] = {"die", "delay", "truncate", "corrupt"};
   return concat("seed ", run.seed, ": ", run.algorithm, " of ", run.ranks, " ranks, rank ",
-                run.fault.rank, " at message ", run.fault.fault.message, ": ",
-                kinds[static_cast<std::size_t>(run.fault.fault.kind)]);
+                run.fault.rank, " at message ", run.fault.message, ": ", name(run.fault.kind));
 }
 
 struct FailingOutcome {
@@ -51,27 +49,46 @@ inline FailingOutcome simulate_failure(FailingRun const& run) {
   return outcome;
 }
 
+// Whether the rank says what it should of the fault: the violation, or nothing.
+inline std::string find_wrong_name(FailingRun const& run, Survivor const& survivor) {
+  using Kind = NetworkFault::Kind;
+  if (run.fault.kind == Kind::slow) {
+    bool const wrong = applied_steps(survivor.log) != 3;
+    return wrong ? concat("fails: '", survivor.error, "'") : "";
+  }
+  if (run.fault.kind == Kind::cut) {
+    // Either end may be to blame; whether the connection was still needed is the algorithm's.
+    auto const& named = survivor.culprits;
+    bool const one_end = named.empty() || std::ranges::find(named, run.fault.rank) != named.end();
+    return one_end && named.size() <= 2 ? "" : concat("names others: '", survivor.error, "'");
+  }
+  if (survivor.culprits != std::vector{run.fault.rank}) {
+    return concat("does not name rank ", run.fault.rank, " but says: '", survivor.error, "'");
+  }
+  return survivor.aborted_later ? "" : "goes on with a communicator that has failed";
+}
+
 // Contracts 1, 2, 5 and 7: the first violation, or nothing.
 inline std::string find_violation(FailingRun const& run, FailingOutcome const& outcome) {
+  using Kind = NetworkFault::Kind;
+  bool const all_survive = run.fault.kind == Kind::slow || run.fault.kind == Kind::cut;
   for (int rank = 0; rank < run.ranks; ++rank) {
-    if (rank == run.fault.rank) continue;
-    Survivor const& survivor = outcome.survivors[static_cast<std::size_t>(rank)];
-    if (survivor.culprits != std::vector{run.fault.rank}) {
-      return concat("rank ", rank, " does not name rank ", run.fault.rank, " but says: '",
-                    survivor.error, "'");
-    }
-    if (!survivor.aborted_later) {
-      return concat("rank ", rank, " goes on with a communicator that has failed");
-    }
+    if (rank == run.fault.rank && !all_survive) continue;
+    std::string const wrong =
+        find_wrong_name(run, outcome.survivors[static_cast<std::size_t>(rank)]);
+    if (!wrong.empty()) return concat("rank ", rank, " ", wrong);
   }
   // What never comes is missed at the deadline; all else is seen at once.
   CommunicatorOptions const options;
-  Duration const deadline =
-      run.fault.fault.kind == FaultKind::delay ? options.timeout : Duration::zero();
-  if (outcome.time > deadline + options.failure_grace + std::chrono::seconds(1)) {
+  Duration const waited = run.fault.kind == Kind::delay  ? options.timeout
+                          : run.fault.kind == Kind::slow ? options.timeout
+                          : run.fault.kind == Kind::stop ? 2 * options.timeout
+                                                         : Duration::zero();
+  if (outcome.time > waited + options.failure_grace + std::chrono::seconds(2)) {
     return concat("it took ", std::chrono::duration<double>(outcome.time).count(), " s");
   }
-  return find_violation(outcome.survivors, run.fault.rank, run.algorithm);
+  int const lost = all_survive ? -1 : run.fault.rank;
+  return find_violation(outcome.survivors, lost, run.algorithm);
 }
 
 }  // namespace sparsecomm::test
