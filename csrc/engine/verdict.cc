@@ -25,69 +25,56 @@ bool waits_for_no_rank(FailureReport const& report) {
   return report.cause == FailureReport::Cause::interrupted && report.suspects.empty();
 }
 
-// How directly a report speaks of what failed: the first that any report has is the one to go by.
-enum class Directness : std::uint8_t {
-  cause,        // it saw the failure, or waited for a rank that made no report
-  consequence,  // it lost ranks that reported why they left
-  interrupted,  // another rank's report ended its wait
-  none,
+// Ranks that the chains of waits lead to, from those that saw the failure: they lost a connection,
+// or waited for a whole deadline.
+struct Chains {
+  std::set<int> reached, unheard, idle, silent;
 };
 
-Directness directness(FailureReport const& report,
-                      std::span<const std::optional<FailureReport>> reports) {
-  if (waits_for_no_rank(report)) return Directness::none;
-  if (report.cause == FailureReport::Cause::interrupted) return Directness::interrupted;
-  bool const explained = report.cause == FailureReport::Cause::lost &&
-                         std::ranges::all_of(report.suspects, [&](int suspect) {
-                           return reports[suspect].has_value();
-                         });
-  return explained ? Directness::consequence : Directness::cause;
-}
-
-// [rank]: whether its report counts: it is of the earliest operation of those that speak most
-// directly, or a suspect's, and not of a failure of its own.
-std::vector<bool> reports_that_count(std::span<const std::optional<FailureReport>> reports) {
-  auto most_direct = std::pair(Directness::none, std::uint64_t{0});
-  std::vector<std::optional<decltype(most_direct)>> places(reports.size());
-  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-    if (!reports[rank]) continue;
-    places[rank] = std::pair(directness(*reports[rank], reports), reports[rank]->operation);
-    if (places[rank]->first != Directness::none) most_direct = std::min(most_direct, *places[rank]);
+Chains follow(std::span<const std::optional<FailureReport>> reports) {
+  using Cause = FailureReport::Cause;
+  Chains chains;
+  std::vector<int> open;
+  for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
+    auto const& report = reports[rank];
+    if (!report) continue;
+    if (report->cause == Cause::lost || report->cause == Cause::timeout) open.push_back(rank);
   }
-  std::vector<bool> counts(reports.size());
-  std::vector<std::size_t> added;
-  for (std::size_t rank = 0; rank < reports.size(); ++rank) {
-    counts[rank] = places[rank] == most_direct;
-    if (counts[rank]) added.push_back(rank);
-  }
-  while (!added.empty()) {
-    FailureReport const& waiting = *reports[added.back()];
-    added.pop_back();
+  std::set<int> followed(open.begin(), open.end());
+  while (!open.empty()) {
+    int const waiter = open.back();
+    open.pop_back();
+    FailureReport const& waiting = *reports[waiter];
     for (int const suspect : waiting.suspects) {
+      chains.reached.insert(suspect);
       auto const& report = reports[suspect];
-      if (counts[suspect] || !report || report->cause == FailureReport::Cause::own) continue;
-      if (waits_for_no_rank(*report)) continue;
-      counts[suspect] = true;
-      added.push_back(suspect);
+      if (!report) {
+        chains.unheard.insert(suspect);
+        continue;
+      }
+      if (waits_for_no_rank(*report)) {
+        // Between two operations it keeps others waiting; if it was lost, it left for the alarm.
+        if (waiting.cause == Cause::timeout) chains.idle.insert(suspect);
+        continue;
+      }
+      if (message_missing(waiting, waiter, *report, suspect)) chains.silent.insert(suspect);
+      if (followed.insert(suspect).second) open.push_back(suspect);
     }
   }
-  return counts;
+  return chains;
 }
 
 }  // namespace
 
 Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
   using Cause = FailureReport::Cause;
-  std::vector<bool> const counts = reports_that_count(reports);
-
-  std::set<int> invalid, own, ends, silent, suspects;
+  std::set<int> invalid, own;
   std::string evidence;
   bool timed_out = false;
   for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
-    if (!counts[rank]) continue;
+    if (!reports[rank]) continue;
     FailureReport const& report = *reports[rank];
     timed_out = timed_out || report.cause == Cause::timeout;
-    suspects.insert(report.suspects.begin(), report.suspects.end());
     if (report.cause == Cause::invalid) {
       invalid.insert(report.suspects.begin(), report.suspects.end());
       evidence = report.text;
@@ -96,22 +83,8 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
       if (invalid.empty()) evidence = report.text;
     }
   }
-  for (int waiter = 0; waiter < static_cast<int>(reports.size()); ++waiter) {
-    if (!counts[waiter]) continue;
-    for (int const rank : reports[waiter]->suspects) {
-      bool const missing =
-          counts[rank] && message_missing(*reports[waiter], waiter, *reports[rank], rank);
-      if (missing) silent.insert(rank);
-      // A rank between two operations keeps others waiting, but if one was lost it left for that
-      // reason.
-      bool const idle = reports[rank] && waits_for_no_rank(*reports[rank]);
-      if (idle && (!timed_out || reports[waiter]->cause == Cause::lost)) continue;
-      // A connection that broke may have taken a message with it; a whole deadline is time enough
-      // for one.
-      if (!counts[rank] || (missing && reports[waiter]->cause == Cause::timeout)) ends.insert(rank);
-    }
-  }
-
+  Chains const chains = follow(reports);
+  std::set<int> suspects = chains.reached;
   if (suspects.empty()) {  // the rank that raised the alarm cannot be heard any more
     for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
       if (!reports[rank]) suspects.insert(rank);
@@ -120,11 +93,12 @@ Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
       for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) suspects.insert(rank);
     }
   }
-  std::set<int> const& culprits = !invalid.empty()  ? invalid
-                                  : !own.empty()    ? own
-                                  : !ends.empty()   ? ends
-                                  : !silent.empty() ? silent
-                                                    : suspects;
+  std::set<int> const& culprits = !invalid.empty()          ? invalid
+                                  : !own.empty()            ? own
+                                  : !chains.unheard.empty() ? chains.unheard
+                                  : !chains.idle.empty()    ? chains.idle
+                                  : !chains.silent.empty()  ? chains.silent
+                                                            : suspects;
   Verdict verdict{{culprits.begin(), culprits.end()}, false, join_ranks(culprits)};
   if (!invalid.empty()) {
     verdict.text += concat(" broke the exchange: ", evidence);
