@@ -25,15 +25,26 @@ bool waits_for_no_rank(FailureReport const& report) {
   return report.cause == FailureReport::Cause::interrupted && report.suspects.empty();
 }
 
-// Ranks that the chains of waits lead to, from those that saw the failure: they lost a connection,
-// or waited for a whole deadline.
-struct Chains {
+// What the reports say against whom.
+struct Evidence {
+  std::set<int> invalid, own;
+  std::set<int> cut;  // both ends of each connection that was lost before either had reported
+  // Ranks that the chains of waits lead to: all of them, those without a report, those between two
+  // operations, and those whose messages are missing.
   std::set<int> reached, unheard, idle, silent;
+  std::string text;
+  bool timed_out = false;
 };
 
-Chains follow(std::span<const std::optional<FailureReport>> reports) {
+// A rank reports before it closes its connections, so it has not if its number is greater.
+bool connection_lost(FailureReport const& waiting, FailureReport const& suspected) {
+  return waiting.cause == FailureReport::Cause::lost && waiting.number != 0 &&
+         waiting.number < suspected.number;
+}
+
+// The chains begin at the ranks that lost a connection or waited for a whole deadline.
+void follow_chains(std::span<const std::optional<FailureReport>> reports, Evidence& evidence) {
   using Cause = FailureReport::Cause;
-  Chains chains;
   std::vector<int> open;
   for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
     auto const& report = reports[rank];
@@ -46,70 +57,80 @@ Chains follow(std::span<const std::optional<FailureReport>> reports) {
     open.pop_back();
     FailureReport const& waiting = *reports[waiter];
     for (int const suspect : waiting.suspects) {
-      chains.reached.insert(suspect);
+      evidence.reached.insert(suspect);
       auto const& report = reports[suspect];
       if (!report) {
-        chains.unheard.insert(suspect);
+        evidence.unheard.insert(suspect);
         continue;
       }
+      if (connection_lost(waiting, *report)) evidence.cut.insert({waiter, suspect});
       if (waits_for_no_rank(*report)) {
         // Between two operations it keeps others waiting; if it was lost, it left for the alarm.
-        if (waiting.cause == Cause::timeout) chains.idle.insert(suspect);
+        if (waiting.cause == Cause::timeout) evidence.idle.insert(suspect);
         continue;
       }
-      if (message_missing(waiting, waiter, *report, suspect)) chains.silent.insert(suspect);
+      if (message_missing(waiting, waiter, *report, suspect)) evidence.silent.insert(suspect);
       if (followed.insert(suspect).second) open.push_back(suspect);
     }
   }
-  return chains;
+}
+
+Evidence collect(std::span<const std::optional<FailureReport>> reports) {
+  using Cause = FailureReport::Cause;
+  Evidence evidence;
+  for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
+    if (!reports[rank]) continue;
+    FailureReport const& report = *reports[rank];
+    evidence.timed_out = evidence.timed_out || report.cause == Cause::timeout;
+    if (report.cause == Cause::invalid) {
+      evidence.invalid.insert(report.suspects.begin(), report.suspects.end());
+      evidence.text = report.text;
+    } else if (report.cause == Cause::own) {
+      evidence.own.insert(rank);
+      if (evidence.invalid.empty()) evidence.text = report.text;
+    }
+  }
+  follow_chains(reports, evidence);
+  return evidence;
+}
+
+// If no report accuses anybody, that of the rank which raised the alarm cannot be heard any more.
+std::set<int> those_unheard(std::span<const std::optional<FailureReport>> reports) {
+  std::set<int> unheard, all;
+  for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
+    all.insert(rank);
+    if (!reports[rank]) unheard.insert(rank);
+  }
+  return unheard.empty() ? all : unheard;
+}
+
+Verdict blame(std::set<int> const& culprits, bool timed_out, std::string const& text) {
+  return {{culprits.begin(), culprits.end()}, timed_out, join_ranks(culprits) + text};
+}
+
+Verdict blame(std::span<const std::optional<FailureReport>> reports) {
+  Evidence const found = collect(reports);
+  if (!found.invalid.empty()) {
+    return blame(found.invalid, false, " broke the exchange: " + found.text);
+  }
+  if (!found.own.empty()) return blame(found.own, false, " failed: " + found.text);
+  if (found.unheard.empty() && !found.cut.empty()) {
+    return blame(found.cut, false, " lost the connection to each other");
+  }
+  std::set<int> const& culprits = !found.unheard.empty()   ? found.unheard
+                                  : !found.idle.empty()    ? found.idle
+                                  : !found.silent.empty()  ? found.silent
+                                  : !found.reached.empty() ? found.reached
+                                                           : those_unheard(reports);
+  return blame(
+      culprits, found.timed_out,
+      found.timed_out ? " did not take part before the deadline" : " left: the connection is gone");
 }
 
 }  // namespace
 
 Verdict conclude(std::span<const std::optional<FailureReport>> reports) {
-  using Cause = FailureReport::Cause;
-  std::set<int> invalid, own;
-  std::string evidence;
-  bool timed_out = false;
-  for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
-    if (!reports[rank]) continue;
-    FailureReport const& report = *reports[rank];
-    timed_out = timed_out || report.cause == Cause::timeout;
-    if (report.cause == Cause::invalid) {
-      invalid.insert(report.suspects.begin(), report.suspects.end());
-      evidence = report.text;
-    } else if (report.cause == Cause::own) {
-      own.insert(rank);
-      if (invalid.empty()) evidence = report.text;
-    }
-  }
-  Chains const chains = follow(reports);
-  std::set<int> suspects = chains.reached;
-  if (suspects.empty()) {  // the rank that raised the alarm cannot be heard any more
-    for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
-      if (!reports[rank]) suspects.insert(rank);
-    }
-    if (suspects.empty()) {
-      for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) suspects.insert(rank);
-    }
-  }
-  std::set<int> const& culprits = !invalid.empty()          ? invalid
-                                  : !own.empty()            ? own
-                                  : !chains.unheard.empty() ? chains.unheard
-                                  : !chains.idle.empty()    ? chains.idle
-                                  : !chains.silent.empty()  ? chains.silent
-                                                            : suspects;
-  Verdict verdict{{culprits.begin(), culprits.end()}, false, join_ranks(culprits)};
-  if (!invalid.empty()) {
-    verdict.text += concat(" broke the exchange: ", evidence);
-  } else if (!own.empty()) {
-    verdict.text += concat(" failed: ", evidence);
-  } else if (timed_out) {
-    verdict.timed_out = true;
-    verdict.text += " did not take part before the deadline";
-  } else {
-    verdict.text += " left: the connection is gone";
-  }
+  Verdict verdict = blame(reports);
   verdict.completed = UINT64_MAX;
   for (auto const& report : reports) {
     if (!report) continue;

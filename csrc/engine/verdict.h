@@ -25,15 +25,17 @@ std::string serialize_verdict(Verdict const& verdict);
 // Null if the bytes are not a verdict on `size` ranks.
 std::optional<Verdict> parse_verdict(std::string_view bytes, int size);
 
-// reports[r] is rank r's, if it made one; at least one is present. Looks at the
-// reports that name a cause, of the earliest operation among them, and at what their suspects
-// report, who may have completed it: their last messages may have been lost when they left in a
-// later one. Losing a rank that reported why it left is no cause, unless there is no other: it may
-// have been interrupted on behalf of a later operation. A rank whose message was seen to be invalid
-// is to blame; else one that failed by itself; else the ends of the chains of who waited for whom:
-// suspects that did not report waiting for somebody else, or that claim to have sent what the
-// waiting rank's whole deadline was not enough to bring. Where all wait in a circle, those whose
-// messages are missing.
+// reports[r] is rank r's, if it made one; at least one is present. To blame are, of the following,
+// the first that there are:
+//
+// 1. ranks whose messages were seen to be invalid;
+// 2. ranks that failed by themselves;
+// 3. ranks without a report at the ends of the chains of who waited for whom, which begin at ranks
+//    that lost a connection or waited for a whole deadline;
+// 4. both ends of a connection that was lost before either had reported: ranks report before they
+//    close their connections;
+// 5. along those chains, ranks between two operations that others waited for until the deadline;
+//    else ranks of which messages are missing; else all of them, which wait in a circle.
 Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 
 // True when no further report is waited for: every rank has made one, or some report says that the

@@ -32,6 +32,9 @@ struct FailureReport {
   std::vector<std::uint64_t> sent{}, received{};
   // The result of the operation is there, and only the word that all ranks have theirs was missing.
   bool committing = false;
+  // Its place among all reports, from 1, in the order in which they were first published: given by
+  // the board, 0 if it does not know.
+  std::uint64_t number = 0;
 };
 
 // Works while the transport does not. All calls are for any thread and return within about a

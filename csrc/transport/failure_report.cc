@@ -49,12 +49,14 @@ std::optional<FailureReport> parse_report(std::string_view bytes, int size) {
   return report;
 }
 
-void ReportReader::keep(std::string const& bytes) {
+void ReportReader::keep(std::string const& bytes, std::uint64_t number) {
   std::size_t rank = reports_.size();
   char const* const last = bytes.data() + bytes.size();
   auto const [end, error] = std::from_chars(bytes.data(), last, rank);
   if (error != std::errc() || rank >= reports_.size() || end == last || *end != '\n') return;
-  reports_[rank] = parse_report(std::string_view(end + 1, last), static_cast<int>(reports_.size()));
+  auto& report = reports_[rank];
+  report = parse_report(std::string_view(end + 1, last), static_cast<int>(reports_.size()));
+  if (report) report->number = number;
 }
 
 }  // namespace sparsecomm

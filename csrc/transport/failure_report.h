@@ -35,14 +35,14 @@ class ReportReader {
       std::optional<std::string> const bytes = read(static_cast<int>(number));
       if (!bytes) continue;
       known_[number - 1] = true;
-      keep(*bytes);
+      keep(*bytes, number);
     }
   }
 
   std::vector<std::optional<FailureReport>> const& reports() const { return reports_; }
 
  private:
-  void keep(std::string const& bytes);
+  void keep(std::string const& bytes, std::uint64_t number);
 
   std::vector<bool> known_;  // [number - 1]
   std::vector<std::optional<FailureReport>> reports_;

@@ -23,6 +23,7 @@ struct Shared {
 
   std::mutex mutex;  // guards what follows
   std::vector<std::optional<FailureReport>> reports;
+  std::uint64_t published = 0;  // by different ranks
   std::vector<std::string> statuses;
   std::optional<std::string> decision;
   bool rung = false;
@@ -37,7 +38,10 @@ class ThreadBoard final : public Board {
   bool post_failure(FailureReport const& report) noexcept override try {
     {
       std::lock_guard const lock(shared_->mutex);
-      shared_->reports[rank_] = report;
+      auto& kept = shared_->reports[rank_];
+      std::uint64_t const number = kept ? kept->number : ++shared_->published;
+      kept = report;
+      kept->number = number;
       if (std::exchange(shared_->rung, true)) return true;
     }
     for (Bell& bell : shared_->bells) bell.ring();

@@ -14,6 +14,7 @@
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
 #include "services.h"
+#include "simulated_ranks.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -727,46 +728,50 @@ TEST(ReadyTest, AGroupWaitsForItsOwnGradientWhenItsTurnComesAndNoClockCountsIt) 
 }
 
 TEST(ReadyTest, AGradientThatDoesNotComeIsAnErrorOnEveryRankAndTheOthersAreKept) {
-  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
-    auto const exchange =
-        std::make_shared<GradientExchange<float>>("test", 100, ExchangeOptions{}, communicator);
-    std::vector<float> gradient(100, 1.0f), residual(100, 0.0f);
-    exchange->bind({{gradient, residual}}, [&] {
-      if (communicator.rank() == 1) throw Error("the device has failed");
-    });
-    try {
+  for_seeds([](SeededSimulation& simulation) {
+    expect_no_errors(simulate_ranks(simulation, 2, [](Communicator& communicator) {
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", 100, ExchangeOptions{}, communicator);
+      std::vector<float> gradient(100, 1.0f), residual(100, 0.0f);
+      exchange->bind({{gradient, residual}}, [&] {
+        if (communicator.rank() == 1) throw Error("the device has failed");
+      });
+      try {
+        communicator.submit(exchange).wait();
+        ADD_FAILURE() << "it was exchanged";
+      } catch (Mismatch const& error) {
+        EXPECT_EQ(std::string(error.what()),
+                  "rank 1 failed before the exchange: the device has failed");
+      }
+      bool const came = communicator.rank() != 1;
+      EXPECT_EQ(gradient, std::vector<float>(100, came ? 0.0f : 1.0f));
+      EXPECT_EQ(residual, std::vector<float>(100, came ? 1.0f : 0.0f));
+      exchange->bind({{gradient, residual}});
       communicator.submit(exchange).wait();
-      ADD_FAILURE() << "it was exchanged";
-    } catch (Mismatch const& error) {
-      EXPECT_EQ(std::string(error.what()),
-                "rank 1 failed before the exchange: the device has failed");
-    }
-    bool const came = communicator.rank() != 1;
-    EXPECT_EQ(gradient, std::vector<float>(100, came ? 0.0f : 1.0f));
-    EXPECT_EQ(residual, std::vector<float>(100, came ? 1.0f : 0.0f));
-    exchange->bind({{gradient, residual}});
-    communicator.submit(exchange).wait();
-    EXPECT_EQ(exchange->stats().steps, 1u);
-  }));
+      EXPECT_EQ(exchange->stats().steps, 1u);
+    }));
+  });
 }
 
 // After a dense warm-up there is a residual, which a dense algorithm without feedback leaves alone.
 TEST(WithdrawTest, AResultThatIsTakenBackIsNoGradient) {
-  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
-    ExchangeOptions options;
-    options.algorithm = "dense_ring";
-    options.warmup.dense_steps = 1;
-    auto const exchange =
-        std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
-    std::vector<float> gradient(100), residual(100, 0.0f);
-    for (int step = 0; step < 2; ++step) {
-      std::ranges::fill(gradient, 1.0f);
-      exchange->bind({{gradient, residual}});
-      communicator.submit(exchange).wait();
-    }
-    exchange->withdraw();
-    EXPECT_EQ(residual, std::vector<float>(100, 0.0f));
-  }));
+  for_seeds([](SeededSimulation& simulation) {
+    expect_no_errors(simulate_ranks(simulation, 2, [](Communicator& communicator) {
+      ExchangeOptions options;
+      options.algorithm = "dense_ring";
+      options.warmup.dense_steps = 1;
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>("test", 100, options, communicator);
+      std::vector<float> gradient(100), residual(100, 0.0f);
+      for (int step = 0; step < 2; ++step) {
+        std::ranges::fill(gradient, 1.0f);
+        exchange->bind({{gradient, residual}});
+        communicator.submit(exchange).wait();
+      }
+      exchange->withdraw();
+      EXPECT_EQ(residual, std::vector<float>(100, 0.0f));
+    }));
+  });
 }
 
 // A device that fails in the middle, and then cannot give back either, in words of torch's.
@@ -794,18 +799,20 @@ class Failing final : public LocalGradient<float> {
 };
 
 TEST(FailureTest, WhatCannotBeGivenBackEndsNeitherTheProgramNorTheExplanation) {
-  expect_no_errors(run_ranks(1, [](Communicator& communicator) {
-    auto const exchange = std::make_shared<GradientExchange<float>>(
-        "test", 100, ExchangeOptions{}, communicator, std::make_unique<Failing>());
-    std::vector<float> gradient(100), residual(100);
-    exchange->bind({{gradient, residual}});
-    try {
-      communicator.submit(exchange).wait();
-      ADD_FAILURE() << "it was exchanged";
-    } catch (std::exception const& error) {
-      EXPECT_EQ(std::string(error.what()), "out of memory");
-    }
-  }));
+  for_seeds([](SeededSimulation& simulation) {
+    expect_no_errors(simulate_ranks(simulation, 1, [](Communicator& communicator) {
+      auto const exchange = std::make_shared<GradientExchange<float>>(
+          "test", 100, ExchangeOptions{}, communicator, std::make_unique<Failing>());
+      std::vector<float> gradient(100), residual(100);
+      exchange->bind({{gradient, residual}});
+      try {
+        communicator.submit(exchange).wait();
+        ADD_FAILURE() << "it was exchanged";
+      } catch (std::exception const& error) {
+        EXPECT_EQ(std::string(error.what()), "out of memory");
+      }
+    }));
+  });
 }
 
 TEST(InnerTest, WhereTheTransportHasNoneItIsRefusedAndALoadedPlanBeginsAnew) {

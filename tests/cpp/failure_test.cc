@@ -128,6 +128,10 @@ TEST(StepLogTest, FindsWhatIsLostOrCountedTwice) {
   EXPECT_NE(found([](auto& logs) { logs[1][0].residual_after[1] = 0; }), "");  // lost
   EXPECT_NE(found([](auto& logs) { logs[0][0].residual_after[0] = 1; }), "");  // counted twice
   EXPECT_NE(found([](auto& logs) { logs[1][0].applied = false; }), "");        // a step apart
+  // Rank 1 has the step's result, and fails: rank 0 is as it was.
+  std::vector<StepLog> logs{{zero}, {one}};
+  logs[0][0] = {false, {1, 2}, {0, 3}, {1, 2}, {0, 3}};
+  EXPECT_EQ(find_violation(logs, Demands{{true, false}}), "");
 }
 
 // On threads of the operating system, one message of each kind.
@@ -199,16 +203,6 @@ TEST_P(FailureTest, DisagreementRaisesTheSameTextEverywhereAndLeavesTheCommunica
     EXPECT_NE(messages[0].find("numel: 100 on "), std::string::npos) << messages[0];
     EXPECT_NE(messages[0].find("120 on rank 1"), std::string::npos) << messages[0];
     EXPECT_NE(messages[0].find("density: "), std::string::npos) << messages[0];
-  }
-}
-
-// On simulations of some seeds.
-void for_seeds(std::function<void(SeededSimulation&)> const& check) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    SCOPED_TRACE(concat("seed ", seed));
-    SeededSimulation simulation(seed);
-    check(simulation);
-    if (::testing::Test::HasFailure()) return;
   }
 }
 
@@ -421,21 +415,23 @@ std::shared_ptr<Operation> claim(bool previous, std::uint64_t entries) {
 }
 
 TEST(CommunicatorTest, ARankThatClaimsMoreEntriesThanThereCanBeIsNamedByAll) {
-  for (bool const previous : {false, true}) {
-    std::uint64_t const most =
-        previous ? std::uint64_t{UINT32_MAX} : std::numeric_limits<std::uint64_t>::max();
-    auto const errors = run_ranks(3, [&](Communicator& communicator) {
-      communicator.run(claim(previous, 100));
-      communicator.run(claim(previous, communicator.rank() == 1 ? most : 100));
-    });
-    for (std::exception_ptr const& error : errors) {
-      EXPECT_EQ(message_of(error).find(concat("rank 1 broke the exchange: rank 1 sent an invalid "
-                                              "message: a contribution of ",
-                                              most, " entries to a vector of 100")),
-                0u)
-          << message_of(error);
+  for_seeds([](SeededSimulation& simulation) {
+    for (bool const previous : {false, true}) {
+      std::uint64_t const most =
+          previous ? std::uint64_t{UINT32_MAX} : std::numeric_limits<std::uint64_t>::max();
+      auto const errors = simulate_ranks(simulation, 3, [&](Communicator& communicator) {
+        communicator.run(claim(previous, 100));
+        communicator.run(claim(previous, communicator.rank() == 1 ? most : 100));
+      });
+      for (std::exception_ptr const& error : errors) {
+        EXPECT_EQ(message_of(error).find(concat("rank 1 broke the exchange: rank 1 sent an invalid "
+                                                "message: a contribution of ",
+                                                most, " entries to a vector of 100")),
+                  0u)
+            << message_of(error);
+      }
     }
-  }
+  });
 }
 
 // Calls commit() as often as told; then rank 1 throws, if told.
@@ -458,62 +454,67 @@ class Committing final : public Operation {
 };
 
 TEST(CommunicatorTest, AnOperationThatDoesNotCommitOnceAsItSaidFails) {
-  for (int const times : {0, 2}) {
-    auto const errors = run_ranks(2, [&](Communicator& communicator) {
-      communicator.run(std::make_shared<Committing>(times));
-    });
-    for (auto const& error : errors) {
-      ASSERT_NE(error, nullptr) << times;
-      EXPECT_NE(what_of(error).find("commit()"), std::string::npos) << what_of(error);
+  for_seeds([](SeededSimulation& simulation) {
+    for (int const times : {0, 2}) {
+      auto const errors = simulate_ranks(simulation, 2, [&](Communicator& communicator) {
+        communicator.run(std::make_shared<Committing>(times));
+      });
+      for (auto const& error : errors) {
+        ASSERT_NE(error, nullptr) << times;
+        EXPECT_NE(what_of(error).find("commit()"), std::string::npos) << what_of(error);
+      }
     }
-  }
+  });
 }
 
 // The others may have completed it, so its rank must not put the gradient back.
 TEST(CommunicatorTest, WhatFailsAfterTheCommitIsNotRolledBack) {
-  std::vector<int> rolled_back(3, -1);
-  std::vector<std::string> first(3), second(3);
-  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
-    int const rank = communicator.rank();
-    auto const operation = std::make_shared<Committing>(1, true);
-    try {
-      communicator.run(operation);
-    } catch (std::exception const& error) {
-      first[rank] = error.what();
+  for_seeds([](SeededSimulation& simulation) {
+    std::vector<int> rolled_back(3, -1);
+    std::vector<std::string> first(3), second(3);
+    expect_no_errors(simulate_ranks(simulation, 3, [&](Communicator& communicator) {
+      int const rank = communicator.rank();
+      auto const operation = std::make_shared<Committing>(1, true);
+      try {
+        communicator.run(operation);
+      } catch (std::exception const& error) {
+        first[rank] = error.what();
+      }
+      try {
+        communicator.run(std::make_shared<Committing>(1));
+      } catch (std::exception const& error) {
+        second[rank] = error.what();
+      }
+      rolled_back[rank] = operation->rolled_back;
+    }));
+    EXPECT_EQ(rolled_back, std::vector<int>(3, 0));
+    EXPECT_EQ(first[1], "no memory, say");
+    for (int const rank : {0, 2}) {
+      std::string const& text = first[rank].empty() ? second[rank] : first[rank];
+      EXPECT_EQ(text.find("rank 1 failed"), 0u) << text;
     }
-    try {
-      communicator.run(std::make_shared<Committing>(1));
-    } catch (std::exception const& error) {
-      second[rank] = error.what();
-    }
-    rolled_back[rank] = operation->rolled_back;
-  }));
-  EXPECT_EQ(rolled_back, std::vector<int>(3, 0));
-  EXPECT_EQ(first[1], "no memory, say");
-  for (int const rank : {0, 2}) {
-    std::string const& text = first[rank].empty() ? second[rank] : first[rank];
-    EXPECT_EQ(text.find("rank 1 failed"), 0u) << text;
-  }
+  });
 }
 
 // On the rank that cancelled, too, which has prepared nothing: its gradient is kept.
 TEST(CommunicatorTest, WhatWasCancelledIsRolledBackOnEveryRank) {
-  std::vector<int> rolled_back(2, -1);
-  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
-    auto const operation = std::make_shared<Committing>(1);
-    std::promise<void> cancelled;
-    auto const first =
-        communicator.submit(std::make_shared<Committing>(1),
-                            [&](std::exception_ptr) { cancelled.get_future().wait(); });
-    auto const second = communicator.submit(operation);
-    bool const did = communicator.rank() == 0 && second.cancel();
-    EXPECT_EQ(did, communicator.rank() == 0);
-    cancelled.set_value();
-    first.wait();
-    EXPECT_THROW(second.wait(), Cancelled);
-    rolled_back[communicator.rank()] = operation->rolled_back;
-  }));
-  EXPECT_EQ(rolled_back, std::vector<int>(2, 1));
+  for_seeds([](SeededSimulation& simulation) {
+    std::vector<int> rolled_back(2, -1);
+    expect_no_errors(simulate_ranks(simulation, 2, [&](Communicator& communicator) {
+      auto const operation = std::make_shared<Committing>(1);
+      Latch cancelled(simulation, 1);
+      auto const first = communicator.submit(std::make_shared<Committing>(1),
+                                             [&](std::exception_ptr) { cancelled.wait(); });
+      auto const second = communicator.submit(operation);
+      bool const did = communicator.rank() == 0 && second.cancel();
+      EXPECT_EQ(did, communicator.rank() == 0);
+      cancelled.count_down();
+      first.wait();
+      EXPECT_THROW(second.wait(), Cancelled);
+      rolled_back[communicator.rank()] = operation->rolled_back;
+    }));
+    EXPECT_EQ(rolled_back, std::vector<int>(2, 1));
+  });
 }
 
 TEST(CommunicatorTest, ARankThatIsAloneWaitsForNoReport) {
@@ -546,108 +547,105 @@ class Throwing final : public Operation {
 };
 
 TEST(CommunicatorTest, ARankThatFailsBeforeTheExchangeFailsAllAndTheCommunicatorGoesOn) {
-  std::vector<std::string> messages(3);
-  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
-    auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
-    try {
-      communicator.submit(operation).wait();
-    } catch (Mismatch const& error) {
-      messages[communicator.rank()] = error.what();
-    }
-  }));
-  for (auto const& message : messages)
-    EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
+  for_seeds([](SeededSimulation& simulation) {
+    std::vector<std::string> messages(3);
+    expect_no_errors(simulate_ranks(simulation, 3, [&](Communicator& communicator) {
+      auto const operation = std::make_shared<Throwing>(communicator.rank() == 1);
+      try {
+        communicator.submit(operation).wait();
+      } catch (Mismatch const& error) {
+        messages[communicator.rank()] = error.what();
+      }
+    }));
+    for (auto const& message : messages)
+      EXPECT_EQ(message, "rank 1 failed before the exchange: no memory, say");
+  });
 }
 
-// An operation that waits in prepare() until it is let go, so that what comes after stays queued.
+// An operation that may wait in prepare(), so that what comes after stays queued.
 class Gate final : public Operation {
  public:
-  explicit Gate(std::shared_future<void> open) : open_(std::move(open)) {}
+  explicit Gate(Latch* open = nullptr) : open_(open) {}
   Proposal prepare() override {
-    open_.wait();
+    if (open_ != nullptr) open_->wait();
     return {"gate"};
   }
   void run(Channel&, Agreement const&) override {}
 
  private:
-  std::shared_future<void> open_;
+  Latch* open_;
 };
 
 TEST(CommunicatorTest, CancellingOnOneRankCancelsOnAllAndLaterOperationsRun) {
-  for (int const ranks : {1, 2, 3, 5}) {
-    std::promise<void> open;
-    auto const opened = open.get_future().share();
-    std::promise<void> now;
-    now.set_value();
-    auto const already = now.get_future().share();
-    std::atomic<int> queued = 0;
-    auto const errors = run_ranks(ranks, [&](Communicator& communicator) {
-      auto const first = communicator.submit(std::make_shared<Gate>(opened));
-      auto const second = communicator.submit(std::make_shared<Gate>(already));
-      auto const third = communicator.submit(std::make_shared<Gate>(already));
-      if (communicator.rank() == ranks - 1) {
-        EXPECT_TRUE(second.cancel());
-      }
-      if (++queued == ranks) open.set_value();
-      first.wait();
-      EXPECT_FALSE(first.cancel());
-      try {
-        second.wait();
-        ADD_FAILURE() << "rank " << communicator.rank() << " ran what was cancelled";
-      } catch (Cancelled const& cancelled) {
-        EXPECT_EQ(std::string(cancelled.what()),
-                  concat("the operation was cancelled on rank ", ranks - 1));
-      }
-      third.wait();
-      EXPECT_FALSE(third.cancel());
-    });
-    expect_no_errors(errors);
-  }
+  for_seeds([](SeededSimulation& simulation) {
+    for (int const ranks : {1, 2, 3, 5}) {
+      Latch queued(simulation, ranks);
+      auto const errors = simulate_ranks(simulation, ranks, [&](Communicator& communicator) {
+        auto const first = communicator.submit(std::make_shared<Gate>(&queued));
+        auto const second = communicator.submit(std::make_shared<Gate>());
+        auto const third = communicator.submit(std::make_shared<Gate>());
+        if (communicator.rank() == ranks - 1) {
+          EXPECT_TRUE(second.cancel());
+        }
+        queued.count_down();
+        first.wait();
+        EXPECT_FALSE(first.cancel());
+        try {
+          second.wait();
+          ADD_FAILURE() << "rank " << communicator.rank() << " ran what was cancelled";
+        } catch (Cancelled const& cancelled) {
+          EXPECT_EQ(std::string(cancelled.what()),
+                    concat("the operation was cancelled on rank ", ranks - 1));
+        }
+        third.wait();
+        EXPECT_FALSE(third.cancel());
+      });
+      expect_no_errors(errors);
+    }
+  });
 }
 
 TEST(CommunicatorTest, BlockingCallsAndQueuedOnesFromSeveralThreadsRunOneAtATime) {
-  std::promise<void> now;
-  now.set_value();
-  auto const already = now.get_future().share();
   expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
     for (int round = 0; round < 200; ++round) {
-      auto const queued = communicator.submit(std::make_shared<Gate>(already));
-      communicator.run(std::make_shared<Gate>(already));
+      auto const queued = communicator.submit(std::make_shared<Gate>());
+      communicator.run(std::make_shared<Gate>());
       EXPECT_TRUE(queued.done());
-      communicator.run(std::make_shared<Gate>(already));
+      communicator.run(std::make_shared<Gate>());
     }
   }));
 }
 
 TEST(CommunicatorTest, WhatACompletionThrowsReachesWhoWaitsAndTheThreadGoesOn) {
-  std::promise<void> now;
-  now.set_value();
-  auto const already = now.get_future().share();
-  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
-    auto const throwing =
-        communicator.submit(std::make_shared<Gate>(already), [](std::exception_ptr const& error) {
-          EXPECT_EQ(error, nullptr);
-          throw Error("a device is gone, say");
-        });
-    EXPECT_THROW(throwing.wait(), Error);
-    communicator.submit(std::make_shared<Gate>(already)).wait();
-  }));
+  for_seeds([](SeededSimulation& simulation) {
+    expect_no_errors(simulate_ranks(simulation, 2, [&](Communicator& communicator) {
+      auto const throwing =
+          communicator.submit(std::make_shared<Gate>(), [](std::exception_ptr const& error) {
+            EXPECT_EQ(error, nullptr);
+            throw Error("a device is gone, say");
+          });
+      EXPECT_THROW(throwing.wait(), Error);
+      communicator.submit(std::make_shared<Gate>()).wait();
+    }));
+  });
 }
 
 TEST(CommunicatorTest, ARankThatFailsInTheExchangeIsNamedWithItsReason) {
-  std::vector<std::string> messages(3);
-  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
-    try {
-      communicator.submit(std::make_shared<Throwing>(false)).wait();
-    } catch (Error const& error) {
-      messages[communicator.rank()] = error.what();
+  for_seeds([](SeededSimulation& simulation) {
+    std::vector<std::string> messages(3);
+    expect_no_errors(simulate_ranks(simulation, 3, [&](Communicator& communicator) {
+      try {
+        communicator.submit(std::make_shared<Throwing>(false)).wait();
+      } catch (Error const& error) {
+        messages[communicator.rank()] = error.what();
+      }
+    }));
+    EXPECT_EQ(messages[1], "a bug, say");
+    for (int const rank : {0, 2}) {
+      EXPECT_NE(messages[rank].find("rank 1 failed: a bug, say"), std::string::npos)
+          << messages[rank];
     }
-  }));
-  EXPECT_EQ(messages[1], "a bug, say");
-  for (int const rank : {0, 2}) {
-    EXPECT_NE(messages[rank].find("rank 1 failed: a bug, say"), std::string::npos)
-        << messages[rank];
-  }
+  });
 }
 
 TEST(VerdictTest, TheEndOfTheChainOfWaitersIsToBlame) {
@@ -721,7 +719,10 @@ TEST(VerdictTest, WhoHadCompletedTheOperationAndLeftForSomebodyElseIsNotToBlame)
   EXPECT_TRUE(settled(reports));
   EXPECT_EQ(conclude(reports).culprits, std::vector{1});
   reports[0]->cause = reports[2]->cause = Cause::timeout;
-  EXPECT_EQ(conclude(reports).culprits, (std::vector{0, 1})) << "a message that never came";
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  reports[1] = {.operation = 8, .cause = Cause::timeout, .suspects = {0}};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{0}) << "a message that never came";
+  reports[1].reset();
   reports[0] = {8, Cause::own, {}, "it closed its communicator"};
   EXPECT_EQ(conclude(reports).culprits, std::vector{0});
   reports[0] = {8, Cause::invalid, {1}, "bad checksum"};
@@ -781,6 +782,25 @@ TEST(VerdictTest, ARankBetweenTwoOperationsIsToBlameForATimeoutAlone) {
   EXPECT_EQ(conclude(reports).culprits, std::vector{2});
 }
 
+// Ranks 0 and 1 cannot hear one another any more. Rank 0 noticed, reported and left, which rank 2
+// saw; rank 1 was interrupted.
+TEST(VerdictTest, BothEndsOfALostConnectionAreNamed) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(4);
+  reports[0] = {.operation = 7, .cause = Cause::lost, .suspects = {1}, .number = 1};
+  reports[1] = {.operation = 7, .cause = Cause::interrupted, .suspects = {3}, .number = 3};
+  reports[2] = {.operation = 7, .cause = Cause::lost, .suspects = {0}, .number = 2};
+  reports[3] = {.operation = 7, .cause = Cause::interrupted, .suspects = {2}, .number = 4};
+  EXPECT_EQ(conclude(reports).culprits, (std::vector{0, 1}));
+  reports[1]->cause = Cause::lost;
+  reports[1]->suspects = {0};
+  EXPECT_EQ(conclude(reports).culprits, (std::vector{0, 1}));
+  reports[1].reset();
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  reports[1] = {.operation = 7, .cause = Cause::own, .number = 3};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+}
+
 TEST(VerdictTest, TravelsAsTextAndIsValidated) {
   Verdict const verdict{{0, 2}, true, "ranks 0, 2 did not\ntake part", 7};
   auto const parsed = parse_verdict(serialize_verdict(verdict), 3);
@@ -814,6 +834,8 @@ TEST(ReportReaderTest, AReportComesWithAllThatWerePostedBeforeIt) {
   EXPECT_FALSE(reader.reports()[2].has_value());
   reader.look(2, read);
   ASSERT_TRUE(reader.reports()[2].has_value());
+  EXPECT_EQ(reader.reports()[0]->number, 1u);
+  EXPECT_EQ(reader.reports()[2]->number, 2u);
   EXPECT_TRUE(settled(reader.reports()));
   EXPECT_EQ(conclude(reader.reports()).culprits, std::vector{1});
 }

@@ -28,19 +28,22 @@ struct FailingOutcome {
   std::vector<Survivor> survivors;  // [rank], the one at fault included
   Duration time{};                  // until all had come to their ends
   std::uint64_t trace = 0;
+  int cut_from = -1;  // the rank to which a connection was cut, if so
 };
 
 inline FailingOutcome simulate_failure(FailingRun const& run) {
   SeededSimulation simulation(run.seed);
   FailingOutcome outcome{.survivors = std::vector<Survivor>(static_cast<std::size_t>(run.ranks))};
   TimePoint const begin = simulation.now();
+  NetworkFault fault = run.fault;
+  fault.receiver = &outcome.cut_from;
   auto const errors = simulate_ranks(
       simulation, run.ranks,
       [&](Communicator& communicator) {
         outcome.survivors[static_cast<std::size_t>(communicator.rank())] =
             run_until_failure(communicator, run.algorithm, run.numel, run.ends_step);
       },
-      {}, run.fault, services_for(run.algorithm, simulation));
+      {}, fault, services_for(run.algorithm, simulation));
   for (std::exception_ptr const& error : errors) {
     if (error) std::rethrow_exception(error);
   }
@@ -50,17 +53,19 @@ inline FailingOutcome simulate_failure(FailingRun const& run) {
 }
 
 // Whether the rank says what it should of the fault: the violation, or nothing.
-inline std::string find_wrong_name(FailingRun const& run, Survivor const& survivor) {
+inline std::string find_wrong_name(FailingRun const& run, FailingOutcome const& outcome,
+                                   Survivor const& survivor) {
   using Kind = NetworkFault::Kind;
   if (run.fault.kind == Kind::slow) {
     bool const wrong = applied_steps(survivor.log) != 3;
     return wrong ? concat("fails: '", survivor.error, "'") : "";
   }
   if (run.fault.kind == Kind::cut) {
-    // Either end may be to blame; whether the connection was still needed is the algorithm's.
-    auto const& named = survivor.culprits;
-    bool const one_end = named.empty() || std::ranges::find(named, run.fault.rank) != named.end();
-    return one_end && named.size() <= 2 ? "" : concat("names others: '", survivor.error, "'");
+    // One end or both; it is the algorithm's matter whether the connection was still needed.
+    bool const ends = std::ranges::all_of(survivor.culprits, [&](int named) {
+      return named == run.fault.rank || named == outcome.cut_from;
+    });
+    return ends ? "" : concat("names others: '", survivor.error, "'");
   }
   if (survivor.culprits != std::vector{run.fault.rank}) {
     return concat("does not name rank ", run.fault.rank, " but says: '", survivor.error, "'");
@@ -75,7 +80,7 @@ inline std::string find_violation(FailingRun const& run, FailingOutcome const& o
   for (int rank = 0; rank < run.ranks; ++rank) {
     if (rank == run.fault.rank && !all_survive) continue;
     std::string const wrong =
-        find_wrong_name(run, outcome.survivors[static_cast<std::size_t>(rank)]);
+        find_wrong_name(run, outcome, outcome.survivors[static_cast<std::size_t>(rank)]);
     if (!wrong.empty()) return concat("rank ", rank, " ", wrong);
   }
   // What never comes is missed at the deadline; all else is seen at once.

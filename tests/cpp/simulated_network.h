@@ -1,6 +1,6 @@
 // Ranks connected by a simulated network: messages take time to arrive, a connection that is lost
-// takes with it what is on its way, and reports of failures take time to be heard. All times are
-// drawn by the simulation's seed.
+// or aborted takes with it what is on its way, and reports of failures take time to be heard. All
+// times are drawn by the simulation's seed.
 #pragma once
 
 #include <algorithm>
@@ -78,23 +78,25 @@ struct NetworkState {
     changed[std::size_t(rank)].wait_for(lock, time, [&, seen = count] { return count != seen; });
   }
 
-  // With the mutex held. What arrives later than some moment from now on is lost.
-  void break_link(int from, int to) {
+  enum class End : std::uint8_t { breaks, closes };
+  // With the mutex held. If it breaks, what arrives later than some moment from now on is lost.
+  void break_link(int from, int to, End end = End::breaks) {
     Link& broken = link(from, to);
     TimePoint const now = simulation.now();
     if (broken.broken != TimePoint::max()) return;
     broken.broken = now;
-    TimePoint const last = simulation.draw() % 2 == 0 ? broken.last_arrival : now;
+    bool const delivers = end == End::closes || simulation.draw() % 2 == 0;
+    TimePoint const last = delivers ? broken.last_arrival : now;
     std::erase_if(broken.messages, [&](Message const& message) { return message.arrives > last; });
     broken.lost = std::max(now, last) + delay();
     wake(to);
   }
-  void leave(int rank) {
+  void leave(int rank, End end) {
     std::lock_guard const lock(mutex);
     interrupted[std::size_t(rank)] = true;
     wake(rank);
     for (int peer = 0; peer < size; ++peer) {
-      if (peer != rank) break_link(rank, peer);
+      if (peer != rank) break_link(rank, peer, end);
     }
   }
 
@@ -126,6 +128,8 @@ class NetworkBoard final : public Board {
     TimePoint const now = state_->simulation.now();
     auto& posts = state_->posts;
     NetworkState::Post post{.rank = rank_, .report = report, .heard = {}};
+    auto const former = std::ranges::find(posts, rank_, &NetworkState::Post::rank);
+    post.report.number = former != posts.end() ? former->report.number : posts.size() + 1;
     for (int rank = 0; rank < state_->size; ++rank) {
       TimePoint heard = now + state_->delay();
       // With a report come all that were published before it.
@@ -223,7 +227,7 @@ class NetworkTransport final : public Transport {
  public:
   NetworkTransport(int rank, std::shared_ptr<NetworkState> state)
       : Transport(rank, state->size), state_(std::move(state)), board_(rank, state_) {}
-  ~NetworkTransport() override { state_->leave(rank()); }
+  ~NetworkTransport() override { state_->leave(rank(), NetworkState::End::closes); }
 
   std::string_view name() const override { return "simulated"; }
   bool interruptible() const override { return true; }
@@ -243,7 +247,7 @@ class NetworkTransport final : public Transport {
     state_->interrupted[std::size_t(rank())] = true;
     state_->wake(rank());
   }
-  void abort() noexcept override { state_->leave(rank()); }
+  void abort() noexcept override { state_->leave(rank(), NetworkState::End::breaks); }
   Board& board() override { return board_; }
 
   void cut(int peer) {

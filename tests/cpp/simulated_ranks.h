@@ -62,6 +62,7 @@ struct NetworkFault {
   int rank = 1;
   Kind kind = Kind::die;
   std::uint64_t message = 0;  // which of the rank's sends, counted from 0
+  int* receiver = nullptr;    // if not null, gets the peer to which a connection is cut
 };
 static_assert(int(NetworkFault::Kind::corrupt) == int(FaultKind::corrupt));
 
@@ -86,6 +87,7 @@ class InterruptedTransport final : public WrappedTransport {
     if (sent_++ == fault_.message) {
       if (fault_.kind == NetworkFault::Kind::cut) {
         network_.cut(peer);
+        if (fault_.receiver != nullptr) *fault_.receiver = peer;
       } else {
         network_.stop(fault_.kind == NetworkFault::Kind::slow ? timeout_ / 4 : 2 * timeout_);
       }
@@ -144,6 +146,16 @@ inline std::vector<std::exception_ptr> simulate_ranks(
     for (std::thread& thread : threads) simulation.join(thread);
   });
   return errors;
+}
+
+// On simulations of some seeds.
+inline void for_seeds(std::function<void(SeededSimulation&)> const& check) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    SCOPED_TRACE(concat("seed ", seed));
+    SeededSimulation simulation(seed);
+    check(simulation);
+    if (::testing::Test::HasFailure()) return;
+  }
 }
 
 // Counts down to zero, and lets go who waits for that: a std::latch.

@@ -47,6 +47,7 @@ class SeededSimulation final : public Simulation {
     });
     std::unique_lock lock(state_->mutex);
     state_->choose();
+    state_->hand_over(lock);
     state_->over.wait(lock, [&] { return state_->left == 0 || !state_->deadlock.empty(); });
     if (!state_->deadlock.empty()) {
       first.detach();
@@ -104,6 +105,7 @@ class SeededSimulation final : public Simulation {
       state->wake(&thread);
       --state->left;
       state->choose();
+      state->hand_over(own);
     });
     thread.id = real.get_id();
     return real;
@@ -151,12 +153,21 @@ class SeededSimulation final : public Simulation {
       thread.place = place;
       thread.until = until;
       choose();
+      if (running == &thread) return;
+      hand_over(lock);
       await_turn(lock, thread);
+    }
+    // Without the mutex, for which the thread would wait at once.
+    void hand_over(std::unique_lock<std::mutex>& lock) {
+      Thread* const next = running;
+      lock.unlock();
+      if (next != nullptr) next->turn.notify_one();
+      lock.lock();
     }
     void await_turn(std::unique_lock<std::mutex>& lock, Thread& thread) {
       thread.turn.wait(lock, [&] { return running == &thread; });
     }
-    // Gives the turn to a thread that can run, once time has passed if none can at once.
+    // Chooses a thread that can run, once time has passed if none can at once.
     void choose() {
       running = nullptr;
       if (left == 0) return over.notify_all();
@@ -183,7 +194,6 @@ class SeededSimulation final : public Simulation {
       ++switches;
       note(number_of(*running));
       note(static_cast<std::uint64_t>(now.time_since_epoch().count()));
-      running->turn.notify_all();
     }
     std::vector<Thread*> able_threads() const {
       std::vector<Thread*> able;

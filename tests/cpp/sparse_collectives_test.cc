@@ -9,6 +9,7 @@
 
 #include "allocations.h"
 #include "collectives/patterns.h"
+#include "engine/row_allreduce.h"
 #include "services.h"
 #include "simulated_ranks.h"
 
@@ -405,6 +406,7 @@ constexpr std::uint32_t failing_extent = 600;
 struct Victim {
   std::shared_ptr<Operation> operation;
   Pairs<float> pairs;
+  std::vector<std::uint64_t> positions;  // of rows
   std::vector<float> data;
 };
 
@@ -423,6 +425,14 @@ Victim make_victim(std::string const& kind, Communicator& communicator) {
     operation->configure({"", failing_extent}, ranks);
     operation->bind(victim.pairs.view());
     victim.operation = operation;
+  } else if (kind == "rows") {
+    auto const operation = std::make_shared<RowAllreduce<float>>();
+    RowConfig config;
+    config.count = failing_extent;
+    operation->configure(std::move(config));
+    victim.positions.assign(victim.pairs.indices.begin(), victim.pairs.indices.end());
+    operation->bind({victim.positions, victim.pairs.values});
+    victim.operation = operation;
   } else {
     auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
     operation->configure({"", failing_extent, find_reducing(kind)});
@@ -435,7 +445,7 @@ Victim make_victim(std::string const& kind, Communicator& communicator) {
 
 class SparseFailureTest : public testing::TestWithParam<std::string> {};
 INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
-                           std::vector<std::string> names{"allgather", "reduce-scatter"};
+                           std::vector<std::string> names{"allgather", "reduce-scatter", "rows"};
                            for (AlgorithmEntry const& entry : algorithms()) {
                              if (can_reduce(entry)) names.emplace_back(entry.name);
                            }
@@ -451,9 +461,11 @@ INSTANTIATE_TEST_SUITE_P(Operations, SparseFailureTest, testing::ValuesIn([] {
 // nothing more from it, in a later one, and its dense vector is as it was.
 TEST_P(SparseFailureTest, EverySurvivorNamesTheCulpritAndKeepsItsData) {
   int const culprit = 1;
-  bool const allreduce = GetParam() != "allgather" && GetParam() != "reduce-scatter";
+  auto const entries = algorithms();
+  bool const is_algorithm =
+      std::ranges::find(entries, GetParam(), &AlgorithmEntry::name) != entries.end();
   auto const around = [&](Runtime runtime) {
-    return allreduce ? services_for(GetParam(), runtime) : Surroundings{};
+    return is_algorithm ? services_for(GetParam(), runtime) : Surroundings{};
   };
   for (int const ranks : {2, 3, 4}) {
     std::uint64_t messages = 0;

@@ -37,6 +37,8 @@ inline std::size_t applied_steps(StepLog const& log) {
 // 3. A rank that has not applied a step still has its gradient and residual.
 // 4. If all have applied a step, their gradients and residuals before add up to the result and the
 //    residuals after. If a rank failed in it, only what that rank had at a position may be missing.
+//
+// A result that only ranks have that failed is nobody's.
 inline std::string find_violation(std::vector<StepLog> const& logs, Demands const& demands) {
   int const ranks = static_cast<int>(logs.size());
   std::size_t steps = 0;
@@ -55,6 +57,7 @@ inline std::string find_violation(std::vector<StepLog> const& logs, Demands cons
                     of_first);
     }
   }
+  std::size_t const standing = first < 0 ? 0 : applied_steps(logs[first]);
   for (std::size_t step = 0; step < steps; ++step) {
     LoggedStep const* applied = nullptr;
     std::vector<double> missing;  // of the result, once what the ranks gave is taken off
@@ -66,7 +69,7 @@ inline std::string find_violation(std::vector<StepLog> const& logs, Demands cons
       }
       LoggedStep const& at = logs[rank][step];
       std::size_t const numel = at.input.size();
-      if (!at.applied) {
+      if (!at.applied || step >= standing) {
         if (!demands.survived[rank]) lost.push_back(rank);
         for (std::size_t i = 0; i < numel && demands.survived[rank]; ++i) {
           float const has = at.output[i] + at.residual_after[i];
