@@ -5,7 +5,7 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 .PHONY: help setup build tools cuda train reproduce test test-all test-cpp test-cuda test-neon test-python lint types format docs site bench lab \
-  explore scale aggregator sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
+  explore endurance scale aggregator sanitize sanitize-core sanitize-quick sanitize-python sanitize-python-quick sanitize-torch fuzz clean
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -124,7 +124,7 @@ scale: build $(VENV)/.simgrid ## simulate 4 to 256 ranks with SimGrid; SCALE=ful
 
 test: cuda test-cpp sanitize-quick sanitize-python-quick test-python lint types ## run what a change must pass, in 25 minutes
 
-test-all: cuda test-cpp test-neon sanitize tools ## run every test and check, in hours
+test-all: cuda test-cpp endurance test-neon sanitize tools ## run every test and check, in hours
 	OMP_NUM_THREADS=1 python -m pytest -m "slow or not slow" $(ARGS)
 	$(MAKE) lint types BASE=
 	$(MAKE) fuzz
@@ -150,6 +150,11 @@ explore: setup ## simulate failures, one for each seed, on all cores (SEEDS MINU
 	$(CONFIGURE)
 	cmake --build $(BUILD) --parallel $(JOBS) --target explore
 	$(BUILD)/tests/explore --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
+
+endurance: setup ## make 10,000 communicators, and 200,000 steps, which must leave nothing behind
+	$(CONFIGURE)
+	cmake --build $(BUILD) --parallel $(JOBS) --target endurance
+	$(BUILD)/tests/endurance
 
 # The loops over memory, and what is made of them.
 NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test

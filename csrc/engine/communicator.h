@@ -133,6 +133,8 @@ struct CommunicatorOptions {
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
   Runtime runtime = {};  // of the communicator's threads and waits
+  // The same on all ranks. Messages carry the low 28 bits of an operation's number, or 32.
+  std::uint64_t first_operation = 0;
 };
 
 class Communicator final : private Commit {
@@ -260,7 +262,7 @@ class Communicator final : private Commit {
   FigureExchange<std::byte> round_;
   std::array<std::byte, max_payload_bytes> payload_{};  // merged
   std::vector<std::uint32_t> intents_;                  // [rank], as they came in the fingerprints
-  std::atomic<std::uint64_t> next_operation_ = 0;
+  std::atomic<std::uint64_t> next_operation_ = options_.first_operation;
   std::atomic<bool> requests_ = false, requested_ = false;
   std::string broken_;          // why, once the transport has failed
   std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next

@@ -67,10 +67,12 @@ struct InprocAggregators::Hub {
   };
 
   Hub(int count, std::size_t memory, Duration limit, InaPolicy const& policy, Runtime its_runtime)
-      : runtime(its_runtime), tick(limit / ticks_per_limit) {
-    for (int i = 0; i < count; ++i) {
-      aggregators.push_back(std::make_unique<Aggregator>(*this, i, memory, limit, policy));
-    }
+      : runtime(its_runtime),
+        tick(limit / ticks_per_limit),
+        make([this, memory, limit, &policy](int number) {
+          return std::make_unique<Aggregator>(*this, number, memory, limit, policy);
+        }) {
+    for (int i = 0; i < count; ++i) aggregators.push_back(make(i));
   }
 
   void deliver(int aggregator, int worker, std::uint32_t instance, Bytes bytes) {
@@ -119,6 +121,7 @@ struct InprocAggregators::Hub {
 
   Runtime const runtime;
   Duration const tick;  // between two looks at the aggregators' deadlines
+  std::function<std::unique_ptr<Aggregator>(int number)> const make;
   std::mutex mutex;
   std::vector<std::unique_ptr<Aggregator>> aggregators;
   std::vector<std::unique_ptr<Worker>> workers;
@@ -238,6 +241,12 @@ void InprocAggregators::kill(int aggregator) {
   for (std::size_t worker = 0; worker < hub_->workers.size(); ++worker) {
     hub_->lose(aggregator, static_cast<int>(worker), "the aggregator was killed");
   }
+}
+
+void InprocAggregators::restart(int aggregator) {
+  kill(aggregator);
+  std::lock_guard const lock(hub_->mutex);
+  hub_->aggregators.at(static_cast<std::size_t>(aggregator)) = hub_->make(aggregator);
 }
 
 void InprocAggregators::stop(int aggregator) {

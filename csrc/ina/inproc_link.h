@@ -26,6 +26,9 @@ class InprocAggregators {
 
   // The aggregator is gone: its connections are lost.
   void kill(int aggregator);
+  // The same, and another one is in its place, which knows nothing of it: for links made from now
+  // on.
+  void restart(int aggregator);
   // The aggregator takes messages and does nothing any more.
   void stop(int aggregator);
   // Sees each message before it is delivered, and may change it. Called by one thread at a time.

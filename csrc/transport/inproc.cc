@@ -50,7 +50,8 @@ class InprocTransport final : public Transport {
     if (!slot.receive) return 0;
     std::unique_lock lock(hub_->mutex);
     Hub::Mailbox& mailbox = hub_->mailboxes[rank()];
-    auto& queue = mailbox.messages[{slot.peer, slot.tag}];
+    auto const place = mailbox.messages.try_emplace({slot.peer, slot.tag}).first;
+    auto& queue = place->second;
     auto const settled = [&] {
       return !queue.empty() || hub_->gone[slot.peer] || hub_->aborted[rank()];
     };
@@ -76,6 +77,7 @@ class InprocTransport final : public Transport {
     }
     Hub::Message const message = std::move(queue.front());
     queue.pop_front();
+    if (queue.empty()) mailbox.messages.erase(place);  // few tags are used twice
     lock.unlock();
     std::size_t const size = std::min(message.size(), slot.capacity);
     std::copy_n(message.begin(), size, slot.receive);

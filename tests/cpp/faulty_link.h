@@ -22,6 +22,7 @@ struct LinkFault {
   enum class Kind : std::uint8_t {
     none,
     lost,       // the connection to the aggregator ends
+    restart,    // so do all, and there is a new one in its place; of every rank
     silent,     // nothing comes or goes from then on
     corrupt,    // a bit of the message is flipped
     truncate,   // the second half is missing
@@ -41,8 +42,8 @@ struct LinkFault {
 };
 
 inline std::string_view name(LinkFault::Kind kind) {
-  constexpr std::string_view names[] = {"none",      "lost",   "silent", "corrupt", "truncate",
-                                        "duplicate", "former", "die",    "stall"};
+  constexpr std::string_view names[] = {"none",     "lost",      "restart", "silent", "corrupt",
+                                        "truncate", "duplicate", "former",  "die",    "stall"};
   return names[std::size_t(kind)];
 }
 
@@ -50,7 +51,7 @@ inline std::string_view name(LinkFault::Kind kind) {
 struct FaultScene {
   LinkFault fault;
   // Of the aggregator itself, where the fault is on every rank: then it dies or stops.
-  std::function<void(int)> kill, stop;
+  std::function<void(int)> kill, restart, stop;
   std::function<void()> stall;
   std::atomic<int> met = 0;
 };
@@ -130,6 +131,9 @@ class FaultyLink final : public WrappedLink {
           close(aggregator, "the connection was cut");
           to_tell_ = true;
         }
+        return true;
+      case Kind::restart:
+        scene_.restart(aggregator);
         return true;
       case Kind::silent:
         if (on_every_rank()) scene_.stop(aggregator);

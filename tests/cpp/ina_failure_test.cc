@@ -49,13 +49,14 @@ class Cluster {
         witnesses(std::size_t(shape.ranks)) {
     scene.fault = fault;
     scene.kill = [this](int aggregator) { hub.kill(aggregator); };
+    scene.restart = [this](int aggregator) { hub.restart(aggregator); };
     scene.stop = [this](int aggregator) { hub.stop(aggregator); };
   }
 
   Surroundings surroundings() {
     Surroundings around;
-    around.equip = [this](CommunicatorOptions& options, std::uint64_t run, int rank, int size) {
-      auto const link = hub.connect({.job = {run, 0},
+    around.equip = [this](CommunicatorOptions& options, std::uint64_t /*run*/, int rank, int size) {
+      auto const link = hub.connect({.job = {job, 0},
                                      .workers = static_cast<std::uint16_t>(size),
                                      .worker = static_cast<std::uint16_t>(rank)});
       options.aggregators = links[rank] = std::make_shared<FaultyLink>(link, scene, rank);
@@ -101,6 +102,7 @@ class Cluster {
 
   SeededSimulation simulation;
   InprocAggregators hub;
+  std::uint64_t job = 0;
   FaultScene scene;
   std::vector<std::shared_ptr<FaultyLink>> links;
   std::vector<Witness> witnesses;
@@ -142,9 +144,8 @@ std::string describe(Shape shape, LinkFault const& fault) {
 
 // All ranks have the sums, of this and later operations, do without the aggregator and go on with
 // the others.
-void check_aggregator(Shape shape, LinkFault const& fault) {
-  SCOPED_TRACE(describe(shape, fault));
-  Cluster cluster(shape, fault);
+void check_aggregator(Cluster& cluster, Shape shape) {
+  LinkFault const fault = cluster.scene.fault;
   run_all(cluster, shape, {}, fault.message % 2 == 0);
   bool const waits = fault.kind == Kind::silent;
   Duration const patience = waits ? InaClient::default_patience : Duration::zero();
@@ -165,6 +166,12 @@ void check_aggregator(Shape shape, LinkFault const& fault) {
       EXPECT_EQ(messages > 0, i != fault.aggregator) << "aggregator " << i << ": " << messages;
     }
   }
+}
+
+void check_aggregator(Shape shape, LinkFault const& fault) {
+  SCOPED_TRACE(describe(shape, fault));
+  Cluster cluster(shape, fault);
+  check_aggregator(cluster, shape);
 }
 
 void at_every_message(int messages, std::function<void(int message)> const& check) {
@@ -197,6 +204,29 @@ void check_everywhere(Shape shape, Kind kind) {
 
 TEST_P(InaFailureTest, AnAggregatorMayBeLostAtAnyMessage) {
   check_everywhere(GetParam(), Kind::lost);
+}
+
+// Those who were connected go on without it, and new communicators with it.
+TEST_P(InaFailureTest, AnAggregatorMayRestartAtAnyMessage) {
+  Shape const shape = GetParam();
+  at_every_message(messages_of_a_step(shape), [&](int message) {
+    LinkFault const fault{
+        .kind = Kind::restart, .aggregator = shape.aggregators / 2, .message = message};
+    SCOPED_TRACE(describe(shape, fault));
+    Cluster cluster(shape, fault);
+    check_aggregator(cluster, shape);
+    ++cluster.job;
+    cluster.scene.fault = {};
+    cluster.witnesses.assign(std::size_t(shape.ranks), {});
+    run_all(cluster, shape, {}, false);
+    for (Witness const& witness : cluster.witnesses) {
+      EXPECT_EQ(witness.applied, steps);
+      EXPECT_TRUE(witness.lost.empty());
+      for (auto const& counts : witness.messages) {
+        EXPECT_EQ(counts, std::vector(std::size_t(shape.aggregators), streams * 3 * 2));
+      }
+    }
+  });
 }
 
 TEST_P(InaFailureTest, AnAggregatorMayFallSilentAtAnyMessage) {

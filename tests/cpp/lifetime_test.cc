@@ -7,10 +7,12 @@
 #include <future>
 #include <limits>
 
+#include "engine/gradient_exchange.h"
 #include "kernels/block_scan.h"
 #include "kernels/half.h"
 #include "kernels/intersect.h"
 #include "kernels/kernels.h"
+#include "services.h"
 #include "simulated_ranks.h"
 #include "transport/wrapped.h"
 #include "wire/index_kernels.h"
@@ -97,6 +99,37 @@ TEST(LifetimeTest, WhatAnOperationHoldsIsGoneOnceItHasEnded) {
       ASSERT_TRUE(completion.expired()) << round;
     }
   }));
+}
+
+// By all algorithms, each in turn.
+TEST(LifetimeTest, NumbersOfOperationsWrapAround) {
+  constexpr std::size_t numel = 100;
+  for (std::uint64_t const wrap : {std::uint64_t{1} << 28, std::uint64_t{1} << 32}) {
+    CommunicatorOptions options = patient_options();
+    options.first_operation = wrap - 50;
+    auto const body = [&](Communicator& communicator) {
+      auto const ranks = static_cast<float>(communicator.size());
+      std::vector<std::shared_ptr<GradientExchange<float>>> exchanges;
+      for (AlgorithmEntry const& entry : algorithms()) {
+        ExchangeOptions own;
+        own.algorithm = entry.name;
+        own.density = 1;
+        own.average = false;
+        exchanges.push_back(
+            std::make_shared<GradientExchange<float>>("test", numel, own, communicator));
+      }
+      std::vector<float> residual(numel);
+      for (int step = 0; step < 200; ++step) {
+        auto const& exchange = exchanges[std::size_t(step) % exchanges.size()];
+        std::vector<float> gradient(numel, static_cast<float>(step));
+        exchange->bind({{gradient, residual}});
+        communicator.submit(exchange).wait();
+        ASSERT_EQ(gradient, std::vector<float>(numel, ranks * static_cast<float>(step)))
+            << exchange->algorithm() << ", step " << step;
+      }
+    };
+    expect_no_errors(run_ranks(3, body, options, {}, services_for("auto")));
+  }
 }
 
 // Glibc gives new threads of the child the stacks, and so the handles, of those that were not
