@@ -81,6 +81,12 @@ TEST_P(FailureTest, AConnectionMayBeLostAtAnyMessage) {
   }
 }
 
+TEST_P(FailureTest, TheNetworkMaySplitAtAnyMessage) {
+  for (int const ranks : {3, 5}) {
+    check_fault_everywhere(GetParam(), ranks, NetworkFault::Kind::split);
+  }
+}
+
 TEST_P(FailureTest, ARunIsAFunctionOfItsSeed) {
   for (std::uint64_t seed = 0; seed < 5; ++seed) {
     FailingRun const run{.algorithm = GetParam(),

@@ -60,12 +60,16 @@ inline std::string find_wrong_name(FailingRun const& run, FailingOutcome const& 
     bool const wrong = applied_steps(survivor.log) != 3;
     return wrong ? concat("fails: '", survivor.error, "'") : "";
   }
-  if (run.fault.kind == Kind::cut) {
-    // One end or both; it is the algorithm's matter whether the connection was still needed.
+  if (run.fault.kind == Kind::cut || run.fault.kind == Kind::split) {
+    // It is the algorithm's matter whether a connection was still needed.
+    if (survivor.error.empty()) return "";
     bool const ends = std::ranges::all_of(survivor.culprits, [&](int named) {
       return named == run.fault.rank || named == outcome.cut_from;
     });
-    return ends ? "" : concat("names others: '", survivor.error, "'");
+    if (run.fault.kind == Kind::cut && !ends) {
+      return concat("names others than the ends: '", survivor.error, "'");
+    }
+    return survivor.aborted_later ? "" : "goes on with a communicator that has failed";
   }
   if (survivor.culprits != std::vector{run.fault.rank}) {
     return concat("does not name rank ", run.fault.rank, " but says: '", survivor.error, "'");
@@ -76,7 +80,8 @@ inline std::string find_wrong_name(FailingRun const& run, FailingOutcome const& 
 // Contracts 1, 2, 5 and 7: the first violation, or nothing.
 inline std::string find_violation(FailingRun const& run, FailingOutcome const& outcome) {
   using Kind = NetworkFault::Kind;
-  bool const all_survive = run.fault.kind == Kind::slow || run.fault.kind == Kind::cut;
+  bool const all_survive =
+      run.fault.kind == Kind::slow || run.fault.kind == Kind::cut || run.fault.kind == Kind::split;
   for (int rank = 0; rank < run.ranks; ++rank) {
     if (rank == run.fault.rank && !all_survive) continue;
     std::string const wrong =

@@ -255,6 +255,17 @@ class NetworkTransport final : public Transport {
     state_->break_link(rank(), peer);
     state_->break_link(peer, rank());
   }
+  // Cuts the connections between two parts of the ranks, which the seed draws.
+  void split() {
+    std::vector<std::uint64_t> parts;
+    for (int rank = 0; rank < size(); ++rank) parts.push_back(state_->simulation.draw() % 2);
+    std::lock_guard const lock(state_->mutex);
+    for (int from = 0; from < size(); ++from) {
+      for (int to = 0; to < size(); ++to) {
+        if (parts[std::size_t(from)] != parts[std::size_t(to)]) state_->break_link(from, to);
+      }
+    }
+  }
   void stop(Duration time) {
     std::unique_lock lock(state_->mutex);
     state_->stopped_until[std::size_t(rank())] = state_->simulation.now() + time;

@@ -50,9 +50,10 @@ struct NetworkFault {
     slow,      // the rank stops for less than the deadline, and then goes on
     stop,      // for longer than the deadline
     cut,       // the connection to the receiver is lost
+    split,     // so are all between two parts of the ranks
   };
 
-  static constexpr std::uint64_t kinds = 7;
+  static constexpr std::uint64_t kinds = 8;
 
   NetworkFault(int its_rank, Kind its_kind, std::uint64_t its_message)
       : rank(its_rank), kind(its_kind), message(its_message) {}
@@ -68,7 +69,7 @@ static_assert(int(NetworkFault::Kind::corrupt) == int(FaultKind::corrupt));
 
 inline std::string_view name(NetworkFault::Kind kind) {
   constexpr std::string_view names[] = {"die",  "delay", "truncate", "corrupt",
-                                        "slow", "stop",  "cut"};
+                                        "slow", "stop",  "cut",      "split"};
   return names[static_cast<std::size_t>(kind)];
 }
 
@@ -88,6 +89,8 @@ class InterruptedTransport final : public WrappedTransport {
       if (fault_.kind == NetworkFault::Kind::cut) {
         network_.cut(peer);
         if (fault_.receiver != nullptr) *fault_.receiver = peer;
+      } else if (fault_.kind == NetworkFault::Kind::split) {
+        network_.split();
       } else {
         network_.stop(fault_.kind == NetworkFault::Kind::slow ? timeout_ / 4 : 2 * timeout_);
       }
