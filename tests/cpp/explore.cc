@@ -1,5 +1,8 @@
 // Simulates steps in which a rank fails, one for each seed, which draws the algorithm, the number
 // of ranks, and which of them fails at which of its messages and how: `make explore`.
+#include <pthread.h>
+#include <sched.h>
+
 #include <atomic>
 #include <charconv>
 #include <chrono>
@@ -52,6 +55,34 @@ ExploreOptions parse_options(std::vector<std::string_view> const& words) {
   return options;
 }
 
+// Glibc keeps the stacks of threads that have ended, if they are not too large, for the next ones.
+void make_threads_cheap() {
+  pthread_attr_t attributes;
+  pthread_attr_init(&attributes);
+  pthread_attr_setstacksize(&attributes, std::size_t{512} << 10);
+  pthread_setattr_default_np(&attributes);
+  pthread_attr_destroy(&attributes);
+}
+
+std::vector<int> usable_cores() {
+  cpu_set_t usable;
+  require(sched_getaffinity(0, sizeof(usable), &usable) == 0, "the cores are not known");
+  std::vector<int> cores;
+  for (int core = 0; core < CPU_SETSIZE; ++core) {
+    if (CPU_ISSET(core, &usable)) cores.push_back(core);
+  }
+  return cores;
+}
+
+// And so do the threads that this one starts: of a simulation one runs at a time, and hands over to
+// the next.
+void stay_on(int core) {
+  cpu_set_t only;
+  CPU_ZERO(&only);
+  CPU_SET(core, &only);
+  sched_setaffinity(0, sizeof(only), &only);
+}
+
 class Explorer {
  public:
   explicit Explorer(ExploreOptions options) : options_(options), next_(options.first) {}
@@ -62,8 +93,11 @@ class Explorer {
     end_ = begin + std::chrono::duration_cast<Duration>(
                        std::chrono::duration<double, std::ratio<60>>(options_.minutes));
     std::vector<std::thread> threads;
-    for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) {
-      threads.emplace_back([this] { explore(); });
+    for (int const core : usable_cores()) {
+      threads.emplace_back([this, core] {
+        stay_on(core);
+        explore();
+      });
     }
     for (std::thread& thread : threads) thread.join();
     std::chrono::duration<double> const seconds = std::chrono::steady_clock::now() - begin;
@@ -89,7 +123,7 @@ class Explorer {
       if (violation.empty()) continue;
       ++violations_;
       std::lock_guard const lock(mutex_);
-      std::cout << describe(run) << ": " << violation << std::endl;
+      std::cout << describe(run) << ": " << violation << "\n" << std::flush;
     }
   }
 
@@ -129,6 +163,7 @@ class Explorer {
 int main(int count, char** words) {
   using namespace sparsecomm::test;
   try {
+    make_threads_cheap();
     return Explorer(parse_options({words + 1, words + count})).run() ? 0 : 1;
   } catch (std::exception const& error) {
     std::cerr << "explore: " << error.what() << "\n";

@@ -18,6 +18,8 @@ import scale_ina
 
 ALGORITHMS = [row["name"] for row in _C.algorithms() if row["needs"] == "nothing"]
 
+# Any of them may have to compile the program, or wait until another process has.
+pytestmark = pytest.mark.timeout(300)
 needs_simgrid = pytest.mark.skipif(shutil.which("smpicxx") is None, reason="no SimGrid")
 
 
@@ -34,7 +36,6 @@ def rows() -> dict[tuple[str, int], scale.Row]:
 
 
 @needs_simgrid
-@pytest.mark.timeout(300)  # the program may have to be compiled
 def test_64_ranks_run_every_algorithm_within_its_formula(
     rows: dict[tuple[str, int], scale.Row],
 ) -> None:
