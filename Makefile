@@ -154,7 +154,7 @@ explore: setup ## simulate failures, one for each seed, on all cores (SEEDS MINU
 endurance: setup ## make 10,000 communicators, and 200,000 steps, which must leave nothing behind
 	$(CONFIGURE)
 	cmake --build $(BUILD) --parallel $(JOBS) --target endurance
-	$(BUILD)/tests/endurance
+	GLIBC_TUNABLES=glibc.malloc.tcache_count=0 $(BUILD)/tests/endurance
 
 # The loops over memory, and what is made of them.
 NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test

@@ -36,7 +36,7 @@ struct Evidence {
   bool timed_out = false;
 };
 
-// A rank reports before it closes its connections, so it has not if its number is greater.
+// The suspect has not closed the connection: it would have reported first.
 bool connection_lost(FailureReport const& waiting, FailureReport const& suspected) {
   return waiting.cause == FailureReport::Cause::lost && waiting.number != 0 &&
          waiting.number < suspected.number;

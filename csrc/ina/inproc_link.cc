@@ -83,6 +83,13 @@ struct InprocAggregators::Hub {
     to.changed.notify_all();
   }
 
+  void kill(int number) {
+    aggregators.at(static_cast<std::size_t>(number))->stopped = true;
+    for (std::size_t worker = 0; worker < workers.size(); ++worker) {
+      lose(number, static_cast<int>(worker), "the aggregator was killed");
+    }
+  }
+
   // Tells the worker; the host has let it go.
   void lose(int aggregator, int worker, std::string const& why) {
     Worker& to = *workers[static_cast<std::size_t>(worker)];
@@ -236,16 +243,12 @@ std::shared_ptr<AggregatorLink> InprocAggregators::connect(JobMember const& memb
 
 void InprocAggregators::kill(int aggregator) {
   std::lock_guard const lock(hub_->mutex);
-  auto& dead = *hub_->aggregators.at(static_cast<std::size_t>(aggregator));
-  dead.stopped = true;
-  for (std::size_t worker = 0; worker < hub_->workers.size(); ++worker) {
-    hub_->lose(aggregator, static_cast<int>(worker), "the aggregator was killed");
-  }
+  hub_->kill(aggregator);
 }
 
 void InprocAggregators::restart(int aggregator) {
-  kill(aggregator);
   std::lock_guard const lock(hub_->mutex);
+  hub_->kill(aggregator);
   hub_->aggregators.at(static_cast<std::size_t>(aggregator)) = hub_->make(aggregator);
 }
 

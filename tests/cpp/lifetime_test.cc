@@ -101,6 +101,14 @@ TEST(LifetimeTest, WhatAnOperationHoldsIsGoneOnceItHasEnded) {
   }));
 }
 
+class NumberOfOperation final : public Operation {
+ public:
+  Proposal prepare() override { return {}; }
+  void run(Channel& channel, Agreement const&) override { number = channel.operation(); }
+
+  std::uint32_t number = 0;
+};
+
 // By all algorithms, each in turn.
 TEST(LifetimeTest, NumbersOfOperationsWrapAround) {
   constexpr std::size_t numel = 100;
@@ -108,6 +116,9 @@ TEST(LifetimeTest, NumbersOfOperationsWrapAround) {
     CommunicatorOptions options = patient_options();
     options.first_operation = wrap - 50;
     auto const body = [&](Communicator& communicator) {
+      auto const first = std::make_shared<NumberOfOperation>();
+      communicator.run(first);
+      EXPECT_EQ(first->number, static_cast<std::uint32_t>(wrap - 49));
       auto const ranks = static_cast<float>(communicator.size());
       std::vector<std::shared_ptr<GradientExchange<float>>> exchanges;
       for (AlgorithmEntry const& entry : algorithms()) {
