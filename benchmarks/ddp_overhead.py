@@ -106,6 +106,7 @@ SPARSE: dict[str, Install] = {
     "gaussian_k": ours(sparsecomm.GaussianKState),
     "gtopk": ours(sparsecomm.GTopkState),
     "topk_dsa": ours(sparsecomm.TopkDsaState),
+    "block_topk": ours(sparsecomm.BlockTopkState),
 }
 DENSE: dict[str, Install] = {
     PLAIN: lambda ddp, density: None,

@@ -30,6 +30,7 @@ LABELS = {
     "dense_overlap": "DenseOvlp",
     "topk_a": "TopkA",
     "topk_dsa": "TopkDSA",
+    "block_topk": "block Top-k",
     "gtopk": "gTopk",
     "gaussian_k": "Gaussiank",
     "oktopk": "Ok-Topk",

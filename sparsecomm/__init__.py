@@ -13,6 +13,8 @@ from sparsecomm import torch_release
 torch_release.require(torch.__version__)  # before anything compiled is loaded
 
 from sparsecomm import functional, optim
+from sparsecomm.announcement import announce_aggregators
+from sparsecomm.backend import backend_stats
 from sparsecomm.backend import register as register_backend
 from sparsecomm.build import __version__, build_info
 from sparsecomm.collectives import (
@@ -26,6 +28,7 @@ from sparsecomm.communicator import Communicator
 from sparsecomm.compression import Compression
 from sparsecomm.hooks import (
     AutoState,
+    BlockTopkState,
     CompressionState,
     DenseOverlapState,
     GaussianKState,
@@ -35,6 +38,7 @@ from sparsecomm.hooks import (
     TopkDsaState,
     TopkState,
     auto_hook,
+    block_topk_hook,
     compression_hook,
     dense_overlap_hook,
     gaussian_k_hook,
@@ -56,6 +60,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoState",
+    "BlockTopkState",
     "CancelledError",
     "Communicator",
     "CommunicatorOptions",
@@ -79,7 +84,10 @@ __all__ = [
     "__version__",
     "allgather_sparse",
     "allreduce",
+    "announce_aggregators",
     "auto_hook",
+    "backend_stats",
+    "block_topk_hook",
     "build_info",
     "checkpoint",
     "compression_hook",

@@ -1,8 +1,8 @@
 """The ``torch.distributed`` backend ``"sparsecomm"``.
 
 It gives every collective and point-to-point call that gloo gives (on CUDA tensors: NCCL, where
-torch has it), and runs the allreduce of sparse COO tensors on an engine of its own. Results are
-those of the dense operation.
+torch has it), and runs the allreduce of sparse COO tensors on an engine of its own, and that of
+dense ones where there are aggregators. Results are those of the dense operation.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import Backend, Store
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
 from sparsecomm import _C, transports
+from sparsecomm.announcement import announced_aggregators
 from sparsecomm.options import Options
 
 NAME = "sparsecomm"
@@ -31,6 +33,47 @@ def register() -> None:
     """Makes ``init_process_group("sparsecomm")`` work; called by ``import sparsecomm``."""
     if NAME.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def own_backend(group: object) -> _C.ProcessGroup | None:
+    """Returns the group's backend for CPU tensors if it is this one."""
+    if not isinstance(group, dist.ProcessGroup):
+        return None  # this rank is no member
+    try:
+        backend = group._get_backend(torch.device("cpu"))
+    except RuntimeError:
+        return None  # it has none
+    return backend if isinstance(backend, _C.ProcessGroup) else None
+
+
+def backend_stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+    """Returns what a group of the backend ``"sparsecomm"`` has done on sparsecomm's engine.
+
+    That is the allreduce of sparse tensors and, where there are aggregators, of dense ones; what
+    gloo and NCCL do is not counted.
+
+    Args:
+        group: the default group if ``None``.
+
+    Returns:
+        ``sent_bytes``, ``received_bytes`` and ``messages`` (sent) of this rank, also to and from
+        aggregators, and ``lost_aggregators``, which maps the address of each that is no longer used
+        to the reason; as of the last operation.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        ValueError: the group has another backend.
+    """
+    transports.require_initialised()
+    group = distributed_c10d._get_default_group() if group is None else group
+    backend = own_backend(group)
+    if backend is None:
+        raise ValueError(f'the group has not the backend "{NAME}" for CPU tensors')
+    engine = backend.communicator
+    if engine is None:
+        counted = dict.fromkeys(("sent_bytes", "received_bytes", "messages"), 0)
+        return {**counted, "lost_aggregators": {}}
+    return {**engine.counters(), "lost_aggregators": engine.lost_aggregators()}
 
 
 def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
@@ -67,14 +110,23 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
         transports.connect_options(
             ours.communicator.transport,
             timeout,
-            call="the first all_reduce of a sparse tensor",
+            call="the first all_reduce on sparsecomm's engine",
             stall_limit=ours.communicator.stall_limit,
             loopback=transports.is_loopback(host),
         ),
-        ours.communicator.aggregator_addresses(),
+        _aggregators_of(ours, options.store),
+        ours.block_bytes,
         transports.warn,
         _open,
         ours.communicator.timeout,
+    )
+
+
+def _aggregators_of(ours: Options, store: Store) -> _C.AggregatorAddresses:
+    if not ours.finds_aggregators:
+        return ours.communicator.aggregator_addresses()
+    return transports.aggregator_addresses(
+        announced_aggregators(store), ours.communicator.aggregator_transport
     )
 
 

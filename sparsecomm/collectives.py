@@ -4,7 +4,8 @@ Every rank of a process group, or of a :class:`~sparsecomm.Communicator`, calls 
 the same shape and dtype, in the same order. Operations of one communicator run one after another in
 the order of the calls; a program that calls from several threads must see to it that the order is
 the same on every rank. Whoever uses no ``communicator`` gets one per process group, which connects
-at the first call (all ranks must take part in it) and lives as long as the group.
+at the first call (all ranks must take part in it) and lives as long as the group. Of a group of the
+backend ``"sparsecomm"`` it has the aggregators.
 
 Tensors are on the CPU and of dtype float32, float64, float16, bfloat16, int32 or int64, with at
 most 2^32 - 2 entries, zeros included. Half precision is reduced in float32 and rounded once. The
@@ -31,6 +32,7 @@ from torch.distributed import distributed_c10d
 
 from sparsecomm import _C
 from sparsecomm._C import CancelledError
+from sparsecomm.backend import own_backend
 from sparsecomm.communicator import Communicator
 from sparsecomm.options import CommunicatorOptions
 from sparsecomm.transports import require_initialised
@@ -283,7 +285,10 @@ def _collectives(
     found = _of_group.get(group) if isinstance(group, dist.ProcessGroup) else None
     if found is None:
         found = Communicator._connected_in(
-            "the group's first sparse collective", group, CommunicatorOptions()
+            "the group's first sparse collective",
+            group,
+            CommunicatorOptions(),
+            own_backend(group),
         )
         _of_group[group] = found
     return found._collectives

@@ -26,9 +26,13 @@ class Communicator:
     communicator is done: close it and make a new one of the ranks that are left.
     """
 
-    def __init__(self, engine: _C.Communicator) -> None:
+    def __init__(self, engine: _C.Communicator, backend: _C.ProcessGroup | None = None) -> None:
         self._engine: _C.Communicator | None = engine
-        self._collectives = _C.Collectives(engine)
+        self._collectives = (
+            _C.Collectives(engine)
+            if backend is None
+            else _C.Collectives(engine, block_bytes=backend.block_bytes)
+        )
         # A thread that drops a Python object while the interpreter ends would abort the process.
         self._finalizer = weakref.finalize(self, engine.close)
 
@@ -63,8 +67,12 @@ class Communicator:
         call: str,
         process_group: dist.ProcessGroup | None,
         options: CommunicatorOptions,
+        backend: _C.ProcessGroup | None = None,
     ) -> Communicator:
-        """As :meth:`from_process_group`, for ``call``, which messages name."""
+        """As :meth:`from_process_group`, for ``call``, which messages name.
+
+        Aggregators are those of ``backend``, the group's, if it is ours.
+        """
         made = connect(
             process_group,
             options.limit,
@@ -72,15 +80,21 @@ class Communicator:
             call=call,
             stall_limit=options.stall_limit,
         )
-        return cls._over(made, options)
+        return cls._over(made, options, backend)
 
     @classmethod
-    def _over(cls, transport: _C.Transport, options: CommunicatorOptions) -> Communicator:
-        addresses = options.aggregator_addresses()
+    def _over(
+        cls,
+        transport: _C.Transport,
+        options: CommunicatorOptions,
+        backend: _C.ProcessGroup | None = None,
+    ) -> Communicator:
+        addresses = options.aggregator_addresses() if backend is None else backend.aggregators
         return cls(
             _C.Communicator(
                 transport, options.limit, 1, options.stall_limit, log_trouble, addresses
-            )
+            ),
+            backend,
         )
 
     @classmethod

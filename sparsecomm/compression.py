@@ -16,7 +16,7 @@ from sparsecomm import _C
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule, check_density, check_steps
 
 AUTO = "auto"
-SELECTIONS = ("threshold", "exact", "bucket")
+SELECTIONS = ("threshold", "exact", "bucket", "block")
 _BITS = (2, 4, 8)
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_OF_A_BUCKET = 4096
@@ -27,6 +27,7 @@ class SelectionOptions(TypedDict, total=False):
 
     select: str
     bucket: int
+    block: int
     quantize: int | None
     schedule: ThresholdSchedule | None
     warmup: DensityWarmup | None
@@ -60,8 +61,10 @@ class Compression:
         select: ``"threshold"``: about ``density`` of all entries, by a threshold that ``schedule``
             finds; ``"exact"``: exactly so many, by an exact threshold at every step; ``"bucket"``:
             the largest of every ``bucket`` consecutive entries, without a threshold (SparCML,
-            section 8).
+            section 8); ``"block"``: those runs of ``block`` consecutive entries, whole, whose norms
+            are the largest (OmNICCL).
         bucket: entries of a bucket, 1 to 4,096; at least one of each is sent.
+        block: entries of a block, a power of two from 16 to 16,384.
         quantize: 2, 4 or 8 bits for each value that is sent, rounded stochastically (QSGD); the
             error of rounding stays in the residual. ``None``: as ``value_codec`` says.
         schedule: where thresholds come from; ``None`` for ``ThresholdSchedule()``.
@@ -105,6 +108,7 @@ class Compression:
     density: float = 0.01
     select: str = "threshold"
     bucket: int = 512
+    block: int = 256
     quantize: int | None = None
     schedule: ThresholdSchedule | None = None
     warmup: DensityWarmup | None = None
@@ -126,6 +130,7 @@ class Compression:
         if self.select not in SELECTIONS:
             raise ValueError(f"select={self.select!r} is none of {', '.join(SELECTIONS)}")
         _check_integer("bucket", self.bucket, 1, _MOST_OF_A_BUCKET)
+        _check_integer("block", self.block, 1)
         if self.quantize is not None and self.quantize not in _BITS:
             raise ValueError(f"quantize={self.quantize!r} bits: choose 2, 4 or 8, or None")
         if self.quantize is not None and self.value_codec != "raw":
@@ -228,6 +233,7 @@ class Compression:
             seed=self.seed,
             average=average,
             bucket=self.bucket if self.select == "bucket" else 0,
+            block=self.block if self.select == "block" else 0,
             momentum=self.momentum,
             nesterov=self.nesterov,
             mask_momentum=self.mask_momentum,

@@ -99,6 +99,15 @@ def _block_scan(input: Tensor, block: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
+def _block_gather(input: Tensor, numbers: Tensor, block: int) -> Tensor:
+    return input.new_empty([numbers.shape[0], block])
+
+
+def _block_top_k(input: Tensor, k: int, block: int) -> Pair:
+    count = min(k, _blocks(input.numel(), block))
+    return input.new_empty([count], dtype=torch.int32), input.new_empty([count, block])
+
+
 def _sparse_sum(indices: list[Tensor], values: list[Tensor], size: int) -> Pair:
     return _some(values[0], values[0].dtype)
 
@@ -121,6 +130,9 @@ _register("qsgd_quantize", _qsgd_quantize)
 _register("qsgd_dequantize", _qsgd_dequantize)
 _register("qsgd_dequantize_add", _in_place)
 _register("block_scan", _block_scan)
+_register("block_gather", _block_gather)
+_register("block_scatter", _in_place)
+_register("block_top_k", _block_top_k)
 _register("sparse_sum", _sparse_sum)
 _register("sparse_intersection", _sparse_intersection)
 _register("scatter", _in_place)

@@ -31,10 +31,14 @@ from sparsecomm import fake_kernels  # noqa: F401
 
 __all__ = [
     "BlockScan",
+    "Blocks",
     "Intersection",
     "SparseVector",
     "Threshold",
+    "block_gather",
     "block_scan",
+    "block_scatter_",
+    "block_top_k",
     "fused_error_feedback",
     "qsgd_dequantize",
     "qsgd_dequantize_add_",
@@ -88,6 +92,18 @@ class BlockScan(NamedTuple):
     """
 
     bitmap: Tensor
+    numbers: Tensor
+    blocks: Tensor
+
+
+class Blocks(NamedTuple):
+    """Blocks in the order of their numbers.
+
+    Attributes:
+        numbers: int32.
+        blocks: ``[len(numbers), block]``; a last block that is short is filled up with zeros.
+    """
+
     numbers: Tensor
     blocks: Tensor
 
@@ -302,6 +318,49 @@ def block_scan(input: Tensor, block: int) -> BlockScan:
     Reads N once. Source: Fei et al. 2021 (OmniReduce).
     """
     return BlockScan(*_ops.block_scan(input, block))
+
+
+def block_gather(input: Tensor, numbers: Tensor, block: int) -> Tensor:
+    """The blocks of ``block`` consecutive entries that have these numbers.
+
+    Args:
+        input: [...] of any dense dtype.
+        numbers: int32 vector, in any order; block i holds entries ``block * i`` and on.
+
+    Returns:
+        ``[len(numbers), block]``; zeros stand behind the end of a last block that is short.
+
+    Reads and writes ``len(numbers) * block`` entries.
+    """
+    blocks: Tensor = _ops.block_gather(input, numbers, block)
+    return blocks
+
+
+def block_scatter_(dense: Tensor, numbers: Tensor, blocks: Tensor) -> Tensor:
+    """Writes blocks to the places of their numbers in ``dense``, in place; returns it.
+
+    Args:
+        dense: [...] of any dense dtype, modified.
+        numbers: int32 vector, strictly increasing.
+        blocks: ``[len(numbers), block]`` of the same dtype; what lies behind the end of ``dense``
+            is left out.
+    """
+    _ops.block_scatter(dense, numbers, blocks)
+    return dense
+
+
+def block_top_k(input: Tensor, k: int, block: int) -> Blocks:
+    """The k blocks of ``block`` consecutive entries whose norms are the largest; all, if fewer.
+
+    Sums of squares, in float64, are compared; among equals the lowest number comes first, and sums
+    that are not finite come before all others.
+
+    Args:
+        input: [...] of float32, float64, float16 or bfloat16.
+
+    Reads N once. Source: Gu et al. 2024 (OmNICCL).
+    """
+    return Blocks(*_ops.block_top_k(input, k, block))
 
 
 def sparse_sum(vectors: Sequence[tuple[Tensor, Tensor]], size: int) -> SparseVector:

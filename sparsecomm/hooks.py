@@ -99,7 +99,7 @@ class CompressionState:
         if self._communicator_options.aggregators and not compression.uses_aggregators:
             raise ValueError(
                 f"algorithm={compression.algorithm!r} uses no aggregators; give none, or choose "
-                'algorithm="ina" or "auto"'
+                'algorithm="ina", "ina_sparse" or "auto"'
             )
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(
@@ -125,7 +125,7 @@ class CompressionState:
             compression.clip_norm or 0.0,
             self._communicator_options.stall_limit,
             log_trouble,
-            self._communicator_options.aggregator_addresses(),
+            self._communicator_options.aggregator_addresses(compression.uses_aggregators),
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
         weakref.finalize(self, self._native.close)
@@ -142,6 +142,11 @@ class CompressionState:
     def algorithm(self) -> str:
         """The name of the algorithm, ``"auto"`` where a plan chooses."""
         return self._compression.algorithm
+
+    @property
+    def _saved_algorithm(self) -> str:
+        """The name of what can go on with a checkpoint of this state."""
+        return self.algorithm
 
     @property
     def density(self) -> float:
@@ -320,7 +325,7 @@ class CompressionState:
         saved = self._native.checkpoint()
         entry = {
             "format": _FORMAT if saved.pop("row_major") else _MEMORY_ORDER,
-            "algorithm": self.algorithm,
+            "algorithm": self._saved_algorithm,
             "density": self.density,
             **saved,
             # torch.distributed.checkpoint takes a tuple for one thing, a list for several.
@@ -380,7 +385,10 @@ class CompressionState:
                 + ", ".join(sorted(missing))
             )
         row_major = entry["format"] != _MEMORY_ORDER
-        expected = {"format": _FORMAT if row_major else _MEMORY_ORDER, "algorithm": self.algorithm}
+        expected = {
+            "format": _FORMAT if row_major else _MEMORY_ORDER,
+            "algorithm": self._saved_algorithm,
+        }
         for key, value in expected.items():
             if entry[key] != value:
                 raise ValueError(
@@ -523,11 +531,14 @@ class _Method(CompressionState):
         chosen: dict[str, Any] = {**self._defaults, **options}
         keywords: Any = {k: chosen.pop(k) for k in COMMUNICATOR_KEYWORDS if k in chosen}
         super().__init__(
-            Compression(algorithm=self._algorithm, density=density, **chosen),
+            Compression(algorithm=self._algorithm_over(keywords), density=density, **chosen),
             process_group,
             named_parameters=named_parameters,
             **keywords,
         )
+
+    def _algorithm_over(self, keywords: CommunicatorKeywords) -> str:
+        return self._algorithm
 
 
 class OkTopkState(_Method):
@@ -597,6 +608,28 @@ class TopkDsaState(_Method):
     """
 
     _algorithm = "topk_dsa"
+
+
+class BlockTopkState(_Method):
+    """State of :func:`block_topk_hook`: whole blocks of the gradient, summed by aggregators.
+
+    Of every ``block`` consecutive entries (256 by default) all or none are sent, those of the
+    largest norms. Where there are ``aggregators``, they add the blocks (Gu et al. 2024, OmNICCL),
+    and each rank sends what it has selected and receives the union, whatever the number of ranks;
+    else the ranks do, as with :class:`TopkDsaState`. Both give the same result, so a checkpoint of
+    one goes on with the other.
+    """
+
+    _algorithm = "topk_dsa"
+    _defaults: ClassVar[CompressionOptions] = {"select": "block"}
+
+    def _algorithm_over(self, keywords: CommunicatorKeywords) -> str:
+        options = communicator_options(type(self), keywords)
+        return "ina_sparse" if options.has_aggregators else self._algorithm
+
+    @property
+    def _saved_algorithm(self) -> str:
+        return "block_topk"
 
 
 class AutoState(_Method):
@@ -681,6 +714,8 @@ compression_hook = _hook_of(CompressionState, "compression_hook")
 """DDP communication hook of a :class:`CompressionState`."""
 auto_hook = _hook_of(AutoState, "auto_hook")
 """DDP communication hook of an :class:`AutoState`."""
+block_topk_hook = _hook_of(BlockTopkState, "block_topk_hook")
+"""DDP communication hook of a :class:`BlockTopkState`."""
 dense_overlap_hook = _hook_of(DenseOverlapState, "dense_overlap_hook")
 """DDP communication hook of a :class:`DenseOverlapState`."""
 gaussian_k_hook = _hook_of(GaussianKState, "gaussian_k_hook")

@@ -226,11 +226,11 @@ class Joint:
             for what, theirs in tensors.items():
                 if name in empty[what] and name not in theirs:
                     theirs[name] = _zeros_like(self._known_as[p]).view(-1)
-        entry = {**kept, "density": self._state.density, "algorithm": self._state.algorithm}
+        entry = {**kept, "density": self._state.density, "algorithm": self._state._saved_algorithm}
         for what, theirs in tensors.items():
             entry[what] = {name: theirs[name] for name in empty[what] if name in theirs}
         groups = []
-        if kept["algorithm"] == self._state.algorithm:
+        if kept["algorithm"] == self._state._saved_algorithm:
             for group in kept["groups"]:
                 members = [names.get(name, name) for name in group["parameters"]]
                 if not entry["residuals"].keys() >= {*members}:

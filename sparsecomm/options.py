@@ -13,7 +13,15 @@ from typing_extensions import Unpack
 
 from sparsecomm import _C
 from sparsecomm.compression import check_options
-from sparsecomm.transports import AUTO, STALL_LIMIT, aggregator_addresses, names
+from sparsecomm.transports import (
+    AUTO,
+    STALL_LIMIT,
+    aggregator_addresses,
+    aggregators_of_environment,
+    names,
+)
+
+STORE = "store"  # where aggregators are announced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,9 +41,11 @@ class CommunicatorOptions:
         stall_limit: a rank that waits longer for others, without any progress, logs a warning to
             the logger ``"sparsecomm"`` that names them and says where they are; again when it has
             waited twice as long, and so on until the timeout. ``None``: never.
-        aggregators: addresses of aggregators, such as ``("10.0.0.7:7000",)``, for the algorithm
-            ``"ina"``; the same on all ranks, in the same order. The ranks connect to them in their
-            first operation, which raises on all of them if some rank cannot.
+        aggregators: addresses of aggregators, such as ``("10.0.0.7:7000",)``, for the algorithms
+            ``"ina"`` and ``"ina_sparse"``; the same on all ranks, in the same order; if there are
+            none, those in the variable ``SPARSECOMM_AGGREGATORS``, for what can use them. The ranks
+            connect to them in their first operation, which raises on all of them if some rank
+            cannot.
         aggregator_transport: what moves the messages to aggregators and back: ``"tcp"``, ``"ucx"``,
             or ``"auto"``, which takes UCX with each aggregator that has it too.
 
@@ -79,9 +89,16 @@ class CommunicatorOptions:
         # Checks them; what the environment says is looked up when they are used.
         aggregator_addresses(self.aggregators, self.aggregator_transport, environment={})
 
-    def aggregator_addresses(self) -> _C.AggregatorAddresses:
-        """Returns ``aggregators`` and ``aggregator_transport`` as the engine takes them."""
+    def aggregator_addresses(self, used: bool = True) -> _C.AggregatorAddresses:
+        """Returns where aggregators are as the engine takes it; none if they are not ``used``."""
+        if not used:
+            return aggregator_addresses((), AUTO, environment={})
         return aggregator_addresses(self.aggregators, self.aggregator_transport)
+
+    @property
+    def has_aggregators(self) -> bool:
+        """Whether there are any, by ``aggregators`` or by the environment."""
+        return bool(self.aggregators or aggregators_of_environment())
 
     @property
     def limit(self) -> timedelta:
@@ -127,15 +144,23 @@ class Options(Backend.Options):
     """The ``pg_options`` of a process group of the backend ``"sparsecomm"``.
 
     For ``init_process_group``, ``new_group`` and other calls of ``torch.distributed`` that make
-    groups; a group that is split off has those of the group that is split. They are for the
-    allreduce of sparse tensors, whose ``timeout`` is the group's if none is given::
+    groups; a group that is split off has those of the group that is split. They are for what runs
+    on sparsecomm's engine, with the group's ``timeout`` if none is given: the allreduce of sparse
+    tensors and, where there are ``aggregators``, sums and averages of dense ones on the CPU. These
+    go through the aggregators where that is predicted to be the quickest, by the blocks that hold
+    anything, and else by another algorithm; the results differ by rounding alone. Under
+    ``torch.use_deterministic_algorithms(True)`` they always do, and are added in the order of the
+    ranks, so that every run gets the same bits::
 
         options = sparsecomm.Options(transport="ucx", stall_limit=timedelta(seconds=10))
         dist.init_process_group("sparsecomm", pg_options=options)
 
     Args:
         nccl: ``ProcessGroupNCCL.Options``, for CUDA tensors.
-        keywords: as :class:`CommunicatorOptions`; ``threads`` are not used.
+        block_bytes: of a block that aggregators add, a power of two from 64 to 65,536.
+        keywords: as :class:`CommunicatorOptions`; ``threads`` are not used. With
+            ``aggregators="store"`` the group waits, when it is made, until some have been announced
+            by :func:`announce_aggregators`.
 
     Raises:
         TypeError: an unknown keyword, or one of the wrong kind.
@@ -143,9 +168,18 @@ class Options(Backend.Options):
     """
 
     def __init__(
-        self, *, nccl: Backend.Options | None = None, **keywords: Unpack[CommunicatorKeywords]
+        self,
+        *,
+        nccl: Backend.Options | None = None,
+        block_bytes: int = 1024,
+        **keywords: Unpack[CommunicatorKeywords],
     ) -> None:
         super().__init__("sparsecomm")
+        _C.require_block_bytes(block_bytes)
+        self.block_bytes = block_bytes
+        self.finds_aggregators = keywords.get("aggregators") == STORE
+        if self.finds_aggregators:
+            del keywords["aggregators"]
         self.communicator = communicator_options(Options, keywords)
         if nccl is not None and (not isinstance(nccl, Backend.Options) or nccl.backend != "nccl"):
             raise TypeError(f"nccl={nccl!r} is no torch.distributed.ProcessGroupNCCL.Options")

@@ -3,6 +3,8 @@
 Environment variables set what calls leave open:
 
 - ``SPARSECOMM_TRANSPORT``: what ``"auto"`` stands for, such as ``c10d``;
+- ``SPARSECOMM_AGGREGATORS``: addresses of aggregators, with commas between them, for whatever can
+  use some and was given none; the same on all ranks;
 - ``SPARSECOMM_UCX_LIBRARY``: the ``libucp.so.0`` to open, instead of the system's or the wheel's;
 - ``SPARSECOMM_CONNECT_TIMEOUT``: seconds that UCX's connections may take once all ranks have
   joined, instead of 10 and 0.05 more for each rank;
@@ -45,7 +47,9 @@ LOOPBACK = "lo"
 _LOOPBACK_ALONE = "the loopback interface"
 CHOICE = "SPARSECOMM_TRANSPORT"
 UCX_LIBRARY = "SPARSECOMM_UCX_LIBRARY"
+AGGREGATORS = "SPARSECOMM_AGGREGATORS"
 CONNECT_TIMEOUT = "SPARSECOMM_CONNECT_TIMEOUT"
+OWN_VARIABLES = (CHOICE, AGGREGATORS, UCX_LIBRARY, CONNECT_TIMEOUT)
 # Present where sparsecomm was built with an MPI.
 MPI_LIBRARY = Path(_C.__file__).with_name("_mpi.so")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -105,6 +109,7 @@ def aggregator_addresses(
     """Returns where aggregators are, and what moves the messages to them.
 
     Args:
+        addresses: if there are none, those in ``SPARSECOMM_AGGREGATORS``.
         environment: the variables to read; those of the process if ``None``.
 
     Raises:
@@ -112,8 +117,16 @@ def aggregator_addresses(
     """
     ucx = query_options(environment).ucx
     return _C.AggregatorAddresses(
-        addresses=addresses, transport=transport, ucx=ucx, log=log_trouble
+        addresses=addresses or aggregators_of_environment(environment),
+        transport=transport,
+        ucx=ucx,
+        log=log_trouble,
     )
+
+
+def aggregators_of_environment(environment: Mapping[str, str] | None = None) -> list[str]:
+    """Returns the addresses in ``SPARSECOMM_AGGREGATORS``."""
+    return [address.strip() for address in _items(settings(environment).get(AGGREGATORS, ""))]
 
 
 def query_options(environment: Mapping[str, str] | None = None) -> _C.ConnectOptions:
@@ -313,9 +326,15 @@ def log_connected(rank: int, size: int, name: str, call: str, host: str) -> None
 
 def store_host(store: Store) -> str:
     """Returns the store's host as this rank was given it, empty for a file or a store in memory."""
+    store = innermost(store)
+    return store.host if isinstance(store, TCPStore) else ""
+
+
+def innermost(store: Store) -> Store:
+    """Returns the store behind all prefixes."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, TCPStore) else ""
+    return store
 
 
 def is_loopback(host: str) -> bool:

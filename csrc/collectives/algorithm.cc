@@ -25,6 +25,7 @@ std::span<const AlgorithmEntry> algorithms() {
       gtopk,
       oktopk,
       ina,
+      ina_sparse,
   };
   return table;
 }

@@ -137,7 +137,8 @@ struct CostShape {
   FrameOptions frame = {.index_codec = IndexCodecChoice::raw32, .allow_dense = false};
   // Entries of the reduction over all ranks; 0: as many as there can be.
   std::uint64_t union_nnz = 0;
-  int aggregators = 1;  // where an algorithm needs them
+  int aggregators = 1;    // where an algorithm needs them
+  std::uint64_t run = 1;  // entries of a contribution that lie side by side; k is a multiple of it
 
   // Entries of the reduction of `count` ranks' contributions, at most: what an algorithm that
   // merges on the way passes on.

@@ -23,6 +23,7 @@ extern AlgorithmEntry const gaussian_k;
 extern AlgorithmEntry const gtopk;
 extern AlgorithmEntry const oktopk;
 extern AlgorithmEntry const ina;
+extern AlgorithmEntry const ina_sparse;
 
 // The makers of an algorithm whose class template is A<V>, constructed from the options and, if it
 // takes them, the services.

@@ -5,12 +5,15 @@
 //    the data is as it was if that fails. Blocks that are zero on all ranks are written nowhere:
 //    where the result replaces the data they are zero already.
 // 2. The ranks tell each other whether it went well and which aggregators are left, by a census.
-// 3. If it did not on some rank, a dense allreduce between the ranks completes the operation on
-//    all. Only what the caller must change, a plan that aggregators do not take, is an error.
+// 3. If it did not on some rank, an allreduce between the ranks completes the operation on all:
+//    a dense one, or topk_dsa of selections. Only what the caller must change, a plan that
+//    aggregators do not take, is an error.
 //
-// A rank sends its own blocks, votes for them and headers, and receives the blocks that are not
-// zero on some rank, their numbers and headers, whatever P; see ina_cost(). Lossless. Source: Gu et
-// al. 2024 (OmNICCL).
+// A selection is laid out in zeros first, and of the sums the entries that are not zero are its
+// result: of a selection by blocks (SelectionRule::block) little else travels. A rank sends its own
+// blocks, votes for them and headers, and receives the blocks that are not zero on some rank, their
+// numbers and headers, whatever P; see ina_cost(). Arrays are reduced losslessly, of selections
+// only sums are. Source: Gu et al. 2024 (OmNICCL).
 #include <algorithm>
 #include <cmath>
 #include <exception>
@@ -38,43 +41,15 @@ struct Vote {
   }
 };
 
+// Steps 1 and 2.
 template <class T>
-class InNetwork final : public DenseAllreduce<T> {
+class AggregatorReduction {
  public:
-  using V = accumulate_t<T>;
+  AggregatorReduction(AlgorithmOptions const& options, Services const& services)
+      : options_(options), client_(services.aggregators) {}
 
-  InNetwork(AlgorithmOptions const& options, Services const& services)
-      : options_(options),
-        client_(services.aggregators),
-        host_(dense.dense->make<T>(options, services)) {}
-
-  void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
-    data_ = data;
-    divisor_ = divisor;
-    by_host_ = channel.size() == 1 || data.empty() || !reduce(channel, data, reduction);
-    if (by_host_) host_->run(channel, data, reduction, divisor);
-  }
-
-  void write(std::span<T> out) override {
-    if (by_host_) return host_->write(out);
-    if (out.data() != data_.data()) std::ranges::fill(out, T{});
-    for (ByteRange const& part : written_) {
-      std::size_t const begin = part.begin / sizeof(T), count = (part.end - part.begin) / sizeof(T);
-      std::span<const T> const from = sum_.subspan(begin, count);
-      std::span<T> const to = out.subspan(begin, count);
-      if (divisor_ == V{1}) {
-        std::ranges::copy(from, to.begin());
-      } else {
-        std::ranges::transform(from, to.begin(), [divisor = divisor_](T x) {
-          return static_cast<T>(static_cast<V>(x) / divisor);
-        });
-      }
-    }
-  }
-
- private:
   // False if no aggregator is left or it went wrong on some rank.
-  bool reduce(Channel& channel, std::span<const T> data, Reduction reduction) {
+  bool run(Channel& channel, std::span<const T> data, Reduction reduction) {
     require<Error>(client_ != nullptr, "ina was made without aggregators");
     if (client_->left() == 0) return false;
     // Step 1.
@@ -126,26 +101,134 @@ class InNetwork final : public DenseAllreduce<T> {
     return vote.reduced == 1;
   }
 
+  // Of the last run() that was true: the entries [begin, end) of the parts that are not zero on
+  // some rank, in no particular order, and all sums, undefined elsewhere.
+  template <class F>
+  void for_each_part(F&& f) const {
+    for (ByteRange const& part : written_) f(part.begin / sizeof(T), part.end / sizeof(T));
+  }
+  std::span<const T> sums() const { return sum_; }
+  // After it every part lies behind the one before it.
+  void sort_parts() { std::ranges::sort(written_, {}, &ByteRange::begin); }
+
+ private:
   AlgorithmOptions options_;
   InaClient* client_;
-  std::unique_ptr<DenseAllreduce<T>> host_;
   CensusAllreduce<Vote> votes_;
   Buffer<T> memory_;
   std::span<T> sum_;
   std::vector<ByteRange> written_;  // of the sums
-  std::span<const T> data_;         // of the last run()
+};
+
+template <class T>
+class InNetwork final : public DenseAllreduce<T> {
+ public:
+  using V = accumulate_t<T>;
+
+  InNetwork(AlgorithmOptions const& options, Services const& services)
+      : reduction_(options, services), host_(dense.dense->make<T>(options, services)) {}
+
+  void run(Channel& channel, std::span<const T> data, Reduction reduction, V divisor) override {
+    data_ = data;
+    divisor_ = divisor;
+    by_host_ = channel.size() == 1 || data.empty() || !reduction_.run(channel, data, reduction);
+    if (by_host_) host_->run(channel, data, reduction, divisor);
+  }
+
+  void write(std::span<T> out) override {
+    if (by_host_) return host_->write(out);
+    if (out.data() != data_.data()) std::ranges::fill(out, T{});
+    reduction_.for_each_part([&](std::size_t begin, std::size_t end) {
+      std::span<const T> const from = reduction_.sums().subspan(begin, end - begin);
+      std::span<T> const to = out.subspan(begin, end - begin);
+      if (divisor_ == V{1}) {
+        std::ranges::copy(from, to.begin());
+      } else {
+        std::ranges::transform(from, to.begin(), [divisor = divisor_](T x) {
+          return static_cast<T>(static_cast<V>(x) / divisor);
+        });
+      }
+    });
+  }
+
+ private:
+  AggregatorReduction<T> reduction_;
+  std::unique_ptr<DenseAllreduce<T>> host_;
+  std::span<const T> data_;  // of the last run()
   V divisor_{1};
   bool by_host_ = false;
+};
+
+template <class V>
+class InNetworkSelection final : public SparseAllreduce<V> {
+ public:
+  InNetworkSelection(AlgorithmOptions const& options, Services const& services)
+      : reduction_(options, services),
+        host_(make_sparse_allreduce<V>(topk_dsa, options, services)) {}
+
+  AllreduceResult<V> run(Channel& channel, SparseView<V> contribution,
+                         SparseProblem const& problem) override {
+    if (channel.size() == 1 || problem.extent == 0 ||
+        !reduction_.run(channel, lay_out(contribution, problem.extent), Reduction::sum)) {
+      return host_->run(channel, contribution, problem);
+    }
+    return {.reduced = {.sparse = gather()}, .rejected = {}};
+  }
+
+ private:
+  // In zeros. Those entries are cleared by the next call, whatever becomes of this one.
+  std::span<const V> lay_out(SparseView<V> contribution, std::uint64_t extent) {
+    if (array_.size() != extent) {
+      array_.assign(extent, 0);
+    } else {
+      for (std::uint32_t const index : laid_out_) array_[index] = 0;
+    }
+    laid_out_.clear();
+    laid_out_.reserve(contribution.nnz());
+    for (std::size_t i = 0; i < contribution.nnz(); ++i) {
+      laid_out_.push_back(contribution.indices[i]);
+      array_[contribution.indices[i]] = contribution.values[i];
+    }
+    return array_;
+  }
+
+  SparseView<V> gather() {
+    reduction_.sort_parts();
+    std::size_t room = 0;
+    reduction_.for_each_part([&](std::size_t begin, std::size_t end) { room += end - begin; });
+    auto const indices = indices_.take(room);
+    auto const values = values_.take(room);
+    std::size_t count = 0;
+    reduction_.for_each_part([&](std::size_t begin, std::size_t end) {
+      for (std::size_t i = begin; i < end; ++i) {
+        V const value = reduction_.sums()[i];
+        indices[count] = static_cast<std::uint32_t>(i);
+        values[count] = value;
+        count += value != 0;
+      }
+    });
+    return {indices.first(count), values.first(count)};
+  }
+
+  AggregatorReduction<V> reduction_;
+  std::unique_ptr<SparseAllreduce<V>> host_;
+  std::vector<V> array_;
+  std::vector<std::uint32_t> laid_out_;  // where it is not zero
+  Buffer<std::uint32_t> indices_;
+  Buffer<V> values_;
 };
 
 constexpr DenseMakers ina_makers =
     MakeDenseOf<InNetwork>::makers([](std::uint64_t, int) { return std::uint64_t{0}; });
 
-// Blocks, of `blocks`, that hold some of `entries`, as if their positions were random; or at most.
-double filled_blocks(double entries, double extent, double blocks, bool predicts) {
+// Blocks, of `blocks`, that hold some of `entries`, as if the positions of their runs were random;
+// or at most.
+double filled_blocks(double entries, double blocks, CostShape const& shape) {
+  auto const extent = static_cast<double>(shape.extent);
   if (entries >= extent) return blocks;
-  if (!predicts) return std::min(entries, blocks);
-  return -blocks * std::expm1(extent / blocks * std::log1p(-entries / extent));
+  double const of_block = extent / (blocks * static_cast<double>(shape.run));  // runs
+  if (!shape.predicts()) return std::min(entries, blocks);
+  return -blocks * std::expm1(std::max(1.0, of_block) * std::log1p(-entries / extent));
 }
 
 // Down, of the blocks that are not zero on some rank. A round is a header and the blocks that it
@@ -157,8 +240,8 @@ Cost ina_cost(CostShape const& shape, AlgorithmOptions const& options) {
   std::uint64_t const blocks = (bytes + options.block_bytes - 1) / options.block_bytes;
   double const all = static_cast<double>(
       shape.union_nnz > 0 ? shape.union_nnz : shape.k * std::uint64_t(shape.ranks));
-  double const share = filled_blocks(all, extent, static_cast<double>(blocks), shape.predicts()) /
-                       static_cast<double>(blocks);
+  double const share =
+      filled_blocks(all, static_cast<double>(blocks), shape) / static_cast<double>(blocks);
   auto const streams = static_cast<std::uint64_t>(shape.aggregators) * InaClient::default_streams;
   double rounds = 0, numbers = 0, longest = 0;
   for (std::uint64_t i = 0; i < streams; ++i) {
@@ -190,6 +273,17 @@ AlgorithmEntry const ina = {
     .source = "OmNICCL",
     .cost = ina_cost,
     .dense = &ina_makers,
+    .needs = Needs::aggregators,
+};
+
+AlgorithmEntry const ina_sparse = {
+    .name = "ina_sparse",
+    .description = "the blocks that hold selected entries, by aggregators on other hosts",
+    .words = "kP, at most N",
+    .source = "OmNICCL",
+    .sparse = true,
+    .cost = ina_cost,
+    .make = MakeSparseOf<InNetworkSelection>::floating,
     .needs = Needs::aggregators,
 };
 

@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "compress/bucket_selection.h"
+#include "compress/device_blocks.h"
 #include "compress/device_threshold.h"
 
 namespace sparsecomm {
@@ -23,7 +24,8 @@ class DeviceGradient final : public LocalGradient<T> {
         selector_(selector_of(rule)),
         queue_(std::move(queue)),
         stream_(queue_.stream),
-        find_(queue_) {
+        find_(queue_),
+        blocks_(queue_) {
     require(rule.first_moment == 0,
             "on CUDA devices nothing is selected by the first moment yet; leave first_moment at 0, "
             "or keep the model on the CPU");
@@ -261,6 +263,7 @@ class DeviceGradient final : public LocalGradient<T> {
         {Selector::fused, &G::search, &G::pack_by_threshold},
         {Selector::accumulated, &G::search, &G::pack_by_threshold},
         {Selector::bucket, nullptr, &G::pack_buckets},
+        {Selector::block, nullptr, &G::pack_blocks},
     };
     SelectorEntry const& entry = find_selector(rule);
     Row const* const row = find_row(rows, entry.id);
@@ -336,6 +339,42 @@ class DeviceGradient final : public LocalGradient<T> {
     }
   }
 
+  void pack_blocks(std::uint64_t k) {
+    auto const residual = joined<T>(segments_, &Segment<T>::residual, extent_);
+    std::size_t const block = rule_.block;
+    std::size_t const wanted = part_count(std::min(k, extent_), block);
+    selection_ = {};
+    if (wanted == 0) return;
+    // All memory first, as above.
+    std::size_t const room = wanted * block;
+    cuda::Packed<V> const kept{indices_.take(queue_, room), values_.take(queue_, room)};
+    auto const indices = host_indices_.take(queue_, room);
+    auto const values = host_values_.take(queue_, room);
+    auto const host_numbers = host_numbers_.take(queue_, wanted);
+    auto const [numbers, count] = blocks_.find(residual, block, wanted);
+    auto* const bytes = reinterpret_cast<std::byte*>(residual.data());
+    // To the host's memory at once.
+    library().block_gather(bytes, residual.size_bytes(), block * sizeof(V), numbers, count,
+                           reinterpret_cast<std::byte*>(values.data()), outside(), stream_);
+    library().block_scatter(bytes, residual.size_bytes(), block * sizeof(V), numbers, count,
+                            nullptr, outside(), stream_);
+    runtime().copy(host_numbers.data(), numbers, count * sizeof(std::uint32_t), stream_);
+    runtime().synchronize(stream_);
+    std::size_t taken = 0;
+    for (std::size_t i = 0; i < count; ++i) {
+      for (std::size_t j = 0; j < block; ++j) {
+        V const value = values[i * block + j];
+        if (value == 0) continue;
+        indices[taken] = static_cast<std::uint32_t>(std::uint64_t{host_numbers[i]} * block + j);
+        values[taken++] = value;
+      }
+    }
+    selection_ = {indices.first(taken), values.first(taken)};
+    // What restore() puts back.
+    runtime().copy(kept.indices, indices.data(), taken * sizeof(std::uint32_t), stream_);
+    runtime().copy(kept.values, values.data(), taken * sizeof(V), stream_);
+  }
+
   // For any of the segments.
   void* selection_workspace() {
     std::size_t longest = 0;
@@ -403,6 +442,7 @@ class DeviceGradient final : public LocalGradient<T> {
   DeviceQueue queue_;
   cuda::Stream stream_;
   DeviceThreshold<T> find_;
+  DeviceBlocks<V> blocks_;
   ThresholdSchedule schedule_;
   Threshold<V> threshold_;
   std::vector<Segment<T>> segments_;
@@ -414,6 +454,7 @@ class DeviceGradient final : public LocalGradient<T> {
   DeviceBuffer<cuda::SelectionState> state_;
   PinnedBuffer<cuda::SelectionState> host_state_;
   DeviceBuffer<std::byte> workspace_;
+  PinnedBuffer<std::uint32_t> host_numbers_;
 
   // What restore() takes back: the selection, what keep() added to, what flush() sent.
   DeviceBuffer<std::uint32_t> indices_;

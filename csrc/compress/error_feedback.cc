@@ -78,6 +78,7 @@ typename ErrorFeedback<T>::Row const* ErrorFeedback<T>::selector_of(SelectionRul
       {Selector::fused, &F::find_in_sums, &F::pack_fused},
       {Selector::accumulated, &F::find_in_keys, &F::pack_by_threshold},
       {Selector::bucket, nullptr, &F::pack_buckets},
+      {Selector::block, nullptr, &F::pack_blocks},
   };
   static_assert(std::size(rows) == std::size(selectors), "each selector has one row here");
   return find_row(rows, rule.selector());
@@ -210,6 +211,22 @@ void ErrorFeedback<T>::pack_buckets(Segments segments, std::uint64_t k) {
   std::size_t const count = bucket_top_k_count(extent_, rule_.bucket, each);
   top_k_per_bucket<V>(key, extent_, rule_.bucket, each, {indices_.take(count), values_.take(count)},
                       executor_);
+  take(segments, count);
+}
+
+template <class T>
+void ErrorFeedback<T>::pack_blocks(Segments segments, std::uint64_t k) {
+  std::span<const V> const key = joined<V>(keys(segments), &Segment<V>::gradient, extent_);
+  std::size_t const block = rule_.block;
+  auto const numbers = block_top_k<V>(key, block, part_count(k, block), block_scratch_, executor_);
+  auto const indices = indices_.take(std::min<std::uint64_t>(numbers.size() * block, extent_));
+  std::size_t count = 0;
+  for (std::uint64_t const number : numbers) {
+    std::uint64_t const end = std::min<std::uint64_t>((number + 1) * block, extent_);
+    for (std::uint64_t i = number * block; i < end; ++i) {
+      indices[count++] = static_cast<std::uint32_t>(i);
+    }
+  }
   take(segments, count);
 }
 

@@ -10,6 +10,7 @@
 #include "base/executor.h"
 #include "compress/schedule.h"
 #include "compress/selection_rule.h"
+#include "kernels/block_top_k.h"
 #include "kernels/kernels.h"
 #include "kernels/parallel.h"
 #include "sparse/stream.h"
@@ -53,8 +54,8 @@ class ErrorFeedback {
   void find_threshold(std::span<const Segment<T>> segments, std::uint64_t k, std::uint64_t step);
 
   // Packs what passes, leaves the rest in the residual and zeroes the gradient; without a rule in
-  // one pass over memory. In buckets, k is bucket_top_k_count() of what is wanted of each. The
-  // result is valid until the next call.
+  // one pass over memory. With buckets or blocks, k is what entries_wanted() says. The result is
+  // valid until the next call.
   SparseView<V> select(std::span<const Segment<T>> segments, std::uint64_t k);
 
   // Instead of select(), for a dense exchange: adds the residual to the gradient and leaves in it
@@ -114,6 +115,7 @@ class ErrorFeedback {
   void pack_fused(Segments segments, std::uint64_t k);
   void pack_by_threshold(Segments segments, std::uint64_t k);
   void pack_buckets(Segments segments, std::uint64_t k);
+  void pack_blocks(Segments segments, std::uint64_t k);
 
   template <class S>
   void search(std::span<const Segment<S>> segments, std::uint64_t k, std::uint64_t step);
@@ -139,6 +141,7 @@ class ErrorFeedback {
   bool residual_is_clear_ = false;
   ThresholdScratch<V> threshold_scratch_;
   SelectionScratch<V> selection_scratch_;
+  BlockTopKScratch block_scratch_;
   Executor const& executor_;
 };
 

@@ -19,12 +19,19 @@ struct VelocityRule {
   bool operator==(VelocityRule const&) const = default;
 };
 
-enum class Selector : std::uint8_t { fused, accumulated, bucket };
+enum class Selector : std::uint8_t { fused, accumulated, bucket, block };
+
+// Entries of a block that is selected: such as are whole blocks to aggregators.
+inline constexpr std::size_t least_block = 16;
+inline constexpr std::size_t most_block = 16384;
 
 struct SelectionRule {
   // The largest entries of each bucket of so many consecutive ones (SparCML section 8); 0: about k
   // of the whole, by a threshold.
   std::size_t bucket = 0;
+  // The blocks of so many consecutive entries whose norms are the largest, whole, so that about k
+  // entries are sent (Gu et al. 2024, OmNICCL); 0: no blocks. Excludes buckets.
+  std::size_t block = 0;
   VelocityRule velocity = {};  // with first_moment: none
   // An entry whose sum was delivered loses its u (factor masking), unless every entry was wanted.
   // Source: Lin et al. 2018, section 3.2.
@@ -54,6 +61,8 @@ struct SelectorEntry {
 inline constexpr SelectorEntry selectors[] = {
     {Selector::bucket, "the largest of each bucket",
      [](SelectionRule const& rule) { return rule.bucket > 0; }},
+    {Selector::block, "the norms of blocks",
+     [](SelectionRule const& rule) { return rule.block > 0; }},
     {Selector::accumulated, "a threshold of what is accumulated",
      [](SelectionRule const& rule) { return rule.has_moment() || rule.velocity.gain != 1; }},
     {Selector::fused, "a threshold of gradient + residual, in the pass that adds them",

@@ -25,6 +25,7 @@ struct ChoiceProblem {
   std::uint64_t extent = 0;
   std::uint64_t most_entries = 0;     // of any rank; typical_entries()
   std::uint64_t average_entries = 0;  // likewise
+  std::uint64_t most_blocks = 0;      // likewise
   Reduction reduction = Reduction::sum;
   bool dense_data = true;
   int aggregators = 0;  // that are left
@@ -54,7 +55,7 @@ class ChoiceCache {
   static std::size_t slot_of(ChoiceProblem const& problem) {
     std::uint64_t hash = 0;
     for (std::uint64_t const part :
-         {problem.extent, problem.most_entries, problem.average_entries,
+         {problem.extent, problem.most_entries, problem.average_entries, problem.most_blocks,
           std::uint64_t{2} * static_cast<std::uint64_t>(problem.reduction) + problem.dense_data,
           static_cast<std::uint64_t>(problem.aggregators)}) {
       hash = (hash ^ part) * 0x9e3779b97f4a7c15u;

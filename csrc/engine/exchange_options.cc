@@ -54,6 +54,12 @@ void validate(ExchangeOptions const& options) {
   SelectionRule const& rule = options.rule;
   require(rule.bucket <= max_bucket, "bucket = ", rule.bucket, " entries: choose 1 to ", max_bucket,
           ", or 0 for none");
+  require(rule.block == 0 || (std::has_single_bit(rule.block) && rule.block >= least_block &&
+                              rule.block <= most_block),
+          "block = ", rule.block, " entries: choose a power of two from ", least_block, " to ",
+          most_block, ", or 0 for none");
+  require(rule.block == 0 || rule.bucket == 0, "block = ", rule.block,
+          " and bucket = ", rule.bucket, " exclude each other: choose one of them");
   validate(rule.velocity);
   require(rule.first_moment >= 0 && rule.first_moment < 1, "first_moment = ", rule.first_moment,
           " is not in [0, 1): give it the first beta of Adam, or 0 for none");
@@ -63,11 +69,11 @@ void validate(ExchangeOptions const& options) {
   require(velocity.gain == 1 || rule.first_moment == 0, "gain = ", velocity.gain,
           " and first_moment = ", rule.first_moment,
           " exclude each other: a gain is of the velocity, or of what is added without one");
-  require(
-      !rule.accumulates() || planned || options.feedback ||
-          find_algorithm(options.algorithm).sparse,
-      "algorithm '", options.algorithm,
-      "' sends every entry and keeps nothing: it takes no bucket, momentum, gain or first_moment");
+  require(!rule.accumulates() || planned || options.feedback ||
+              find_algorithm(options.algorithm).sparse,
+          "algorithm '", options.algorithm,
+          "' sends every entry and keeps nothing: it takes no bucket, block, momentum, gain or "
+          "first_moment");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
           " is not a number of steps; use 1 or more");
   require(options.collective.partition_period >= 1,
@@ -81,11 +87,7 @@ void validate(ExchangeOptions const& options) {
   require(options.collective.overlap_chunk >= 1,
           "overlap_chunk = ", options.collective.overlap_chunk,
           " elements is below 1; use 262144 or so");
-  require(std::has_single_bit(options.collective.block_bytes) &&
-              options.collective.block_bytes >= least_block_bytes &&
-              options.collective.block_bytes <= most_block_bytes,
-          "block_bytes = ", options.collective.block_bytes, " is not a power of two from ",
-          least_block_bytes, " to ", most_block_bytes);
+  require_block_bytes(options.collective.block_bytes);
   require(options.collective.delta >= 0 && options.collective.delta <= 1,
           "delta = ", options.collective.delta,
           " is not a density in [0, 1]; 0 switches where pairs would be larger than all values");
@@ -102,19 +104,20 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
   if (options.algorithm == auto_algorithm) {
     planned = concat(";index_codec=", name(collective.frame.index_codec));
   }
-  return concat(
-      "operation=gradient exchange;group=", group, ";numel=", extent, ";dtype=", name(dtype),
-      ";algorithm=", options.algorithm, ";average=", options.average,
-      ";schedule=", name(options.schedule.between), '/', options.schedule.period,
-      ";partition_period=", collective.partition_period,
-      ";balance_factor=", Shortest{collective.balance_factor},
-      ";value_codec=", name(collective.frame.value_codec),
-      ";overlap_chunk=", collective.overlap_chunk, ";block_bytes=", collective.block_bytes,
-      ";delta=", Shortest{collective.delta}, ";dense_codec=", name(collective.dense_codec), planned,
-      ";seed=", collective.seed, ";dense_steps=", options.warmup.dense_steps,
-      ";bucket=", rule.bucket, ";momentum=", Shortest{rule.velocity.momentum},
-      ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
-      ";mask_momentum=", rule.mask_momentum, ";first_moment=", Shortest{rule.first_moment});
+  return concat("operation=gradient exchange;group=", group, ";numel=", extent,
+                ";dtype=", name(dtype), ";algorithm=", options.algorithm,
+                ";average=", options.average, ";schedule=", name(options.schedule.between), '/',
+                options.schedule.period, ";partition_period=", collective.partition_period,
+                ";balance_factor=", Shortest{collective.balance_factor},
+                ";value_codec=", name(collective.frame.value_codec),
+                ";overlap_chunk=", collective.overlap_chunk,
+                ";block_bytes=", collective.block_bytes, ";delta=", Shortest{collective.delta},
+                ";dense_codec=", name(collective.dense_codec), planned, ";seed=", collective.seed,
+                ";dense_steps=", options.warmup.dense_steps, ";bucket=", rule.bucket,
+                ";block=", rule.block, ";momentum=", Shortest{rule.velocity.momentum},
+                ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
+                ";mask_momentum=", rule.mask_momentum,
+                ";first_moment=", Shortest{rule.first_moment});
 }
 
 }  // namespace sparsecomm

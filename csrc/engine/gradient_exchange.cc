@@ -27,9 +27,15 @@ class Stopwatch {
   TimePoint start_;
 };
 
+template <class V>
 AlgorithmOptions collective_options(ExchangeOptions const& options) {
   AlgorithmOptions collective = options.collective;
   collective.schedule = options.schedule;
+  // Blocks that are selected are what aggregators add.
+  if (std::size_t const block = options.rule.block; block > 0) {
+    collective.block_bytes =
+        std::min(static_cast<std::uint32_t>(block * sizeof(V)), most_block_bytes);
+  }
   return collective;
 }
 
@@ -69,7 +75,7 @@ template <class T>
 void GradientExchange<T>::make_warmup() {
   AlgorithmEntry const& dense = find_algorithm(warmup_algorithm);
   check_messages(dense);
-  warmup_ = dense.dense->make<T>(collective_options(options_), communicator_->services());
+  warmup_ = dense.dense->make<T>(collective_options<V>(options_), communicator_->services());
 }
 
 template <class T>
@@ -93,11 +99,11 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
   sparse_.reset();
   dense_.reset();
   if (!algorithm.sparse) {
-    dense_ = algorithm.dense->make<T>(collective_options(options_), communicator_->services());
+    dense_ = algorithm.dense->make<T>(collective_options<V>(options_), communicator_->services());
     return;
   }
-  sparse_ =
-      make_sparse_allreduce<V>(algorithm, collective_options(options_), communicator_->services());
+  sparse_ = make_sparse_allreduce<V>(algorithm, collective_options<V>(options_),
+                                     communicator_->services());
   local_->follow(local_schedule(algorithm, options_));
   local_->reset(state_.local_threshold);
 }
@@ -231,20 +237,12 @@ Workload GradientExchange<T>::workload() const {
           .k = k(),
           .element_bytes = sizeof(T),
           .value_bytes = sizeof(V),
+          .run = std::max<std::uint64_t>(options_.rule.block, 1),
           .has_moment = options_.rule.has_moment(),
           .native_allreduce = communicator_->services().native != nullptr,
           .aggregators = communicator_->services().aggregators_left(),
           .commits = commits(),
-          .options = collective_options(options_)};
-}
-
-template <class T>
-std::uint64_t GradientExchange<T>::k_of(double density) const {
-  if (std::size_t const bucket = options_.rule.bucket; bucket > 0) {
-    return std::max<std::uint64_t>(
-        1, bucket_top_k_count(extent_, bucket, entries_at(density, bucket)));
-  }
-  return entries_at(density, extent_);
+          .options = collective_options<V>(options_)};
 }
 
 // In the order in which prepare() adds them to the digest.

@@ -12,6 +12,7 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/dense.h"
+#include "compress/bucket_selection.h"
 #include "compress/excess.h"
 #include "compress/local_gradient.h"
 #include "engine/communicator.h"
@@ -176,7 +177,9 @@ class GradientExchange final : public Operation {
   void follow_plan(std::uint64_t result_nnz);
   Workload workload() const;
   std::uint64_t k() const { return k_of(density()); }
-  std::uint64_t k_of(double density) const;
+  std::uint64_t k_of(double density) const {
+    return entries_wanted(options_.rule, density, extent_);
+  }
   V divisor() const;
 
   std::string name_;

@@ -31,7 +31,10 @@ bool EntryCounts::merge(EntryCounts const& other, std::uint64_t extent) {
   check_entries(other.most, extent);
   require<MalformedFrame>(other.most == other.total, "a contribution of ", other.most, " and of ",
                           other.total, " entries");
+  require<MalformedFrame>(other.most_blocks <= extent, "a contribution of ", other.most_blocks,
+                          " blocks to a vector of ", extent);
   most = std::max(most, other.most);
+  most_blocks = std::max(most_blocks, other.most_blocks);
   total += other.total;
   return true;
 }

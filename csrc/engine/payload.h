@@ -25,12 +25,16 @@ struct LossScale {
   std::string field(LossScale const& others) const;
 };
 
-// Entries that ranks contribute to a vector.
+// Entries that ranks contribute to a vector of fewer than 2^32.
 struct EntryCounts {
-  std::uint64_t most = 0;  // of any rank
+  std::uint32_t most = 0;         // of any rank
+  std::uint32_t most_blocks = 0;  // that hold anything, of any rank; 0: they were not counted
   std::uint64_t total = 0;
 
-  explicit EntryCounts(std::uint64_t entries = 0) : most(entries), total(entries) {}
+  explicit EntryCounts(std::uint64_t entries = 0, std::uint64_t blocks = 0)
+      : most(static_cast<std::uint32_t>(entries)),
+        most_blocks(static_cast<std::uint32_t>(blocks)),
+        total(entries) {}
   bool merge(EntryCounts const& other, std::uint64_t extent);
 };
 

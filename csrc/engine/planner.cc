@@ -109,6 +109,7 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   Prediction prediction{.algorithm = &entry};
   CostShape shape{.ranks = workload.ranks, .extent = workload.extent, .k = workload.k};
   shape.aggregators = std::max(workload.aggregators, 1);
+  shape.run = workload.run;
   shape.union_nnz = workload.union_nnz > 0
                         ? workload.union_nnz
                         : expected_union(workload.extent, workload.k, workload.ranks);
@@ -124,7 +125,16 @@ Prediction predict(AlgorithmEntry const& entry, Workload const& workload, Figure
   } else {
     if (workload.selects) shape.k = shape.union_nnz = workload.extent;
     bool const narrow = workload.selects || entry.dense->rounds_once;
-    shape.value_bytes = as_double(narrow ? workload.element_bytes : workload.value_bytes);
+    std::size_t const value_bytes = narrow ? workload.element_bytes : workload.value_bytes;
+    shape.value_bytes = as_double(value_bytes);
+    if (workload.blocks > 0 && entry.needs == Needs::aggregators) {
+      shape.run = std::max<std::uint64_t>(1, workload.options.block_bytes / value_bytes);
+      std::uint64_t const all = part_count(workload.extent, shape.run);
+      shape.k = std::min(workload.extent, shape.run * workload.blocks);
+      shape.union_nnz =
+          std::min(workload.extent,
+                   shape.run * expected_union(all, std::min(all, workload.blocks), workload.ranks));
+    }
   }
   std::size_t const payload = workload.selects ? sizeof(StepPayload) : sizeof(EntryCounts);
   Cost const cost = operation_cost(entry, shape, workload.options, payload, workload.commits);
@@ -186,10 +196,10 @@ bool delivers_exact_entries(AlgorithmEntry const& entry) {
 }
 
 bool is_candidate(AlgorithmEntry const& entry, Workload const& workload) {
-  // Sums of halves come as halves, which may overflow before they are divided.
+  // Dense sums of halves come as halves, which may overflow before they are divided.
   bool const sums_wide = workload.element_bytes == workload.value_bytes;
   if (entry.needs == Needs::nothing) return delivers_exact_entries(entry);
-  return workload.meets(entry.needs) && sums_wide;
+  return workload.meets(entry.needs) && (entry.sparse || sums_wide);
 }
 
 std::vector<Prediction> rank_algorithms(Workload const& workload, Figures const& figures,

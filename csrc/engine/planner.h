@@ -71,7 +71,11 @@ struct Workload {
   std::uint64_t k = 0;          // the largest contribution of any rank
   std::uint64_t union_nnz = 0;  // of all contributions; 0: as if positions were random
   std::size_t element_bytes = 4;
-  std::size_t value_bytes = 4;    // of a residual, and of a sparse value
+  std::size_t value_bytes = 4;  // of a residual, and of a sparse value
+  std::uint64_t run = 1;        // entries of a contribution that lie side by side, as blocks do
+  // Where nothing is selected, of a dense vector: blocks of options.block_bytes that hold anything,
+  // at most of any rank; 0: as many as entries at random positions reach.
+  std::uint64_t blocks = 0;
   bool selects = true;            // selection and error feedback are part of the step
   bool has_moment = false;        // where it selects: a velocity or a first moment goes with it
   bool dense_data = true;         // where nothing is selected: of a dense vector, else of pairs

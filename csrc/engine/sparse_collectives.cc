@@ -6,6 +6,7 @@
 
 #include "collectives/patterns.h"
 #include "engine/link_model.h"
+#include "kernels/block_scan.h"
 
 namespace sparsecomm {
 namespace {
@@ -98,9 +99,16 @@ void AllreduceOperation<T>::configure(CollectiveConfig config) {
   if (config.algorithm != nullptr) {
     find_reducing(config.algorithm->name);
   }
-  std::string const text =
+  std::string text =
       describe<T>("allreduce", config) + describe_reduction(config) +
       concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name);
+  if (config.in_rank_order) text += ";in_rank_order=1";
+  CombineOrder const order = config.in_rank_order ? CombineOrder::rank : CombineOrder::arrival;
+  if (order != options_.combine_order) {
+    options_.combine_order = order;
+    for (auto& made : dense_) made.reset();
+    for (auto& made : wide_dense_) made.reset();
+  }
   sparse_text_ = text + ";form=sparse";
   dense_text_ = text + ";form=dense";
   config_ = std::move(config);
@@ -127,8 +135,20 @@ Proposal AllreduceOperation<T>::prepare() {
     entries -=
         static_cast<std::uint64_t>(std::ranges::count_if(data_, is_neutral<T>(config_.reduction)));
   }
-  entries_ = EntryCounts(entries);
+  bool const planned = is_dense_ && config_.algorithm == nullptr && !data_.empty();
+  bool const by_blocks = planned && config_.reduction == Reduction::sum &&
+                         communicator_.services().aggregators_left() > 0;
+  entries_ = EntryCounts(entries, by_blocks ? count_blocks() : 0);
   return {.text = is_dense_ ? dense_text_ : sparse_text_, .payload = payload_of(entries_)};
+}
+
+// At least 1.
+template <class T>
+std::uint64_t AllreduceOperation<T>::count_blocks() {
+  auto const bytes = std::as_bytes(data_);
+  bitmap_.resize(part_count(part_count(bytes.size(), options_.block_bytes), 64));
+  std::size_t const found = block_kernels().nonzero_blocks(bytes, options_.block_bytes, bitmap_);
+  return std::max<std::size_t>(1, found);
 }
 
 template <class T>
@@ -153,6 +173,7 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCount
       .extent = config_.extent,
       .most_entries = typical(counts.most),
       .average_entries = typical(counts.total / static_cast<std::uint64_t>(channel.size())),
+      .most_blocks = typical(counts.most_blocks),
       .reduction = config_.reduction,
       .dense_data = is_dense_,
       .aggregators = communicator_.services().aggregators_left()};
@@ -175,6 +196,7 @@ Workload AllreduceOperation<T>::workload(Channel const& channel,
       .k = std::max<std::uint64_t>(problem.most_entries, 1),
       .element_bytes = problem.dense_data ? sizeof(T) : sizeof(V),
       .value_bytes = sizeof(V),
+      .blocks = problem.most_blocks,
       .selects = false,
       .dense_data = problem.dense_data,
       .native_allreduce = may_reduce_natively(communicator_.services(), problem.reduction),

@@ -30,6 +30,8 @@ struct CollectiveConfig {
       nullptr;  // null: "auto", the one predicted to be the quickest for each call
   Reduction reduction = Reduction::sum;
   bool average = false;  // of a sum: divided by the number of ranks
+  // Aggregators add in the order of the ranks: the same bits in every run by algorithm "ina".
+  bool in_rank_order = false;
 };
 
 // Whether the entry gives the exact reduction, but for the rounding of sums: what "auto" chooses
@@ -78,6 +80,7 @@ class AllreduceOperation final : public Operation {
   SparseView<V> compress();
   void expand(int ranks);
 
+  std::uint64_t count_blocks();
   AlgorithmEntry const& choose(Channel& channel, EntryCounts const& counts);
   Workload workload(Channel const& channel, ChoiceProblem const& problem) const;
 
@@ -97,6 +100,7 @@ class AllreduceOperation final : public Operation {
   std::vector<std::uint32_t> indices_;  // of a dense vector's entries
   std::vector<V> values_;
   std::vector<V> expanded_;
+  std::vector<std::uint64_t> bitmap_;  // of a dense vector's blocks
 };
 
 // Everybody's vectors on every rank, explicit zeros included.

@@ -47,7 +47,16 @@ bool overlap(std::span<const std::byte> a, std::span<const std::byte> b) {
          before(b.data(), a.data() + a.size());
 }
 
+bool may_be_block(std::uint32_t bytes) {
+  return std::has_single_bit(bytes) && bytes >= least_block_bytes && bytes <= most_block_bytes;
+}
+
 }  // namespace
+
+void require_block_bytes(std::uint32_t block_bytes) {
+  require(may_be_block(block_bytes), "block_bytes = ", block_bytes, " is not a power of two from ",
+          least_block_bytes, " to ", most_block_bytes);
+}
 
 BlockList InaPlan::first_blocks() const {
   BlockList list;
@@ -67,8 +76,7 @@ std::string problem(InaPlan const& plan) {
   if (std::size_t(plan.order) >= combine_orders().size()) {
     return concat("order is ", int(plan.order), ", must be 0 (arrival) or 1 (rank)");
   }
-  if (!std::has_single_bit(plan.block_bytes) || plan.block_bytes < least_block_bytes ||
-      plan.block_bytes > most_block_bytes) {
+  if (!may_be_block(plan.block_bytes)) {
     return concat("block_bytes is ", plan.block_bytes, ", must be a power of two from ",
                   least_block_bytes, " to ", most_block_bytes);
   }

@@ -64,6 +64,9 @@ struct InaPlan {
 inline constexpr std::uint32_t least_block_bytes = 64;
 inline constexpr std::uint32_t most_block_bytes = std::uint32_t{1} << 16;
 
+// Throws InvalidArgument unless a block may have so many bytes: a power of two in that range.
+void require_block_bytes(std::uint32_t block_bytes);
+
 // Names a field that is out of range, its value and its bounds; empty if all are in range.
 std::string problem(InaPlan const& plan);
 // Throws InvalidArgument with it.

@@ -37,6 +37,27 @@ void for_each_run(std::span<const std::uint64_t> bitmap, F&& f) {
   if (count > 0) f(begin, count);
 }
 
+void require_slots(std::size_t bytes, std::size_t block_bytes,
+                   std::span<const std::uint32_t> numbers, std::size_t slots) {
+  require(block_bytes > 0, "blocks of 0 bytes: use 1 or more");
+  require(slots == numbers.size() * block_bytes, numbers.size(), " blocks of ", block_bytes,
+          " bytes are ", numbers.size() * block_bytes, " bytes, not ", slots);
+  std::size_t const blocks = part_count(bytes, block_bytes);
+  for (std::uint32_t const number : numbers) {
+    require(number < blocks, "block ", number, " is not in [0, ", blocks, ")");
+  }
+}
+
+// Calls f(i) for i < count, in parts of about part_bytes.
+template <class F>
+void for_each_block(std::size_t count, std::size_t block_bytes, Executor const& executor, F&& f) {
+  std::size_t const of_part = part_count(part_bytes, block_bytes);
+  for_each_part(executor, part_count(count, of_part), [&](std::size_t part, std::size_t) {
+    std::size_t const end = std::min(count, (part + 1) * of_part);
+    for (std::size_t i = part * of_part; i < end; ++i) f(i);
+  });
+}
+
 }  // namespace
 
 std::size_t block_scan(std::span<const std::byte> bytes, std::size_t block_bytes,
@@ -95,6 +116,30 @@ std::size_t block_scan(std::span<const std::byte> bytes, std::size_t block_bytes
         });
       });
   return total;
+}
+
+void block_gather(std::span<const std::byte> bytes, std::size_t block_bytes,
+                  std::span<const std::uint32_t> numbers, std::span<std::byte> out,
+                  Executor const& executor) {
+  require_slots(bytes.size(), block_bytes, numbers, out.size());
+  for_each_block(numbers.size(), block_bytes, executor, [&](std::size_t i) {
+    auto const block = block_of(bytes, block_bytes, numbers[i]);
+    auto const to = out.subspan(i * block_bytes, block_bytes);
+    std::ranges::copy(block, to.begin());
+    std::ranges::fill(to.subspan(block.size()), std::byte{0});
+  });
+}
+
+void block_scatter(std::span<std::byte> bytes, std::size_t block_bytes,
+                   std::span<const std::uint32_t> numbers, std::span<const std::byte> blocks,
+                   Executor const& executor) {
+  require_slots(bytes.size(), block_bytes, numbers, blocks.size());
+  for_each_block(numbers.size(), block_bytes, executor, [&](std::size_t i) {
+    std::size_t const begin = numbers[i] * block_bytes;
+    std::size_t const length = std::min(block_bytes, bytes.size() - begin);
+    std::ranges::copy(blocks.subspan(i * block_bytes, length),
+                      bytes.begin() + static_cast<std::ptrdiff_t>(begin));
+  });
 }
 
 }  // namespace sparsecomm

@@ -1,4 +1,5 @@
-// Which blocks of some bytes hold anything: what OmniReduce sends of a gradient.
+// Which blocks of some bytes hold anything, what OmniReduce sends of a gradient; and copies of
+// blocks.
 #pragma once
 
 #include <cstddef>
@@ -56,5 +57,17 @@ struct BlockOutput {
 std::size_t block_scan(std::span<const std::byte> bytes, std::size_t block_bytes,
                        BlockOutput const& out, Executor const& executor = inline_executor(),
                        BlockKernelTable const& kernel = block_kernels());
+
+// Copies the blocks of those numbers one after another to `out`, with zeros behind one that is
+// shorter. Throws InvalidArgument where block_bytes is 0, no block has a number, or `out` is not of
+// that size; so does the next.
+void block_gather(std::span<const std::byte> bytes, std::size_t block_bytes,
+                  std::span<const std::uint32_t> numbers, std::span<std::byte> out,
+                  Executor const& executor = inline_executor());
+
+// The same back, into `bytes`; the numbers differ from each other.
+void block_scatter(std::span<std::byte> bytes, std::size_t block_bytes,
+                   std::span<const std::uint32_t> numbers, std::span<const std::byte> blocks,
+                   Executor const& executor = inline_executor());
 
 }  // namespace sparsecomm

@@ -83,6 +83,10 @@ constexpr std::uint64_t bucket_top_k_count(std::uint64_t size, std::uint64_t buc
 // The most bins of one magnitude_histogram.
 inline constexpr std::size_t histogram_bins = 2048;
 
+// The partial sums that moments are added up in, everywhere alike: entry i goes to lane i %
+// moment_lanes, and then the upper half of the lanes to the lower one, until one is left.
+inline constexpr std::size_t moment_lanes = 16;
+
 struct Moments {
   double sum = 0;
   double squares = 0;

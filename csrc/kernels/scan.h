@@ -50,9 +50,6 @@ std::uint64_t collect_range(Source const& source, std::size_t begin, std::size_t
   return above;
 }
 
-// Partial sums that every kernel keeps alike: entry i goes to lane i % moment_lanes.
-inline constexpr std::size_t moment_lanes = 16;
-
 class MomentLanes {
  public:
   std::array<double, moment_lanes> sum{}, squares{};

@@ -23,6 +23,7 @@ c10::intrusive_ptr<CollectiveWork> start(Collectives& self, at::Tensor tensor,
 }  // namespace
 
 void bind_collectives(py::module_& module) {
+  module.def("require_block_bytes", &require_block_bytes, py::arg("block_bytes"));
   using Kind = CollectiveKind;
   using Release = py::call_guard<InterpreterRelease>;
   py::class_<CollectiveWork, c10d::Work, c10::intrusive_ptr<CollectiveWork>>(module,
@@ -40,10 +41,13 @@ void bind_collectives(py::module_& module) {
       .def("cancel", &CollectiveWork::cancel);
 
   py::class_<Collectives>(module, "Collectives")
-      .def(py::init([](std::shared_ptr<Communicator> const& communicator) {
-             return Collectives(communicator);
-           }),
-           py::arg("communicator"))
+      .def(py::init(
+               [](std::shared_ptr<Communicator> const& communicator, std::uint32_t block_bytes) {
+                 AlgorithmOptions options;
+                 options.block_bytes = block_bytes;
+                 return Collectives(communicator, options);
+               }),
+           py::arg("communicator"), py::arg("block_bytes") = AlgorithmOptions{}.block_bytes)
       .def("allreduce", &run_one<Kind::allreduce>, Release())
       .def("start_allreduce", &start<Kind::allreduce>, Release())
       .def(

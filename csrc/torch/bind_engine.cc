@@ -144,7 +144,7 @@ ExchangeOptions make_exchange_options(
     std::string const& dense_codec, std::uint64_t seed, std::uint64_t overlap_chunk,
     std::size_t bucket, double momentum, bool mask_momentum, double first_moment, bool nesterov,
     std::uint64_t dense_steps, std::uint64_t warmup_steps, std::vector<double> warmup_densities,
-    std::uint32_t block_bytes) {
+    std::uint32_t block_bytes, std::size_t block) {
   ExchangeOptions options;
   options.algorithm = std::move(algorithm);
   options.density = density;
@@ -158,8 +158,11 @@ ExchangeOptions make_exchange_options(
   options.collective.overlap_chunk = overlap_chunk;
   options.collective.block_bytes = block_bytes;
   options.average = average;
-  options.rule = {
-      bucket, {.momentum = momentum, .nesterov = nesterov}, mask_momentum, first_moment};
+  options.rule = {.bucket = bucket,
+                  .block = block,
+                  .velocity = {.momentum = momentum, .nesterov = nesterov},
+                  .mask_momentum = mask_momentum,
+                  .first_moment = first_moment};
   options.warmup = {dense_steps, warmup_steps, std::move(warmup_densities)};
   validate(options);
   return options;
@@ -223,7 +226,7 @@ void bind_engine(py::module_& module) {
            py::arg("bucket") = 0, py::arg("momentum") = 0.0, py::arg("mask_momentum") = true,
            py::arg("first_moment") = 0.0, py::arg("nesterov") = false, py::arg("dense_steps") = 0,
            py::arg("warmup_steps") = 1, py::arg("warmup_densities") = std::vector<double>{},
-           py::arg("block_bytes") = AlgorithmOptions{}.block_bytes);
+           py::arg("block_bytes") = AlgorithmOptions{}.block_bytes, py::arg("block") = 0);
 
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,

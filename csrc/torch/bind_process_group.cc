@@ -18,20 +18,23 @@ void bind_process_group(py::module_& module) {
                        std::function<ProcessGroup::OptionsPtr()> make_gloo_options,
                        ProcessGroup::StorePtr store, PythonDuration timeout,
                        ConnectOptions const& connect, AggregatorAddresses const& aggregators,
-                       std::function<void(std::string const&)> warn,
+                       std::uint32_t block_bytes, std::function<void(std::string const&)> warn,
                        std::shared_ptr<OpenCommunicators> open,
                        std::optional<PythonDuration> engine_timeout) {
              return c10::make_intrusive<ProcessGroup>(ProcessGroup::Parts{
                  std::move(gloo), std::move(make_nccl).value_or(nullptr),
                  std::move(make_gloo_options), std::move(store), to_milliseconds(timeout.value),
-                 connect, aggregators,
+                 connect, aggregators, block_bytes,
                  engine_timeout ? std::optional(to_milliseconds(engine_timeout->value))
                                 : std::nullopt,
                  std::move(warn), std::move(open)});
            }),
            py::arg("gloo"), py::arg("make_nccl"), py::arg("make_gloo_options"), py::arg("store"),
-           py::arg("timeout"), py::arg("connect"), py::arg("aggregators"), py::arg("warn"),
-           py::arg("open"), py::arg("engine_timeout"));
+           py::arg("timeout"), py::arg("connect"), py::arg("aggregators"), py::arg("block_bytes"),
+           py::arg("warn"), py::arg("open"), py::arg("engine_timeout"))
+      .def_property_readonly("aggregators", &ProcessGroup::aggregators)
+      .def_property_readonly("block_bytes", &ProcessGroup::block_bytes)
+      .def_property_readonly("communicator", &ProcessGroup::communicator);
 }
 
 }  // namespace sparsecomm

@@ -40,8 +40,9 @@ class CollectiveWork final : public c10d::Work {
 class Collectives {
  public:
   // Keeps no communicator alive: once it is closed every call throws InvalidArgument.
-  explicit Collectives(std::weak_ptr<Communicator> communicator)
-      : communicator_(std::move(communicator)), idle_(std::make_shared<CollectivePool>()) {}
+  explicit Collectives(std::weak_ptr<Communicator> communicator,
+                       AlgorithmOptions const& options = {})
+      : communicator_(std::move(communicator)), idle_(std::make_shared<CollectivePool>(options)) {}
 
   std::vector<at::Tensor> run(CollectiveRequest request);
   c10::intrusive_ptr<CollectiveWork> start(CollectiveRequest request);

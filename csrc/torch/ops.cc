@@ -10,6 +10,9 @@
 #include <utility>
 #include <vector>
 
+#include "ops_cuda.h"
+#include "wire/sorted.h"
+
 namespace sparsecomm::ops {
 namespace {
 
@@ -63,6 +66,9 @@ constexpr Schema schemas[] = {
      "(Tensor codes, int size, int bits, *, ScalarType dtype=float32, int bucket=1024) -> Tensor"},
     {"qsgd_dequantize_add", "(Tensor(a!) dense, Tensor codes, int bits, *, int bucket=1024) -> ()"},
     {"block_scan", "(Tensor input, int block) -> (Tensor bitmap, Tensor numbers, Tensor blocks)"},
+    {"block_gather", "(Tensor input, Tensor numbers, int block) -> Tensor"},
+    {"block_scatter", "(Tensor(a!) dense, Tensor numbers, Tensor blocks) -> ()"},
+    {"block_top_k", "(Tensor input, int k, int block) -> (Tensor numbers, Tensor blocks)"},
     {"sparse_sum",
      "(Tensor[] indices, Tensor[] values, int size) -> (Tensor indices, Tensor values)"},
     {"sparse_intersection",
@@ -96,6 +102,44 @@ InPlace::InPlace(at::Tensor const& tensor, char const* name)
     : tensor_(tensor), contiguous_(tensor.contiguous()) {
   require(tensor.numel() == 0 || entries_are_apart(tensor), name,
           " has entries that share memory; clone() it");
+}
+
+std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, std::int64_t count,
+                                                 std::int64_t size) {
+  require(contiguous.dim() == 1 && contiguous.scalar_type() == at::kInt,
+          "indices must be a vector of int32, not of ", at::toString(contiguous.scalar_type()),
+          " and shape ", contiguous.sizes());
+  require(contiguous.numel() == count, contiguous.numel(), " indices but ", count,
+          " values: give one value for each");
+  auto const indices = positions(contiguous);
+  if (indices.empty()) return indices;
+  // A negative index is a large one here.
+  std::uint32_t const largest = [&] {
+    if (!on_device(contiguous)) return *std::ranges::max_element(indices);
+    auto const [low, high] = at::aminmax(contiguous);
+    auto const least = low.item<std::int32_t>();
+    return static_cast<std::uint32_t>(least < 0 ? least : high.item<std::int32_t>());
+  }();
+  require(largest < size, "index ", static_cast<std::int32_t>(largest), " is not in [0, ", size,
+          ")");
+  return indices;
+}
+
+void refuse_order(std::string const& whose) {
+  throw InvalidArgument(concat("the indices of ", whose,
+                               " are not strictly increasing; sort them, and add up those that "
+                               "are equal"));
+}
+
+std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t count,
+                                              std::int64_t size, std::string const& whose) {
+  auto const indices = checked_positions(contiguous, count, size);
+  bool const increasing =
+      on_device(contiguous)
+          ? count < 2 || (contiguous.slice(0, 1) > contiguous.slice(0, 0, -1)).all().item<bool>()
+          : strictly_increasing(indices);
+  if (!increasing) refuse_order(whose);
+  return indices;
 }
 
 void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names) {

@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -26,6 +27,7 @@
 namespace sparsecomm::ops {
 
 using Pair = std::tuple<at::Tensor, at::Tensor>;
+using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Throws InvalidArgument if an operator's argument is a tensor without memory, or holds one.
 template <class T>
@@ -129,6 +131,15 @@ inline void require_same_device(at::Tensor const& one, at::Tensor const& other, 
   require(one.device() == other.device(), name, " is on ", other.device().str(), ", not on ",
           one.device().str(), " as the others; move it there");
 }
+
+// The entries of a vector of int32. Throws InvalidArgument unless they are `count` and lie in [0,
+// size).
+std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, std::int64_t count,
+                                                 std::int64_t size);
+// The same, strictly increasing: the indices of `whose`.
+std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t count,
+                                              std::int64_t size, std::string const& whose);
+[[noreturn]] void refuse_order(std::string const& whose);
 
 // Throws where the two share memory.
 void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names);

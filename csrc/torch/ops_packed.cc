@@ -1,15 +1,12 @@
-// What becomes of selected values: rounded to few bits, summed, written back; and blocks.
+// What becomes of selected values: rounded to few bits, summed, written back.
 #include <algorithm>
 #include <string>
 #include <vector>
 
-#include "base/buffer.h"
-#include "kernels/block_scan.h"
 #include "ops_cuda.h"
 #include "sparse/intersection.h"
 #include "sparse/sum.h"
 #include "wire/qsgd.h"
-#include "wire/sorted.h"
 
 namespace sparsecomm::ops {
 
@@ -132,106 +129,7 @@ void qsgd_dequantize_add(at::Tensor const& dense, at::Tensor const& codes, std::
   });
 }
 
-// ---- blocks
-
-using Triple = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-
-Triple scan_on_device(at::Tensor const& x, std::int64_t block, std::int64_t blocks) {
-  DeviceCall const call(x);
-  auto const block_bytes = static_cast<std::size_t>(block) * x.itemsize();
-  require(block_bytes % 4 == 0, "blocks of ", block_bytes,
-          " bytes: choose a positive multiple of 4");
-  at::Tensor const bitmap =
-      call.empty(blocks / 64 + (blocks % 64 != 0), at::kLong).zero_();  // the last word's end too
-  at::Tensor const numbers = call.empty(blocks, at::kInt);
-  at::Tensor const copies = at::empty({blocks, block}, x.options());
-  at::Tensor const count = call.zeroed<std::uint64_t>();
-  at::Tensor const workspace =
-      call.workspace(call.library().block_workspace(static_cast<std::size_t>(blocks)));
-  call.library().block_scan(
-      static_cast<std::byte const*>(x.data_ptr()), x.nbytes(), block_bytes,
-      entries<std::uint32_t>(bitmap).data(), entries<std::uint32_t>(numbers).data(),
-      static_cast<std::byte*>(copies.data_ptr()), entries<std::uint64_t>(count).data(),
-      workspace.data_ptr(), call.stream());
-  auto const found = static_cast<std::int64_t>(call.read<std::uint64_t>(count));
-  at::Tensor const found_numbers = numbers.narrow(0, 0, found).clone();
-  at::Tensor const found_blocks = copies.narrow(0, 0, found).clone();
-  std::int64_t const held = x.numel() % block;
-  if (found > 0 && held != 0 && found_numbers[found - 1].item<std::int64_t>() + 1 == blocks) {
-    found_blocks[found - 1].narrow(0, held, block - held).zero_();
-  }
-  return {bitmap, found_numbers, found_blocks};
-}
-
-Triple block_scan_op(at::Tensor const& input, std::int64_t block) {
-  require(block >= 1 && block <= most_entries, "block = ", block, " is not in [1, 2^31]");
-  std::int64_t const size = input.numel();
-  std::int64_t const blocks = size / block + (size % block != 0);
-  require_int32_indices(blocks, "input, in blocks,");
-  at::Tensor const x = input.contiguous();
-  if (on_device(input)) return scan_on_device(x, block, blocks);
-  at::Tensor bitmap = at::empty({blocks / 64 + (blocks % 64 != 0)}, at::kLong);
-  Buffer<std::uint32_t> numbers;
-  Buffer<std::byte> copies;
-  std::span const bytes(static_cast<std::byte const*>(x.data_ptr()), x.nbytes());
-  auto const block_bytes = static_cast<std::size_t>(block) * x.itemsize();
-  auto const all_numbers = numbers.take(static_cast<std::size_t>(blocks));
-  auto const all_copies = copies.take(bytes.size());
-  std::size_t const found = block_scan(
-      bytes, block_bytes, {entries<std::uint64_t>(bitmap), all_numbers, all_copies}, *executor());
-
-  auto const count = static_cast<std::int64_t>(found);
-  at::Tensor found_numbers = at::empty({count}, at::kInt);
-  at::Tensor found_blocks = at::empty({count, block}, input.options());
-  std::ranges::copy(all_numbers.first(found), entries<std::uint32_t>(found_numbers).begin());
-  std::size_t const whole = found * block_bytes;
-  bool const cut = count > 0 && size % block != 0 && all_numbers[found - 1] + 1 == blocks;
-  std::size_t const held = cut ? whole - (block_bytes - bytes.size() % block_bytes) : whole;
-  std::span const out(static_cast<std::byte*>(found_blocks.data_ptr()), whole);
-  std::ranges::copy(all_copies.first(held), out.begin());
-  std::ranges::fill(out.subspan(held), std::byte{0});
-  return {bitmap, found_numbers, found_blocks};
-}
-
 // ---- sparse vectors
-
-std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, std::int64_t nnz,
-                                                 std::int64_t size) {
-  require(contiguous.dim() == 1 && contiguous.scalar_type() == at::kInt,
-          "indices must be a vector of int32, not of ", at::toString(contiguous.scalar_type()),
-          " and shape ", contiguous.sizes());
-  require(contiguous.numel() == nnz, contiguous.numel(), " indices but ", nnz,
-          " values: give one value for each");
-  auto const indices = positions(contiguous);
-  if (indices.empty()) return indices;
-  // A negative index is a large one here.
-  std::uint32_t const largest = [&] {
-    if (!on_device(contiguous)) return *std::ranges::max_element(indices);
-    auto const [low, high] = at::aminmax(contiguous);
-    auto const least = low.item<std::int32_t>();
-    return static_cast<std::uint32_t>(least < 0 ? least : high.item<std::int32_t>());
-  }();
-  require(largest < size, "index ", static_cast<std::int32_t>(largest), " is not in [0, ", size,
-          ")");
-  return indices;
-}
-
-[[noreturn]] void refuse_order(std::string const& whose) {
-  throw InvalidArgument(concat("the indices of ", whose,
-                               " are not strictly increasing; sort them, and add up those that "
-                               "are equal"));
-}
-
-std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t nnz,
-                                              std::int64_t size, std::string const& whose) {
-  auto const indices = checked_positions(contiguous, nnz, size);
-  bool const increasing =
-      on_device(contiguous)
-          ? nnz < 2 || (contiguous.slice(0, 1) > contiguous.slice(0, 0, -1)).all().item<bool>()
-          : strictly_increasing(indices);
-  if (!increasing) refuse_order(whose);
-  return indices;
-}
 
 // Calls f.template operator()<V>() for the element type V of a vector's values.
 template <class F>
@@ -405,7 +303,6 @@ void implement_packed(torch::Library& library) {
   library.impl("qsgd_quantize", TORCH_FN(Operator<&qsgd_quantize>::call));
   library.impl("qsgd_dequantize", TORCH_FN(Operator<&qsgd_dequantize>::call));
   library.impl("qsgd_dequantize_add", TORCH_FN(Operator<&qsgd_dequantize_add>::call));
-  library.impl("block_scan", TORCH_FN(Operator<&block_scan_op>::call));
   library.impl("sparse_sum", TORCH_FN(Operator<&sparse_sum>::call));
   library.impl("sparse_intersection", TORCH_FN(Operator<&sparse_intersection>::call));
   library.impl("scatter", TORCH_FN(Operator<&scatter_op>::call));

@@ -196,31 +196,6 @@ Pair select_entries(at::Tensor const& input, at::Tensor const& threshold,
   });
 }
 
-// The k largest of a row of more than max_bucket entries, in place of `to`.
-template <class T>
-void top_k_of_row(DeviceCall const& call, std::span<const T> x, std::uint64_t k,
-                  cuda::Packed<accumulate_t<T>> to, DeviceThreshold<T>& threshold) {
-  using V = accumulate_t<T>;
-  auto const select = [&](Threshold<V> const& cut) {
-    DeviceSelection<V> selection(call, x.size(), 0);
-    call.library().begin(cuda::begin_selection(cut, k), selection.state(), call.stream());
-    call.library().template kernels<T>().select(x.data(), x.size(), 0, selection.state(), to,
-                                                selection.workspace(), call.stream());
-    return selection.count();
-  };
-  Segment<T> const all{{const_cast<T*>(x.data()), x.size()}, {}};  // which thresholds only read
-  std::uint64_t const found = k < x.size() ? select(threshold.exact({&all, 1}, k)) : 0;
-  if (found == k) return;
-  // All that are not zero, and zeros: those that equal the smallest magnitude there is.
-  cuda::SelectionState state{};
-  state.limit = k;
-  state.ties = k == x.size() ? k : k - found;
-  DeviceSelection<V> selection(call, x.size(), 0);
-  call.library().begin(state, selection.state(), call.stream());
-  call.library().template kernels<T>().select(x.data(), x.size(), 0, selection.state(), to,
-                                              selection.workspace(), call.stream());
-}
-
 template <class T>
 Pair top_k_on_device(at::Tensor const& x, std::size_t row, std::optional<std::int64_t> bucket,
                      std::size_t k, std::size_t count) {

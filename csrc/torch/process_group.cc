@@ -1,5 +1,6 @@
 #include "process_group.h"
 
+#include <ATen/Context.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
 
@@ -7,7 +8,7 @@
 #include <numeric>
 
 #include "coo_allreduce.h"
-#include "distributed_error.h"
+#include "group_works.h"
 #include "interpreter.h"
 #include "packed_tensors.h"
 #include "signal_check.h"
@@ -15,76 +16,6 @@
 
 namespace sparsecomm {
 namespace {
-
-class SparseWork final : public c10d::Work {
- public:
-  SparseWork(int rank, std::vector<at::Tensor> tensors, std::uint64_t sequence_number)
-      : Work(rank, c10d::OpType::ALLREDUCE, "sparsecomm:all_reduce", tensors),
-        tensors_(std::move(tensors)),
-        sequence_number_(sequence_number) {
-    at::Device const device = tensors_.front().device();
-    future_ = c10::make_intrusive<c10::ivalue::Future>(
-        c10::ListType::create(c10::TensorType::get()),
-        device.is_cpu() ? std::vector<at::Device>{} : std::vector{device});
-    end_.emplace(*future_);
-  }
-
-  std::vector<at::Tensor> result() override {
-    TORCH_CHECK(isCompleted(), "the work has not completed; call wait() before result()");
-    return tensors_;
-  }
-  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future_; }
-  std::uint64_t getSequencenumber() const override { return sequence_number_; }
-  bool wait(std::chrono::milliseconds timeout) override {
-    if (!isCompleted()) {
-      handle_.require_waitable();
-      if (timeout == kNoTimeout) end_->wait();
-    }
-    return Work::wait(timeout);
-  }
-
-  void started(Communicator::Handle handle) { handle_ = std::move(handle); }
-  void end(std::exception_ptr const& failure) {
-    std::exception_ptr const error = failure ? as_distributed_error(failure) : nullptr;
-    if (error) {
-      future_->setError(error);
-    } else {
-      future_->markCompleted(tensors_);
-    }
-    finish(error);
-  }
-
- private:
-  std::vector<at::Tensor> tensors_;
-  std::uint64_t sequence_number_;
-  c10::intrusive_ptr<c10::ivalue::Future> future_;
-  std::optional<FutureEnd> end_;
-  Communicator::Handle handle_;
-};
-
-// Several works as one.
-class JointWork final : public c10d::Work {
- public:
-  explicit JointWork(std::vector<ProcessGroup::WorkPtr> works) : works_(std::move(works)) {}
-
-  bool isCompleted() override {
-    return std::ranges::all_of(works_, [](auto const& work) { return work->isCompleted(); });
-  }
-  bool isSuccess() const override {
-    return std::ranges::all_of(works_, [](auto const& work) { return work->isSuccess(); });
-  }
-  void synchronize() override {
-    for (auto const& work : works_) work->synchronize();
-  }
-  bool wait(std::chrono::milliseconds timeout) override {
-    bool done = true;
-    for (auto const& work : works_) done = work->wait(timeout) && done;
-    return done;
-  }
-
- private:
-  std::vector<ProcessGroup::WorkPtr> works_;
-};
 
 template <class T>
 at::Device device_of(std::vector<T> const& tensors) {
@@ -102,6 +33,9 @@ ProcessGroup::ProcessGroup(Parts parts)
     : Backend(parts.gloo->getRank(), parts.gloo->getSize()),
       parts_(std::move(parts)),
       engine_options_(parts_.make_gloo_options()) {
+  AlgorithmOptions options;
+  options.block_bytes = parts_.block_bytes;
+  pool_ = std::make_shared<CollectivePool>(options);
   init();
 }
 
@@ -122,7 +56,7 @@ void ProcessGroup::setGroupUid(std::string const& uid) {
 
 std::uint64_t ProcessGroup::getSequenceNumberForGroup() {
   std::lock_guard const lock(mutex_);
-  return parts_.gloo->getSequenceNumberForGroup() + sparse_operations_;
+  return parts_.gloo->getSequenceNumberForGroup() + own_operations_;
 }
 
 void ProcessGroup::enableCollectivesTiming() {
@@ -293,6 +227,11 @@ void OpenCommunicators::close() {
   for (auto const& open : communicators) close_communicator(open.lock());
 }
 
+std::shared_ptr<Communicator> ProcessGroup::communicator() {
+  std::lock_guard const lock(mutex_);
+  return communicator_;
+}
+
 Communicator& ProcessGroup::engine() {
   TORCH_CHECK(!closed_, "backend sparsecomm: the process group was shut down or aborted");
   if (!communicator_) {
@@ -348,6 +287,7 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce(Tensors& tensors,
                                               c10d::AllreduceOptions const& opts) {
   if (!tensors.empty() && tensors.front().layout() == at::kSparse)
     return allreduce_sparse(tensors, opts);
+  if (may_aggregate(tensors, opts.reduceOp)) return allreduce_dense(tensors, opts.reduceOp);
   return forward("sparsecomm:all_reduce", device_of(tensors),
                  [&](Backend& group, PackedTensors& packed) {
                    Tensors own = packed.in_place(tensors);
@@ -360,12 +300,49 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
   TORCH_CHECK(tensors.size() == 1 && tensors.front().layout() == at::kSparse,
               "backend sparsecomm: allreduce takes one sparse COO tensor at a time");
   std::lock_guard const lock(mutex_);
-  Communicator& communicator = engine();
-  auto work = c10::make_intrusive<SparseWork>(getRank(), tensors, ++sparse_operations_);
-  last_ = communicator.submit(
-      std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, communicator, pool_),
-      [work](std::exception_ptr const& error) { work->end(error); });
+  return submit(tensors,
+                std::make_shared<CooAllreduce>(tensors.front(), opts.reduceOp, engine(), pool_));
+}
+
+bool ProcessGroup::may_aggregate(Tensors const& tensors, c10d::ReduceOp::RedOpType op) const {
+  if (parts_.aggregators.addresses.empty() || getSize() == 1 || tensors.size() != 1) return false;
+  at::Tensor const& tensor = tensors.front();
+  return tensor.is_cpu() && tensor.layout() == at::kStrided && can_exchange(tensor.scalar_type()) &&
+         (op == c10d::ReduceOp::SUM || (op == c10d::ReduceOp::AVG && tensor.is_floating_point()));
+}
+
+ProcessGroup::WorkPtr ProcessGroup::allreduce_dense(Tensors& tensors,
+                                                    c10d::ReduceOp::RedOpType op) {
+  std::lock_guard const lock(mutex_);
+  at::Tensor const& tensor = tensors.front();
+  CollectiveRequest request{.tensor = tensor, .average = op == c10d::ReduceOp::AVG, .note = {}};
+  if (at::globalContext().deterministicAlgorithms()) {
+    // A choice would follow measured times, which do not repeat.
+    request.algorithm = &find_algorithm("ina");
+    request.in_rank_order = true;
+  }
+  auto const operation = pool_->take(tensor.scalar_type(), engine());
+  try {
+    operation->bind(std::move(request));
+  } catch (InvalidArgument const& error) {
+    TORCH_CHECK(false, error.what());  // as the inner group says it
+  }
+  return submit(tensors, operation, [operation, pool = pool_](std::exception_ptr const& failure) {
+    operation->release();
+    if (!failure) pool->give(operation);
+  });
+}
+
+ProcessGroup::WorkPtr ProcessGroup::submit(Tensors& tensors, std::shared_ptr<Operation> operation,
+                                           std::function<void(std::exception_ptr const&)> ended) {
+  auto work = c10::make_intrusive<EngineWork>(getRank(), tensors, ++own_operations_);
+  last_ = engine().submit(std::move(operation),
+                          [work, ended = std::move(ended)](std::exception_ptr const& failure) {
+                            if (ended) ended(failure);
+                            work->end(failure);
+                          });
   work->started(*last_);
+  if (coalescing_) coalesced_.emplace_back(work);
   return work;
 }
 

@@ -1,5 +1,5 @@
 // The torch.distributed backend "sparsecomm": gloo (on CUDA tensors NCCL), but for the allreduce of
-// sparse COO tensors, which runs on our engine.
+// sparse COO tensors, and of dense ones where there are aggregators, which run on our engine.
 #pragma once
 
 #include <functional>
@@ -48,6 +48,7 @@ class ProcessGroup final : public c10d::Backend {
     std::chrono::milliseconds timeout;
     ConnectOptions connect;  // the engine, whose timeout is not the one in there
     AggregatorAddresses aggregators;
+    std::uint32_t block_bytes;                                // of what goes through them
     std::optional<std::chrono::milliseconds> engine_timeout;  // the group's if there is none
     std::function<void(std::string const&)> warn;
     std::shared_ptr<OpenCommunicators> open;
@@ -78,12 +79,20 @@ class ProcessGroup final : public c10d::Backend {
   BackendPtr merge(StorePtr const& store, OptionsPtr const& opts, int const& rank,
                    int const& size) override;
 
+  AggregatorAddresses const& aggregators() const { return parts_.aggregators; }
+  std::uint32_t block_bytes() const { return parts_.block_bytes; }
+  // Of what has run on the engine; null before the first of it.
+  std::shared_ptr<Communicator> communicator();
+
   // Waits for the sparse allreduces that were started, then closes their connections. From one of
   // their callbacks it returns at once.
   void shutdown() override;
   // Breaks off what runs.
   void abort() override;
 
+  // The sum or average of one dense tensor goes through the engine where there are aggregators: it
+  // chooses between them and its other algorithms, and the result differs from the inner group's by
+  // rounding alone. All others go to the inner group.
   WorkPtr allreduce(Tensors& tensors, c10d::AllreduceOptions const& opts) override;
   WorkPtr allreduce_sparse(Tensors& tensors, c10d::AllreduceOptions const& opts) override;
 
@@ -141,6 +150,11 @@ class ProcessGroup final : public c10d::Backend {
   // The lock is held.
   Communicator& engine();
   std::unique_ptr<Transport> make_transport(std::chrono::milliseconds timeout);
+  bool may_aggregate(Tensors const& tensors, c10d::ReduceOp::RedOpType op) const;
+  WorkPtr allreduce_dense(Tensors& tensors, c10d::ReduceOp::RedOpType op);
+  // Submits it, with the lock held; `ended` is called before the work ends.
+  WorkPtr submit(Tensors& tensors, std::shared_ptr<Operation> operation,
+                 std::function<void(std::exception_ptr const&)> ended = {});
 
   Parts parts_;
   OptionsPtr engine_options_;
@@ -149,11 +163,11 @@ class ProcessGroup final : public c10d::Backend {
   c10::weak_intrusive_ptr<c10d::Store> derived_from_{StorePtr()};
   c10::weak_intrusive_ptr<c10d::Backend> derived_{BackendPtr()};
   bool coalescing_ = false;
-  std::vector<WorkPtr> coalesced_;  // works of gloo meanwhile
+  std::vector<WorkPtr> coalesced_;  // works of gloo and the engine meanwhile
   bool closed_ = false;
-  std::uint64_t sparse_operations_ = 0;
+  std::uint64_t own_operations_ = 0;  // of the engine
   std::optional<Communicator::Handle> last_;
-  std::shared_ptr<CollectivePool> pool_ = std::make_shared<CollectivePool>();
+  std::shared_ptr<CollectivePool> pool_;
   std::shared_ptr<Communicator> communicator_;
 };
 

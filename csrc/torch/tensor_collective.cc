@@ -4,6 +4,7 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <optional>
 
 #include "coo_entries.h"
@@ -16,11 +17,11 @@ namespace {
 struct Element {
   at::ScalarType torch;
   DType ours;
-  std::shared_ptr<TensorCollective> (*make)(Communicator& communicator);
+  std::shared_ptr<TensorCollective> (*make)(Communicator&, AlgorithmOptions const&);
 };
 
 template <class T>
-std::shared_ptr<TensorCollective> make_collective(Communicator& communicator);
+std::shared_ptr<TensorCollective> make_collective(Communicator&, AlgorithmOptions const&);
 
 constexpr Element elements[] = {
     {at::kFloat, DType::f32, make_collective<float>},
@@ -111,11 +112,11 @@ class TypedCollective final : public TensorCollective {
  public:
   using V = accumulate_t<T>;
 
-  explicit TypedCollective(Communicator& communicator)
+  TypedCollective(Communicator& communicator, AlgorithmOptions const& options)
       : TensorCollective(torch_type(dtype_of<T>())),
         rank_(communicator.rank()),
         ranks_(communicator.size()),
-        allreduce_(communicator) {}
+        allreduce_(communicator, options) {}
 
   void bind(CollectiveRequest request) override {
     check_tensor(request, ranks_);
@@ -123,6 +124,7 @@ class TypedCollective final : public TensorCollective {
             request.algorithm,
             request.fold,
             request.average,
+            request.in_rank_order,
             request.tensor.layout() == at::kStrided,
             by_rows(request),
             request.absent_is_zero,
@@ -223,6 +225,7 @@ class TypedCollective final : public TensorCollective {
     AlgorithmEntry const* algorithm;
     Fold fold;
     bool average;
+    bool in_rank_order;
     bool dense;
     bool by_rows;
     bool absent_is_zero;
@@ -265,8 +268,9 @@ class TypedCollective final : public TensorCollective {
     }
     require(key.dense || key.shape.indexable(), "a tensor of shape ", key.shape.sizes, " has ",
             key.shape.extent, " entries, more than 2^32 - 2; split it");
-    CollectiveConfig config{std::move(vector), key.shape.extent, key.algorithm,
-                            static_cast<Reduction>(key.fold), key.average};
+    CollectiveConfig config{std::move(vector), key.shape.extent,
+                            key.algorithm,     static_cast<Reduction>(key.fold),
+                            key.average,       key.in_rank_order};
     switch (key.kind) {
       case CollectiveKind::allreduce:
         return allreduce_.configure(std::move(config));
@@ -303,11 +307,16 @@ class TypedCollective final : public TensorCollective {
 };
 
 template <class T>
-std::shared_ptr<TensorCollective> make_collective(Communicator& communicator) {
-  return std::make_shared<TypedCollective<T>>(communicator);
+std::shared_ptr<TensorCollective> make_collective(Communicator& communicator,
+                                                  AlgorithmOptions const& options) {
+  return std::make_shared<TypedCollective<T>>(communicator, options);
 }
 
 }  // namespace
+
+bool can_exchange(at::ScalarType dtype) {
+  return std::ranges::any_of(elements, [&](Element const& each) { return each.torch == dtype; });
+}
 
 CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor,
                                           std::string_view algorithm, std::string_view op) {
@@ -324,8 +333,9 @@ CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor
 }
 
 std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype,
-                                                         Communicator& communicator) {
-  return find_element(dtype).make(communicator);
+                                                         Communicator& communicator,
+                                                         AlgorithmOptions const& options) {
+  return find_element(dtype).make(communicator, options);
 }
 
 std::shared_ptr<TensorCollective> CollectivePool::take(at::ScalarType dtype,
@@ -337,7 +347,7 @@ std::shared_ptr<TensorCollective> CollectivePool::take(at::ScalarType dtype,
     operations_.erase(std::next(operation).base());
     return found;
   }
-  return TensorCollective::make(dtype, communicator);
+  return TensorCollective::make(dtype, communicator, options_);
 }
 
 void CollectivePool::give(std::shared_ptr<TensorCollective> operation) {

@@ -24,6 +24,7 @@ struct CollectiveRequest {
   AlgorithmEntry const* algorithm = nullptr;  // of an allreduce; null: chosen by the engine
   Fold fold = Fold::sum;
   bool average = false;
+  bool in_rank_order = false;  // see CollectiveConfig
   // Whether an index that a rank does not have is a zero there, as torch.distributed has it;
   // otherwise it takes no part. Only of sparse tensors.
   bool absent_is_zero = false;
@@ -34,11 +35,15 @@ struct CollectiveRequest {
                                 std::string_view op);
 };
 
+// Whether tensors of that dtype can be.
+bool can_exchange(at::ScalarType dtype);
+
 // Serves tensors of one dtype, one after another, and keeps its scratch between them.
 class TensorCollective : public Operation {
  public:
   // For operations of that communicator, which outlives it.
-  static std::shared_ptr<TensorCollective> make(at::ScalarType dtype, Communicator& communicator);
+  static std::shared_ptr<TensorCollective> make(at::ScalarType dtype, Communicator& communicator,
+                                                AlgorithmOptions const& options = {});
 
   at::ScalarType dtype() const { return dtype_; }
   // Throws InvalidArgument where the tensor's device, layout or shape cannot be served. The
@@ -58,10 +63,13 @@ class TensorCollective : public Operation {
 // Operations of one communicator that are not in use, with their scratch. Thread-safe.
 class CollectivePool {
  public:
+  explicit CollectivePool(AlgorithmOptions const& options = {}) : options_(options) {}
+
   std::shared_ptr<TensorCollective> take(at::ScalarType dtype, Communicator& communicator);
   void give(std::shared_ptr<TensorCollective> operation);
 
  private:
+  AlgorithmOptions const options_;
   std::mutex mutex_;
   std::vector<std::shared_ptr<TensorCollective>> operations_;
 };

@@ -34,6 +34,7 @@ SPARSE_HOOKS = {
     "dense_overlap": ("DenseOverlapState", "dense_overlap_hook"),
     "topk_a": ("TopkState", "topk_hook"),
     "topk_dsa": ("TopkDsaState", "topk_dsa_hook"),
+    "block_topk": ("BlockTopkState", "block_topk_hook"),
     "gtopk": ("GTopkState", "gtopk_hook"),
     "gaussian_k": ("GaussianKState", "gaussian_k_hook"),
     "oktopk": ("OkTopkState", "oktopk_hook"),
@@ -336,7 +337,7 @@ def add_exchange_options(parser: argparse.ArgumentParser) -> None:
         help="for Adam: select by the magnitude of the local first moment; worse than "
         "--momentum-correction",
     )
-    add("--select", choices=("threshold", "exact", "bucket"), default=None, help="by what")
+    add("--select", choices=("threshold", "exact", "bucket", "block"), default=None, help="by what")
     add("--bits", type=int, choices=(2, 4, 8), default=None, help="of a value that is sent")
     add(
         "--threshold",

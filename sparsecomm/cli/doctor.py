@@ -25,10 +25,14 @@ from sparsecomm.cli.ping_pong import SIZES, find_mpiexec
 from sparsecomm.cli.ranks import world_size_of_launcher
 from sparsecomm.torch_release import REMEDY, problem_with
 from sparsecomm.transports import (
+    AGGREGATORS,
+    AUTO,
     CHOICE,
     CONNECT_TIMEOUT,
     INTERFACES,
+    OWN_VARIABLES,
     UCX_LIBRARY,
+    aggregator_addresses,
     checked_connect_timeout,
     names,
     settings,
@@ -233,8 +237,8 @@ def check_environment(
 ) -> Iterator[Finding]:
     """``ranks`` are to run on the machine's ``cores``."""
     for name in variables:
-        if name.startswith("SPARSECOMM_") and name not in (CHOICE, UCX_LIBRARY, CONNECT_TIMEOUT):
-            remedy = f"there are {CHOICE}, {UCX_LIBRARY} and {CONNECT_TIMEOUT}"
+        if name.startswith("SPARSECOMM_") and name not in OWN_VARIABLES:
+            remedy = f"there are {', '.join(OWN_VARIABLES)}"
             yield Finding(name, ADVICE, "nothing reads this variable", remedy)
     if (choice := variables.get(CHOICE, "")) not in ("", *transports):
         remedy = f"unset it, or name one of {', '.join(transports)}"
@@ -244,6 +248,11 @@ def check_environment(
     except ValueError as error:
         remedy = f"unset it, or name seconds, as in {CONNECT_TIMEOUT}=30"
         yield Finding(CONNECT_TIMEOUT, BROKEN, str(error), remedy)
+    try:
+        aggregator_addresses((), AUTO, variables)
+    except ValueError as error:
+        remedy = f"unset it, or name some, as in {AGGREGATORS}=10.0.0.7:7000,10.0.0.8:7000"
+        yield Finding(AGGREGATORS, BROKEN, str(error), remedy)
     if ranks > cores:
         yield Finding(
             "cores",

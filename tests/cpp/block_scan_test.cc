@@ -310,5 +310,50 @@ TEST(BlockScan, RefusesWhatDoesNotFit) {
   }
 }
 
+TEST(BlockCopies, GoOutAndBack) {
+  std::mt19937_64 random(6);
+  for (std::size_t const block : {1, 7, 64, 1000}) {
+    for (std::size_t const size : {0, 1, 999, 300'000}) {
+      std::vector<std::byte> bytes(size);
+      for (std::byte& byte : bytes) byte = std::byte(random());
+      std::size_t const blocks = part_count(size, block);
+      std::vector<std::uint32_t> numbers;
+      for (std::size_t b = blocks; b-- > 0;) {
+        if (random() % 2 == 0) numbers.push_back(static_cast<std::uint32_t>(b));
+      }
+      std::vector<std::byte> copies(numbers.size() * block), expected;
+      for (std::size_t const number : numbers) {
+        for (std::size_t i = number * block; i < (number + 1) * block; ++i) {
+          expected.push_back(i < size ? bytes[i] : std::byte{0});
+        }
+      }
+      for (auto const& executor : executors()) {
+        SCOPED_TRACE(concat(block, " bytes of ", size, ", ", executor->threads(), " threads"));
+        std::ranges::fill(copies, std::byte{0x77});
+        block_gather(bytes, block, numbers, copies, *executor);
+        ASSERT_EQ(copies, expected);
+        std::vector<std::byte> target(size);
+        block_scatter(target, block, numbers, copies, *executor);
+        for (std::size_t i = 0; i < size; ++i) {
+          bool const copied = std::ranges::find(numbers, i / block) != numbers.end();
+          ASSERT_EQ(target[i], copied ? bytes[i] : std::byte{0});
+          if (size > 1000) i += 997;
+        }
+      }
+    }
+  }
+}
+
+TEST(BlockCopies, RefuseWhatDoesNotFit) {
+  std::vector<std::byte> bytes(10), slots(8);
+  std::vector<std::uint32_t> const fitting{2, 0}, outside{3, 0};
+  EXPECT_THROW(block_gather(bytes, 4, outside, slots), InvalidArgument);
+  EXPECT_THROW(block_scatter(bytes, 4, outside, slots), InvalidArgument);
+  EXPECT_THROW(block_gather(bytes, 4, fitting, bytes), InvalidArgument);
+  EXPECT_THROW(block_scatter(bytes, 4, fitting, bytes), InvalidArgument);
+  EXPECT_THROW(block_gather(bytes, 0, {}, {}), InvalidArgument);
+  block_gather(bytes, 4, fitting, slots);
+}
+
 }  // namespace
 }  // namespace sparsecomm

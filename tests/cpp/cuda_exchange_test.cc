@@ -184,6 +184,19 @@ TEST(CudaExchange, TheLargestOfEachBucket) {
   }
 }
 
+TEST(CudaExchange, TheBlocksOfTheLargestNorms) {
+  for (SelectionRule const& rule :
+       {SelectionRule{.block = 16}, SelectionRule{.block = 256, .velocity = {.momentum = 0.5}}}) {
+    for (std::size_t const numel : {0, 1, 40, 3000}) {
+      for (double const density : {0.05, 1.0}) {
+        check<float>({"topk_dsa", 2, numel, density, {}, 3, 6, rule});
+        check<double>({"topk_a", 2, numel, density, {}, 3, 6, rule});
+        check<BFloat16>({"auto", 2, numel, density, {}, 3, 6, rule});
+      }
+    }
+  }
+}
+
 TEST(CudaExchange, WhatTheTypeCannotHoldStaysInTheResiduals) {
   for (std::string const algorithm : {"oktopk", "gtopk", "topk_dsa"}) {
     for (double const density : {0.05, 1.0}) {

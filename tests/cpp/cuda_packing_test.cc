@@ -5,12 +5,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <memory>
 #include <random>
 #include <span>
 #include <vector>
 
 #include "cuda/device_memory.h"
 #include "fills.h"
+#include "kernels/block_scan.h"
 #include "kernels/top_k.h"
 #include "sparse/sum.h"
 #include "wire/codecs.h"
@@ -106,10 +108,112 @@ TEST(CudaPacking, BlockScanFindsEveryBit) {
   }
 }
 
+// In one pass, to the host's memory.
+TEST(CudaPacking, BlocksMayGoStraightToPinnedMemory) {
+  constexpr std::size_t block = 64, blocks = 100;
+  std::vector<std::byte> bytes(block * blocks - 5);
+  for (std::size_t b = 0; b < blocks; b += 3) bytes[b * block + b % 50] = std::byte{1};
+  Array<std::byte> const device(bytes);
+  Array<std::uint32_t> const bitmap(blocks / 32 + 1);
+  auto const space = workspace(library().block_workspace(blocks));
+  auto const& runtime = library().runtime;
+  auto const pinned = [&](std::size_t size) {
+    return std::unique_ptr<void, void (*)(void*) noexcept>(runtime.allocate_pinned(size),
+                                                           runtime.free_pinned);
+  };
+  auto const out = pinned(block * blocks), numbers = pinned(4 * blocks), count = pinned(8);
+  auto* const found = static_cast<std::uint32_t*>(numbers.get());
+  library().block_scan(device.data(), bytes.size(), block, bitmap.data(), found,
+                       static_cast<std::byte*>(out.get()), static_cast<std::uint64_t*>(count.get()),
+                       space.data(), nullptr);
+  runtime.synchronize(nullptr);
+  std::size_t const expected = (blocks + 2) / 3;
+  ASSERT_EQ(*static_cast<std::uint64_t*>(count.get()), expected);
+  std::vector<std::byte> copies(expected * block);
+  block_gather(bytes, block, std::span(found, expected), copies);
+  for (std::size_t i = 0; i < expected; ++i) ASSERT_EQ(found[i], 3 * i);
+  // The last block is shorter; behind its end nothing is written.
+  EXPECT_TRUE(std::equal(copies.begin(), copies.end() - 5, static_cast<std::byte*>(out.get())));
+}
+
+TEST(CudaPacking, CopiesOfBlocksEqualTheProcessors) {
+  std::mt19937_64 random(19);
+  for (std::size_t const block : {1, 7, 64, 65, 256}) {
+    for (std::size_t const size : {1, 63, 5000, 20011}) {
+      SCOPED_TRACE(testing::Message() << block << " bytes, size " << size);
+      std::vector<std::byte> bytes(size);
+      for (std::byte& byte : bytes) byte = std::byte(random());
+      std::size_t const blocks = (size + block - 1) / block;
+      std::vector<std::uint32_t> numbers;
+      for (std::size_t b = 0; b < blocks; ++b) {
+        if (random() % 3 != 0) numbers.push_back(static_cast<std::uint32_t>(b));
+      }
+      numbers.push_back(static_cast<std::uint32_t>(blocks));  // no block
+      std::size_t const known = numbers.size() - 1;
+      Array<std::byte> const device(bytes), copies(numbers.size() * block);
+      Array<std::uint32_t> const where(numbers);
+      One<std::uint32_t> const outside;
+      library().block_gather(device.data(), size, block, where.data(), known, copies.data(),
+                             outside.data(), nullptr);
+      EXPECT_EQ(outside.get(), 0u);
+      std::vector<std::byte> expected(known * block);
+      block_gather(bytes, block, std::span(numbers).first(known), expected);
+      auto actual = copies.get();
+      actual.resize(expected.size());
+      EXPECT_EQ(actual, expected);
+      library().block_gather(device.data(), size, block, where.data(), numbers.size(),
+                             copies.data(), outside.data(), nullptr);
+      EXPECT_EQ(outside.get(), 1u);
+
+      for (std::byte& byte : expected) byte ^= std::byte{0x55};
+      Array<std::byte> const changed(expected);
+      std::vector<std::byte> target = bytes;
+      One<std::uint32_t> const none;
+      library().block_scatter(device.data(), size, block, where.data(), known, changed.data(),
+                              none.data(), nullptr);
+      block_scatter(target, block, std::span(numbers).first(known), expected);
+      EXPECT_EQ(device.get(), target);
+      library().block_scatter(device.data(), size, block, where.data(), known, nullptr, none.data(),
+                              nullptr);
+      block_scatter(target, block, std::span(numbers).first(known),
+                    std::vector<std::byte>(expected.size()));
+      EXPECT_EQ(device.get(), target);
+      EXPECT_EQ(none.get(), 0u);
+    }
+  }
+}
+
 template <class T>
 class CudaScatter : public testing::Test {};
 using Elements = testing::Types<float, double, Half, BFloat16>;
 TYPED_TEST_SUITE(CudaScatter, Elements);
+
+TYPED_TEST(CudaScatter, SquaresOfBlocksHaveTheBitsOfTheScalarOnes) {
+  using T = TypeParam;
+  using V = accumulate_t<T>;
+  std::mt19937_64 random(20);
+  for (auto const& fill : fills<V>()) {
+    for (std::size_t const block : {1, 15, 16, 17, 256, 5000}) {
+      std::vector<T> x(4099);
+      for (T& entry : x) entry = T(fill.draw(random));
+      std::size_t const blocks = (x.size() + block - 1) / block;
+      Array<T> const device(x);
+      Array<double> const squares(blocks);
+      library().kernels<T>().block_squares(device.data(), x.size(), block, squares.data(), nullptr);
+      auto const actual = squares.get();
+      for (std::size_t b = 0; b < blocks; ++b) {
+        auto const entries =
+            std::span<const T>(x).subspan(b * block, std::min(block, x.size() - b * block));
+        double const expected = kernel_tables<T>()[0].moments(entries, {}).squares;
+        if (std::isnan(expected)) {
+          ASSERT_TRUE(std::isnan(actual[b]));
+        } else {
+          ASSERT_EQ(actual[b], expected) << fill.name << ", block " << block << ", number " << b;
+        }
+      }
+    }
+  }
+}
 
 TYPED_TEST(CudaScatter, ScatterEqualsTheScalarOne) {
   using T = TypeParam;

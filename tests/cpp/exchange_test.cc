@@ -86,8 +86,8 @@ struct Case {
   std::string text() const {
     return concat(algorithm, forced ? " forced" : "", ", P=", ranks, ", N=", numel, ", density ",
                   density, ", ", name(schedule.between), '/', schedule.period, ", ", pattern.name,
-                  ", segments ", segments, ", bucket ", rule.bucket, ", momentum ",
-                  rule.velocity.momentum, rule.mask_momentum ? " masked" : "",
+                  ", segments ", segments, ", bucket ", rule.bucket, ", block ", rule.block,
+                  ", momentum ", rule.velocity.momentum, rule.mask_momentum ? " masked" : "",
                   rule.velocity.nesterov ? " of Nesterov" : "", ", gain ", rule.velocity.gain,
                   ", first moment ", rule.first_moment);
   }
@@ -146,6 +146,11 @@ void check_one(Case const& c) {
   if (c.rule.bucket > 0) {
     auto const each = std::llround(c.density * static_cast<double>(c.rule.bucket));
     k = bucket_top_k_count(c.numel, c.rule.bucket, std::max(1ll, each));
+  }
+  if (c.rule.block > 0) {
+    auto const blocks = static_cast<double>((c.numel + c.rule.block - 1) / c.rule.block);
+    k = std::min<std::uint64_t>(c.numel,
+                                c.rule.block * std::max(1ll, std::llround(c.density * blocks)));
   }
   for (int step = 0; step < c.steps; ++step) {
     AlgorithmEntry const& algorithm = find_algorithm(outcomes[step][0].algorithm);
@@ -296,6 +301,9 @@ TEST_P(ExchangeTest, RulesOfSelectionKeepTheContracts) {
       {.first_moment = 0.5},
       {.bucket = 64, .velocity = {.momentum = 0.5}},
       {.bucket = 64, .first_moment = 0.5},
+      {.block = 16},
+      {.block = 128, .velocity = {.momentum = 0.5, .gain = 0.5}},
+      {.block = 16, .first_moment = 0.5},
   };
   if (GetParam() != auto_algorithm && !find_algorithm(GetParam()).sparse) {
     ExchangeOptions options;
@@ -348,6 +356,54 @@ TEST(RuleTest, TheLargestOfEachBucketAreSelected) {
       }
     }
   }));
+}
+
+// Whole, but for zeros, of the gradient and what is left of former ones, however it is cut.
+TEST(RuleTest, TheBlocksOfTheLargestNormsAreSelected) {
+  expect_no_errors(run_ranks(1, [](Communicator& communicator) {
+    ExchangeOptions options;
+    options.algorithm = "topk_a";
+    options.density = 0.5;  // of three blocks: two
+    options.rule.block = 16;
+    auto const operation =
+        std::make_shared<GradientExchange<float>>("test", 40, options, communicator);
+    std::vector<float> gradient(40, 1), residual(40);
+    gradient[3] = 5;                      // the first has 24 + 16
+    std::fill_n(&gradient[32], 8, 2.5f);  // the last, of eight, has 50
+    std::span const all(gradient), kept(residual);
+    auto const step = [&] {
+      operation->bind({{all.first(11), kept.first(11)}, {all.subspan(11), kept.subspan(11)}});
+      communicator.submit(operation).wait();
+    };
+    auto const sent = gradient;
+    step();
+    for (int i = 0; i < 40; ++i) {
+      bool const taken = i / 16 != 1;
+      EXPECT_EQ(gradient[i], taken ? sent[i] : 0) << i;
+      EXPECT_EQ(residual[i], taken ? 0 : 1) << i;
+    }
+    std::ranges::fill(gradient, 0.5f);
+    gradient[20] = -1;  // takes back what is left
+    step();
+    for (int i = 0; i < 40; ++i) {
+      float const in_second = i == 20 ? 0 : 1.5f;
+      EXPECT_EQ(gradient[i], i < 16 ? 0.5f : i < 32 ? in_second : 0) << i;
+      EXPECT_EQ(residual[i], i < 32 ? 0 : 0.5f) << i;
+    }
+  }));
+}
+
+TEST(RuleTest, ABlockIsAPowerOfTwoAndNoBucketBesideIt) {
+  for (std::size_t const block : {1, 8, 100, 32768}) {
+    ExchangeOptions options;
+    options.rule.block = block;
+    EXPECT_THROW(validate(options), InvalidArgument) << block;
+  }
+  ExchangeOptions options;
+  options.rule.block = 256;
+  validate(options);
+  options.rule.bucket = 512;
+  EXPECT_THROW(validate(options), InvalidArgument);
 }
 
 TEST(RuleTest, AWithdrawnStepGivesBackWhatWasSelectedAndItsMomentum) {
@@ -467,7 +523,7 @@ TEST_P(ExchangeTest, DensityWarmsUp) {
             }
           }
         },
-        with_figures()));
+        with_figures(), {}, services_for(GetParam())));
   }
 }
 
@@ -567,7 +623,7 @@ TEST_P(ExchangeTest, WhatTheTypeCannotHoldStaysInTheResiduals) {
       EXPECT_FALSE(std::isfinite(static_cast<float>(gradient[7])));
       EXPECT_EQ(residual, sums);
     };
-    expect_no_errors(run_ranks(ranks, body, with_figures()));
+    expect_no_errors(run_ranks(ranks, body, with_figures(), {}, services_for(GetParam())));
     EXPECT_EQ(static_cast<float>(results[0][3]), 65504);
     EXPECT_EQ(static_cast<float>(results[0][50]), -65504);
     for (std::size_t i = 0; i < numel; ++i) {

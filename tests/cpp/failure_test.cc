@@ -414,25 +414,27 @@ class Claiming final : public Operation {
   P payload_;
 };
 
-std::shared_ptr<Operation> claim(bool previous, std::uint64_t entries) {
-  if (!previous) return std::make_shared<Claiming<EntryCounts>>(EntryCounts(entries));
-  return std::make_shared<Claiming<StepPayload>>(
-      StepPayload{.previous_entries = static_cast<std::uint32_t>(entries)});
+std::shared_ptr<Operation> claim(std::string_view what, std::uint32_t count) {
+  if (what == "previous") {
+    return std::make_shared<Claiming<StepPayload>>(StepPayload{.previous_entries = count});
+  }
+  EntryCounts const counts = what == "blocks" ? EntryCounts(100, count) : EntryCounts(count);
+  return std::make_shared<Claiming<EntryCounts>>(counts);
 }
 
 TEST(CommunicatorTest, ARankThatClaimsMoreEntriesThanThereCanBeIsNamedByAll) {
   for_seeds([](SeededSimulation& simulation) {
-    for (bool const previous : {false, true}) {
-      std::uint64_t const most =
-          previous ? std::uint64_t{UINT32_MAX} : std::numeric_limits<std::uint64_t>::max();
+    for (std::string_view const what : {"entries", "blocks", "previous"}) {
+      constexpr std::uint32_t most = std::numeric_limits<std::uint32_t>::max();
       auto const errors = simulate_ranks(simulation, 3, [&](Communicator& communicator) {
-        communicator.run(claim(previous, 100));
-        communicator.run(claim(previous, communicator.rank() == 1 ? most : 100));
+        communicator.run(claim(what, 100));
+        communicator.run(claim(what, communicator.rank() == 1 ? most : 100));
       });
       for (std::exception_ptr const& error : errors) {
         EXPECT_EQ(message_of(error).find(concat("rank 1 broke the exchange: rank 1 sent an invalid "
                                                 "message: a contribution of ",
-                                                most, " entries to a vector of 100")),
+                                                most, what == "blocks" ? " blocks" : " entries",
+                                                " to a vector of 100")),
                   0u)
             << message_of(error);
       }

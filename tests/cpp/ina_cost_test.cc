@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cmath>
 #include <set>
 
 #include "engine/planner.h"
@@ -151,6 +152,51 @@ TEST(InaCostTest, TheCostIsWhatIsCounted) {
     double const predicted = find_algorithm("ina").cost(shape, small_blocks()).aggregator_bytes;
     EXPECT_NEAR(counted, predicted, .15 * predicted) << ranks;
   }
+}
+
+// Of selections that are made of whole blocks, at random places.
+TEST(InaCostTest, TheCostOfSelectedBlocksIsWhatIsCounted) {
+  constexpr std::size_t blocks = 203;
+  std::mt19937_64 random(9);
+  std::uint64_t const extent = blocks * block_entries;
+  for (int ranks = 2; ranks <= 17; ++ranks) {
+    std::vector<Blocks> some(ranks);
+    Blocks together;
+    for (Blocks& of : some) {
+      while (of.size() < 20) of.insert(random() % blocks);
+      together.insert(of.begin(), of.end());
+    }
+    CostShape const shape{.ranks = ranks,
+                          .extent = extent,
+                          .k = 20 * block_entries,
+                          .union_nnz = together.size() * block_entries,
+                          .aggregators = aggregators,
+                          .run = block_entries};
+    Cost const cost = find_algorithm("ina_sparse").cost(shape, small_blocks());
+    double const counted = double(reduce(some, extent)[0].received);
+    EXPECT_NEAR(counted, cost.aggregator_bytes, .05 * counted) << ranks;
+  }
+}
+
+// Of a dense vector whose blocks were counted; else its entries count as scattered.
+TEST(InaCostTest, BlocksThatAreZeroTakeNoTime) {
+  Workload workload;
+  workload.ranks = 8;
+  workload.extent = 1 << 24;
+  workload.k = workload.extent / 10;
+  workload.selects = false;
+  workload.aggregators = 8;
+  std::uint64_t const blocks = workload.extent * sizeof(float) / workload.options.block_bytes;
+  Figures figures;
+  figures.link = {.round = 1e-5, .message = 1e-6, .byte = 8e-9};
+  auto const received = [&](std::uint64_t of_blocks) {
+    workload.blocks = of_blocks;
+    return predict(find_algorithm("ina"), workload, figures).bytes;
+  };
+  double const whole = 4.0 * double(workload.extent);
+  EXPECT_NEAR(received(0), whole, .01 * whole);
+  EXPECT_NEAR(received(blocks), whole, .01 * whole);
+  EXPECT_NEAR(received(blocks / 100), (1 - std::pow(.99, 8)) * whole, .01 * whole);
 }
 
 TEST(InaCostTest, AnAggregatorForEachRankHalvesWhatTwoRanksWaitFor) {

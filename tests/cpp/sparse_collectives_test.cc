@@ -10,6 +10,7 @@
 #include "allocations.h"
 #include "collectives/patterns.h"
 #include "engine/row_allreduce.h"
+#include "ina/client.h"
 #include "services.h"
 #include "simulated_ranks.h"
 
@@ -336,6 +337,38 @@ TEST(AutoTest, PredictsWithTheFiguresOfTheCommunicator) {
     EXPECT_GT(received(merge_bound, extent / 100, dense_data), 0.99 * dense_bytes);
     EXPECT_GT(received(link_bound, extent, dense_data), 0.99 * dense_bytes);
   }
+}
+
+// As many entries in a few blocks, and in all of them: where merging entries is slow, and so are
+// aggregators, but not where most blocks are zero.
+TEST(AutoTest, AggregatorsAreUsedWhereBlocksAreZero) {
+  constexpr int ranks = 4;
+  constexpr std::size_t extent = 1 << 16, block = 256, share = 64;
+  Figures figures{{0, 0, 8e-9}, {1e-10, 1e-10, 1e-10, 1e-10, 1e-5, 1e-5, 1e-5, 1e-10}};
+  figures.aggregators.byte = 3e-8;
+  CommunicatorOptions options;
+  options.figures = std::make_shared<Figures const>(figures);
+  expect_no_errors(run_ranks(
+      ranks,
+      [&](Communicator& communicator) {
+        auto const operation = std::make_shared<AllreduceOperation<float>>(communicator);
+        operation->configure({"", extent});
+        for (bool const in_blocks : {true, false, true}) {
+          std::vector<float> data(extent);
+          for (std::size_t i = 0; i < extent; ++i) {
+            data[i] = (in_blocks ? i / block : i) % share == 0 ? 1.0f : 0.0f;
+          }
+          std::vector<float> expected = data;
+          for (float& x : expected) x *= ranks;
+          InaClient const& client = *communicator.services().aggregators;
+          std::uint64_t const before = client.received_bytes();
+          operation->bind(std::span(data));
+          communicator.run(operation);
+          EXPECT_EQ(data, expected);
+          EXPECT_EQ(client.received_bytes() > before, in_blocks);
+        }
+      },
+      options, {}, services_for("ina")));
 }
 
 TEST(AutoTest, MeasuresTheFiguresOnce) {

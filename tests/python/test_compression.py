@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm import (
     AutoState,
+    BlockTopkState,
     CommunicatorOptions,
     Compression,
     CompressionState,
@@ -38,13 +39,23 @@ from sparsecomm import (
 )
 from sparsecomm.compression import CompressionOptions
 
-METHODS = (OkTopkState, TopkState, GaussianKState, GTopkState, TopkDsaState, AutoState)
+METHODS = (
+    OkTopkState,
+    TopkState,
+    GaussianKState,
+    GTopkState,
+    TopkDsaState,
+    BlockTopkState,
+    AutoState,
+)
 
 # What must not change the result where everything is sent.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"select": "exact"},
     {"select": "bucket"},
     {"select": "bucket", "bucket": 7},
+    {"select": "block"},
+    {"select": "block", "block": 16, "first_moment": 0.9},
     {"schedule": ThresholdSchedule.oktopk(tau_prime=3, tau=2)},
     {"schedule": ThresholdSchedule.gaussian()},
     {"warmup": DensityWarmup(2, (0.5,)), "dense_steps": 1},
@@ -93,6 +104,8 @@ def check_density_one() -> None:
     for kind, options in thinned(itertools.product(METHODS, OPTIONS)):
         if kind is GaussianKState and "select" in options:
             continue
+        if kind is BlockTopkState and "schedule" in options:
+            options = {"select": "threshold", **options}
         ddp = hooked(kind, density=1.0, **options)
         train(ddp, sgd(ddp, momentum=0.9), range(5))
         expect_equal(flat(ddp.parameters()), expected, (kind, options))
@@ -413,6 +426,7 @@ def check_scale_changes() -> None:
         {"momentum": 0.9, "nesterov": True},
         {"clip_norm": 0.05},
         {"select": "bucket"},
+        {"select": "block", "block": 16},
     )
     for options in several_options:
         for between, several in thinned(itertools.product(("reused", "sampled"), (False, True))):
@@ -520,6 +534,9 @@ def test_density_outside_its_range(density: float) -> None:
         ({"bucket": 0}, ValueError, "bucket=0 is out of range: choose 1 to 4096"),
         ({"bucket": 5000}, ValueError, "bucket=5000 is out of range: choose 1 to 4096"),
         ({"bucket": 5.0}, TypeError, "bucket must be an integer, not float"),
+        ({"block": 0}, ValueError, "block=0 is out of range: choose 1 or more"),
+        ({"select": "block", "block": 100}, ValueError, "block = 100 entries: choose a power of"),
+        ({"select": "block", "block": 1 << 15}, ValueError, "a power of two from 16 to 16384"),
         ({"quantize": 3}, ValueError, "quantize=3 bits: choose 2, 4 or 8"),
         ({"quantize": 4, "value_codec": "bf16"}, ValueError, "both say how values travel"),
         ({"schedule": 32}, TypeError, "schedule must be a ThresholdSchedule, not int"),

@@ -245,6 +245,31 @@ def test_block_scans_equal_the_processors(device: Callable[..., Any]) -> None:
 
 
 @devices
+def test_copies_of_blocks_equal_the_processors(device: Callable[..., Any]) -> None:
+    for dtype in (*DTYPES, torch.int64, torch.uint8):
+        for size in (1, 63, 6_400, 7_777):
+            drawn = torch.randn(size, generator=torch.Generator().manual_seed(6))
+            x = (drawn.abs() * 50).to(dtype)
+            for block in (1, 12, 64, 10_000):
+                blocks = -(-size // block)
+                numbers = torch.arange(0, blocks, 2, dtype=torch.int32)
+                gather = partial(sf.block_gather, block=block)
+                check_equal(device, gather, x, numbers.flip(0))
+                check_equal(device, sf.block_scatter_, x.clone(), numbers, gather(x, numbers) + 1)
+
+
+@devices
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_largest_blocks_are_the_processors(
+    device: Callable[..., Any], dtype: torch.dtype
+) -> None:
+    for x in inputs(dtype):
+        for block in (1, 16, 100, 5_000):
+            for k in (0, 1, 7, 10**6):
+                check_equal(device, lambda x, k=k, b=block: sf.block_top_k(x, k, b), x)
+
+
+@devices
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
 def test_sums_and_scatters_equal_the_processors(
     device: Callable[..., Any], dtype: torch.dtype

@@ -34,6 +34,7 @@ STATES: dict[str, Callable[..., CompressionState]] = {
     "oktopk": OkTopkState,
     "topk, exact": lambda **options: sparsecomm.TopkState(select="exact", **options),
     "topk, bucket": lambda **options: sparsecomm.TopkState(select="bucket", bucket=16, **options),
+    "block_topk": lambda **options: sparsecomm.BlockTopkState(block=16, **options),
     "gaussian_k": sparsecomm.GaussianKState,
     "gtopk": sparsecomm.GTopkState,
     "topk_dsa": sparsecomm.TopkDsaState,

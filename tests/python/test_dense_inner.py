@@ -74,7 +74,7 @@ def _plan() -> tuple[bool, set[str]]:
 def test_auto_may_choose_it_where_there_is_one() -> None:
     for candidate, others in run_ranks(2, _plan):
         assert candidate
-        assert others == {"gaussian_k", "ina"}
+        assert others == {"gaussian_k", "ina", "ina_sparse"}
     link = sparsecomm.Link.parse("1gbit")
     by_hand = sparsecomm.explain(LARGE, 0.01, link=link, ranks=4)
     assert not next(row.candidate for row in by_hand.ranking if row.algorithm == INNER)

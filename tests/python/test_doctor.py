@@ -299,6 +299,9 @@ def test_advice_on_the_environment() -> None:
     typo = check(2, 2, SPARSECOMM_TRANPORT="c10d", **set_to_one)
     assert typo.keys() == {"SPARSECOMM_TRANPORT"}
     assert typo["SPARSECOMM_TRANPORT"][0] == ADVICE
+    nowhere = check(2, 2, SPARSECOMM_AGGREGATORS="10.0.0.7", **set_to_one)
+    assert nowhere["SPARSECOMM_AGGREGATORS"][0] == BROKEN
+    assert check(2, 2, SPARSECOMM_AGGREGATORS="10.0.0.7:7000, b:7000", **set_to_one) == {}
     unknown = check(2, 2, SPARSECOMM_TRANSPORT="verbs", **set_to_one)
     assert unknown == {"SPARSECOMM_TRANSPORT": (BROKEN, "unset it, or name one of auto, ucx, c10d")}
 

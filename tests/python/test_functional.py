@@ -146,6 +146,8 @@ def test_strides_do_not_matter() -> None:
         lambda x: sf.top_k(x, 3),
         lambda x: sf.threshold_exact(x, 3),
         lambda x: sf.block_scan(x, 4),
+        lambda x: sf.block_top_k(x, 9, 16),
+        lambda x: [sf.block_gather(x, torch.tensor([7, 2], dtype=torch.int32), 64)],
         lambda x: [sf.qsgd_quantize(x, 4, seed=1)],
     ):
         assert all(map(same, call(x), call(x.contiguous())))
@@ -225,6 +227,7 @@ def test_threads_do_not_matter() -> None:
             *sf.select(residual, threshold, limit=500),
             *sf.top_k(residual, 77),
             *sf.block_scan(residual * (residual > 2), 8),
+            *sf.block_top_k(residual, 100, 64),
         ]
         return [*parts, *threshold, gradient, residual, momentum]
 
@@ -314,6 +317,52 @@ def test_block_scan(size: int, dtype: torch.dtype) -> None:
     assert torch.equal(got.blocks.view(torch.uint8), padded[holds].view(torch.uint8))
     bits = np.unpackbits(got.bitmap.numpy().view(np.uint8), bitorder="little")
     assert np.array_equal(bits[: len(holds)], holds.numpy())
+
+
+def padded_blocks(x: Tensor, block: int) -> Tensor:
+    return torch.cat([x, x.new_zeros(-len(x) % block)]).view(-1, block)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8])
+@pytest.mark.parametrize(("size", "block"), [(1, 1), (1_001, 7), (70_000, 256), (5, 100)])
+def test_blocks_are_copied_out_and_back(size: int, block: int, dtype: torch.dtype) -> None:
+    x = (randn(size).abs() * 50).to(dtype)
+    blocks = padded_blocks(x, block)
+    numbers = torch.randperm(len(blocks)).to(torch.int32)
+    assert torch.equal(sf.block_gather(x, numbers, block), blocks[numbers.long()])
+    some = indices_of(torch.arange(len(blocks)) % 3 != 1)
+    got = sf.block_gather(x, some, block)
+    target = torch.full((size,), 7).to(dtype)
+    expected = padded_blocks(target, block).index_copy(0, some.long(), got).flatten()[:size]
+    assert sf.block_scatter_(target, some, got) is target
+    assert torch.equal(target, expected)
+    strided = torch.zeros(2 * size, dtype=dtype)
+    sf.block_scatter_(strided[::2], some, got)
+    assert torch.equal(strided[1::2], torch.zeros(size, dtype=dtype))
+    none = some[:0]
+    assert sf.block_gather(x, none, block).shape == (0, block)
+    assert torch.equal(sf.block_scatter_(target, none, got[:0]), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("size", "block"), [(0, 4), (1, 1), (1_001, 7), (70_000, 64), (5, 100)])
+def test_block_top_k(size: int, block: int, dtype: torch.dtype) -> None:
+    x = randn(size, dtype=dtype)
+    blocks = padded_blocks(x, block)
+    squares = blocks.double().square().sum(1)
+    for k in (0, 1, len(blocks) // 3, len(blocks), len(blocks) + 1):
+        got = sf.block_top_k(x, k, block)
+        expected = squares.topk(min(k, len(blocks))).indices.sort().values
+        assert same(got.numbers, expected.to(torch.int32))
+        assert same(got.blocks, blocks[expected])
+
+
+def test_block_top_k_on_hard_input() -> None:
+    x = torch.zeros(40)
+    assert sf.block_top_k(x, 2, 8).numbers.tolist() == [0, 1]
+    x[30], x[17] = math.nan, 1e30
+    assert sf.block_top_k(x, 2, 8).numbers.tolist() == [2, 3]
+    assert sf.block_top_k(x, 1, 8).numbers.tolist() == [3]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32, torch.int64])
@@ -442,6 +491,31 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "block": (lambda: sf.block_scan(VECTOR, 0), "block = 0 is not in"),
     "block's bytes": (lambda: sf.block_scan(VECTOR.half(), 1), "blocks of 2 bytes"),
+    "a block out of the input": (
+        lambda: sf.block_gather(VECTOR, torch.tensor([2], dtype=I32), 4),
+        "index 2 is not in [0, 2)",
+    ),
+    "numbers of int64": (
+        lambda: sf.block_gather(VECTOR, torch.tensor([0]), 4),
+        "must be a vector of int32",
+    ),
+    "a number twice": (
+        lambda: sf.block_scatter_(VECTOR, torch.tensor([1, 1], dtype=I32), torch.ones(2, 4)),
+        "not strictly increasing",
+    ),
+    "blocks in a row": (
+        lambda: sf.block_scatter_(VECTOR, torch.tensor([1], dtype=I32), torch.ones(4)),
+        "must be of shape [numbers, block]",
+    ),
+    "blocks of another dtype": (
+        lambda: sf.block_scatter_(VECTOR, torch.tensor([1], dtype=I32), torch.ones(1, 4).half()),
+        "blocks is of Half, must be of Float as dense",
+    ),
+    "too few blocks": (
+        lambda: sf.block_scatter_(VECTOR, torch.tensor([0, 1], dtype=I32), torch.ones(1, 4)),
+        "2 indices but 1 values",
+    ),
+    "norms of integers": (lambda: sf.block_top_k(torch.ones(8, dtype=I32), 1, 4), "is of Int"),
     "no vectors": (lambda: sf.sparse_sum([], 8), "at least one tensor"),
     "unsorted": (
         lambda: sf.sparse_sum([(torch.tensor([2, 1], dtype=I32), torch.ones(2))], 8),
@@ -555,6 +629,9 @@ def cases() -> dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
         "qsgd_dequantize": [((sf.qsgd_quantize(x, 4, seed=1), 2_100, 4), {})],
         "qsgd_dequantize_add": [((y, sf.qsgd_quantize(x, 4, seed=1), 4), {})],
         "block_scan": [((x * (x > 2), 8), {}), ((torch.zeros(100).half(), 8), {})],
+        "block_gather": [((x, torch.tensor([3, 0], dtype=torch.int32), 64), {})],
+        "block_scatter": [((x, torch.tensor([0, 3], dtype=torch.int32), y[:2, :64]), {})],
+        "block_top_k": [((x, 5, 64), {}), ((x.half(), 10**4, 7), {})],
         "sparse_sum": [(([i, j], [v, w], 100), {})],
         "sparse_intersection": [((i, v, j, w, 100), {}), ((i, v, j, None, 100), {})],
         "scatter": [((x, i, v), {"divisor": 2.0}), ((x.half(), i, v), {})],
@@ -600,12 +677,16 @@ def test_compiled_as_a_whole(backend: str, dynamic: bool) -> None:
         more = sf.fused_error_feedback(gradient, residual, threshold=0.5, momentum=momentum)
         total = sf.sparse_sum([sent, more], gradient.numel())
         sf.scatter_(gradient, total.indices, total.values, divisor=2.0)
+        largest = sf.block_top_k(residual, 3, 64)
+        sf.block_scatter_(momentum, largest.numbers, largest.blocks)
         codes = sf.qsgd_quantize(residual, 4, seed=7)
         sf.qsgd_dequantize_add_(momentum, codes, 4)
         chosen = sf.select(gradient, sf.threshold_sampled(gradient, 20))
         return [
             *(part + 1 for part in sf.top_k(residual, 5)),
             *(part * 2 for part in total),
+            *largest,
+            sf.block_gather(residual, largest.numbers, 64),
             *scanned,
             *chosen,
             sf.threshold_gaussian(residual, 9).magnitude,

@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm import (
     AutoState,
+    BlockTopkState,
     CompressionState,
     GaussianKState,
     GTopkState,
@@ -43,6 +44,7 @@ from sparsecomm.fsdp import apply_reduce_scatter
 
 SLOW = pytest.mark.slow
 HOOKS: dict[type[CompressionState], Callable[..., Any]] = {
+    BlockTopkState: sparsecomm.block_topk_hook,
     GTopkState: sparsecomm.gtopk_hook,
     GaussianKState: sparsecomm.gaussian_k_hook,
     OkTopkState: sparsecomm.oktopk_hook,
@@ -57,6 +59,12 @@ def register(ddp: DistributedDataParallel, state: CompressionState, native: bool
         sparsecomm.register_comm_hook(ddp, state)
     else:
         ddp.register_comm_hook(state, HOOKS[type(state)])
+
+
+def made(kind: type[CompressionState]) -> CompressionState:
+    """With so many blocks that 5 % is a number of them."""
+    options: dict[str, Any] = {"block": 16} if kind is BlockTopkState else {}
+    return kind(density=0.05, **options)
 
 
 # ---- what is exchanged
@@ -88,7 +96,7 @@ def check_conservation_and_replicas() -> None:
             model = make_model(dtype=dtype)
             reference = make_model(dtype=dtype)
             ddp = make_ddp(model, several_groups=dtype == torch.float64)
-            state = kind(density=0.05)
+            state = made(kind)
             register(ddp, state, native=True)
             carried = torch.zeros(sum(p.numel() for p in model.parameters()), dtype=torch.float64)
             for step in range(5):
@@ -127,7 +135,7 @@ def check_python_and_native_hook_agree() -> None:
         results = []
         for native in (False, True):
             ddp = make_ddp(make_model())
-            register(ddp, kind(density=0.05), native)
+            register(ddp, made(kind), native)
             train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(6))
             results.append(flat(ddp.parameters()))
         assert torch.equal(results[0], results[1]), kind
@@ -138,7 +146,7 @@ def check_non_finite() -> None:
     last = dist.get_world_size() - 1
     for kind in HOOKS:
         ddp = make_ddp(make_model())
-        state = kind(density=0.05)
+        state = made(kind)
         register(ddp, state, native=True)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
         train(ddp, optimizer, range(2))
@@ -160,7 +168,7 @@ def check_partly_non_finite() -> None:
     last = dist.get_world_size() - 1
     for kind in HOOKS:
         ddp, reference = make_ddp(make_model(), several_groups=True), make_model()
-        state = kind(density=0.05)
+        state = made(kind)
         register(ddp, state, native=True)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
         train(ddp, optimizer, range(2))
@@ -219,7 +227,7 @@ def check_broken_off() -> None:
     """What a failing backward pass delivered goes back before a state is saved or loaded."""
     for kind in [*HOOKS, AutoState]:
         model, reference, other = make_model(), make_model(), make_model()
-        state, fresh = kind(density=0.05), kind(density=0.05)
+        state, fresh = made(kind), made(kind)
         ddp = make_ddp(model, several_groups=True)
         sparsecomm.register_comm_hook(ddp, state)
         train(ddp, torch.optim.SGD(model.parameters(), lr=0.0), range(3))

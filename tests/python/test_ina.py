@@ -91,6 +91,61 @@ def test_a_state_of_ddp_trains_through_them() -> None:
         run_ranks(2, _train, addresses)
 
 
+def _train_blocks(addresses: tuple[str, ...], dtype: torch.dtype) -> None:
+    """With and without aggregators the same bits, of two ranks; and a checkpoint serves both."""
+
+    def step(ddp: Any, steps: range) -> None:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), steps)
+
+    models, states = [], []
+    for given in ((), addresses):
+        state = sparsecomm.BlockTopkState(
+            0.1, block=16, momentum=0.5, aggregators=given, timeout=LONG_TIME
+        )
+        assert state.algorithm == ("ina_sparse" if given else "topk_dsa")
+        models.append(make_ddp(make_model(dtype=dtype)))
+        states.append(sparsecomm.register_comm_hook(models[-1], state))
+        step(models[-1], range(3))
+    saved = [state.state_dict() for state in states]
+    assert torch.equal(flat(models[0].parameters()), flat(models[1].parameters()))
+    for state, other in zip(states, reversed(saved), strict=True):
+        state.load_state_dict(other)
+    for ddp in models:
+        step(ddp, range(3, 6))
+    assert torch.equal(flat(models[0].parameters()), flat(models[1].parameters()))
+    through = states[1].stats()
+    assert through["lost_aggregators"] == {}
+    assert 0.05 < through["realised_density"] < 0.5
+    assert through["realised_density"] <= through["result_density"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_blocks_of_the_largest_norms_train_through_them(dtype: torch.dtype) -> None:
+    with aggregators(2) as addresses:
+        run_ranks(2, _train_blocks, addresses, dtype)
+
+
+def _lose(address: str, process: int) -> None:
+    state = sparsecomm.BlockTopkState(0.1, block=16, aggregators=(address,), timeout=LONG_TIME)
+    plain = sparsecomm.BlockTopkState(0.1, block=16)
+    models = [make_ddp(make_model()) for _ in range(2)]
+    for ddp, of_it in zip(models, (state, plain), strict=True):
+        sparsecomm.register_comm_hook(ddp, of_it)
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(2))
+    if dist.get_rank() == 0:
+        os.kill(process, signal.SIGKILL)
+    dist.barrier()
+    for ddp in models:
+        train(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(2, 4))
+    assert torch.equal(flat(models[0].parameters()), flat(models[1].parameters()))
+    assert [*state.stats()["lost_aggregators"]] == [address]
+
+
+def test_blocks_are_summed_by_the_ranks_once_aggregators_are_lost() -> None:
+    with aggregator() as (process, address):
+        run_ranks(2, _lose, address, process.pid)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "text"),
     [
@@ -116,7 +171,7 @@ def test_states_that_would_not_use_them_refuse_them() -> None:
         compression = Compression(density=1.0, algorithm=name)
         with pytest.raises(ValueError, match=f"algorithm='{name}' uses no aggregators"):
             sparsecomm.CompressionState(compression, aggregators=given)
-    for name in (INA, "auto"):
+    for name in (INA, "ina_sparse", "auto"):
         compression = Compression(density=1.0, algorithm=name)
         assert sparsecomm.CompressionState(compression, aggregators=given).algorithm == name
 

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 from sparsecomm import (
+    BlockTopkState,
     CompressionState,
     DenseOverlapState,
     OkTopkState,
@@ -27,6 +28,7 @@ from sparsecomm.optim import OkTopkAdam, OkTopkSGD, TopkSGD
 # Of images, volumes and matrices, and one without a choice.
 SHAPES = [(3, 4, 2, 5), (2, 3, 2, 1, 4), (7, 6), (5,), (4, 5, 1, 1)]
 HOOKS: dict[type[CompressionState], Callable[..., Any]] = {
+    BlockTopkState: sparsecomm.block_topk_hook,
     DenseOverlapState: sparsecomm.dense_overlap_hook,
     OkTopkState: sparsecomm.oktopk_hook,
     QuantizedTopkState: sparsecomm.quantized_topk_hook,
@@ -43,10 +45,11 @@ STATES: dict[str, Callable[[], CompressionState]] = {
     "bucket": lambda: TopkState(0.2, select="bucket", dense_below=0),
     "dense": DenseOverlapState,
 }
-# Whose samples, buckets or random numbers go by memory.
+# Whose samples, buckets, blocks or random numbers go by memory.
 ORDERED: dict[str, Callable[[], CompressionState]] = {
     "sampled": lambda: OkTopkState(0.2, momentum=0.5),
     "buckets": lambda: TopkState(0.2, select="bucket", dense_below=0),
+    "blocks": lambda: BlockTopkState(0.2, block=16, dense_below=0),
     "quantized": lambda: QuantizedTopkState(0.2, dense_below=0),
 }
 

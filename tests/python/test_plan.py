@@ -84,7 +84,7 @@ def test_explain_ranks_every_algorithm_by_the_sum_of_its_parts() -> None:
     for row in plan.ranking:
         assert row.seconds == pytest.approx(sum(getattr(row, part) for part in PARTS))
         # Up the tree, and down again; and all ranks' bytes over the link of one aggregator.
-        ways = {"gtopk": 2, "ina": 8}.get(row.algorithm, 1)
+        ways = {"gtopk": 2, "ina": 8, "ina_sparse": 8}.get(row.algorithm, 1)
         assert row.transfer == pytest.approx(ways * row.received_bytes * 8e-9, rel=1e-3)
     assert plan.best.algorithm != "dense"
     dense = next(row for row in plan.ranking if row.algorithm == "dense")

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import sparsecomm
 from sparsecomm import (
     AutoState,
+    BlockTopkState,
     CompressionState,
     GaussianKState,
     GTopkState,
@@ -36,6 +37,7 @@ STATES: list[tuple[type[CompressionState], dict[str, Any]]] = [
     (OkTopkState, {"densities": {"other": 0.3}}),
     (TopkState, {"select": "exact"}),
     (TopkState, {"select": "bucket"}),
+    (BlockTopkState, {"block": 16}),
     (TopkState, {"schedule": REUSED, "densities": {"other": 1.0}}),
     (QuantizedTopkState, {}),
     (GaussianKState, {}),

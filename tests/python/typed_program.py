@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,7 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
         sparsecomm.DenseOverlapState(stal_limit=None),  # type: ignore[call-arg]
         sparsecomm.CompressionState(compression, group),
         sparsecomm.QuantizedTopkState(quantize=8),
+        sparsecomm.BlockTopkState(block=512),
         sparsecomm.GaussianKState(dense_steps=10),
         sparsecomm.GTopkState(clip_norm=1.0, densities={"head": 0.1}),
         sparsecomm.TopkDsaState(momentum=0.9),
@@ -79,6 +81,7 @@ def hooks(ddp: DistributedDataParallel, state: sparsecomm.CompressionState) -> d
     ddp.register_comm_hook(sparsecomm.GaussianKState(), sparsecomm.gaussian_k_hook)
     ddp.register_comm_hook(sparsecomm.GTopkState(), sparsecomm.gtopk_hook)
     ddp.register_comm_hook(sparsecomm.TopkDsaState(), sparsecomm.topk_dsa_hook)
+    ddp.register_comm_hook(sparsecomm.BlockTopkState(), sparsecomm.block_topk_hook)
     state.follow(torch.amp.GradScaler("cpu"))
     state.load_state_dict(state.state_dict())
     state.reconnect(dist.new_group([0, 2]))
@@ -138,6 +141,13 @@ def statistics(state: sparsecomm.CompressionState, writer: Writer) -> str:
     return sparsecomm.report(state, state)
 
 
+def backend(store: TCPStore) -> dict[str, Any]:
+    sparsecomm.announce_aggregators(store, ["10.0.0.7:7000"])
+    options = sparsecomm.Options(aggregators="store", block_bytes=512)
+    dist.init_process_group("sparsecomm", pg_options=options)
+    return sparsecomm.backend_stats()
+
+
 def collectives(tensor: Tensor) -> None:
     with sparsecomm.Communicator.from_process_group(transport="ucx") as communicator:
         assert_type(communicator.counters(), dict[str, int])
@@ -183,6 +193,8 @@ def operators(gradient: Tensor, residual: Tensor) -> Tensor:
     codes = sf.qsgd_quantize(residual, 4, seed=1)
     sf.qsgd_quantize(residual, 3, seed=1)  # type: ignore[arg-type]
     dense = sf.qsgd_dequantize(codes, residual.numel(), 4)
+    largest: sf.Blocks = sf.block_top_k(dense, 3, 16)
+    dense = sf.block_scatter_(dense, largest.numbers, sf.block_gather(dense, largest.numbers, 16))
     blocks: sf.BlockScan = sf.block_scan(sf.qsgd_dequantize_add_(dense, codes, 4), 16)
     assert_type(blocks.bitmap, Tensor)
     return sf.scatter_(gradient, total.indices, total.values, divisor=2)

@@ -88,6 +88,7 @@ Kernels<T> kernels() {
   Kernels<T> table;
   add_selection_kernels(table);
   add_bucket_kernels(table);
+  add_block_kernels(table);
   add_threshold_kernels(table);
   add_gaussian_kernels(table);
   add_dense_kernels(table);
@@ -111,6 +112,8 @@ Library const sparsecomm_cuda_library{
     block_workspace,
     begin,
     block_scan,
+    block_gather,
+    block_scatter,
     kernels<float>(),
     kernels<double>(),
     kernels<Half>(),

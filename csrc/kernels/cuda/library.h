@@ -114,6 +114,10 @@ struct Kernels {
   // bucket_top_k_count(row, bucket, k). Reads N.
   void (*top_k_per_bucket)(T const* x, std::size_t size, std::size_t row, std::size_t bucket,
                            std::size_t k, Packed<V> out, Stream stream);
+  // squares[b] = the sum of the squares of block b of `block` entries, the last of which may be
+  // shorter: of moments(), with the bits of the scalar kernel. Reads N.
+  void (*block_squares)(T const* x, std::size_t size, std::size_t block, double* squares,
+                        Stream stream);
 
   // Sets magnitude and ties of the state to those of exact_threshold, of |gradient + residual|. A
   // residual without memory counts as zeros. The spans' memory is the device's, the list the
@@ -239,10 +243,22 @@ struct Library {
 
   // Which blocks of `block_bytes` (the last may be shorter) hold a bit that is set, so that NaN and
   // -0.0 count: bit b % 32 of bitmap[b / 32], the numbers in order, and, unless `out` is null, the
-  // blocks themselves one after another. *count: how many. Workspace: block_workspace(blocks).
+  // blocks themselves one after another. *count: how many. Workspace: block_workspace(blocks). The
+  // results may lie in pinned memory of the host, where one kernel then finds and delivers them.
   void (*block_scan)(std::byte const* bytes, std::size_t size, std::size_t block_bytes,
                      std::uint32_t* bitmap, std::uint32_t* numbers, std::byte* out,
                      std::uint64_t* count, void* workspace, Stream stream);
+
+  // Copies the blocks of those numbers one after another, with zeros behind one that is shorter,
+  // and back: null stands for blocks of zeros. The numbers differ from each other. One that no
+  // block has is left out and sets *outside to 1. Of either call `out` and `blocks` may lie in
+  // pinned memory.
+  void (*block_gather)(std::byte const* bytes, std::size_t size, std::size_t block_bytes,
+                       std::uint32_t const* numbers, std::size_t count, std::byte* out,
+                       std::uint32_t* outside, Stream stream);
+  void (*block_scatter)(std::byte* bytes, std::size_t size, std::size_t block_bytes,
+                        std::uint32_t const* numbers, std::size_t count, std::byte const* blocks,
+                        std::uint32_t* outside, Stream stream);
 
   Kernels<float> f32;
   Kernels<double> f64;

@@ -29,9 +29,18 @@ void add_qsgd_kernels(ValueKernels<V>& table);
 
 UnionKernels union_kernels();
 
+template <class T>
+void add_block_kernels(Kernels<T>& table);
+
 std::size_t block_workspace(std::size_t blocks);
 void block_scan(std::byte const* bytes, std::size_t size, std::size_t block_bytes,
                 std::uint32_t* bitmap, std::uint32_t* numbers, std::byte* out, std::uint64_t* count,
                 void* workspace, Stream stream);
+void block_gather(std::byte const* bytes, std::size_t size, std::size_t block_bytes,
+                  std::uint32_t const* numbers, std::size_t count, std::byte* out,
+                  std::uint32_t* outside, Stream stream);
+void block_scatter(std::byte* bytes, std::size_t size, std::size_t block_bytes,
+                   std::uint32_t const* numbers, std::size_t count, std::byte const* blocks,
+                   std::uint32_t* outside, Stream stream);
 
 }  // namespace sparsecomm::cuda
