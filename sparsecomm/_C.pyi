@@ -63,6 +63,8 @@ class AggregatorAddresses:
         ucx: UcxOptions,
         log: Callable[[str], None],
     ) -> None: ...
+    @property
+    def addresses(self) -> list[str]: ...
 
 class ServingAggregator:
     def __init__(

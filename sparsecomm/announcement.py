@@ -1,5 +1,6 @@
 """How ranks find aggregators through the store that they meet at."""
 
+import time
 from collections.abc import Sequence
 
 from torch._C._distributed_c10d import Store
@@ -13,7 +14,9 @@ def announce_aggregators(store: Store, addresses: Sequence[str]) -> None:
     """Tells all ranks that meet at ``store`` where aggregators are.
 
     For process groups with ``Options(aggregators="store")``, which wait for it. Called once, on any
-    rank or by another program that has the store, such as the one that starts the aggregators.
+    rank or by another program that has the store, such as the one that starts the aggregators. A
+    store that outlives an attempt, as torchrun's may, keeps what was announced: announce anew
+    before the ranks of the next one make their groups.
 
     Args:
         store: as ``init_process_group`` was given it, or of the default group:
@@ -31,10 +34,13 @@ def announce_aggregators(store: Store, addresses: Sequence[str]) -> None:
 
 def announced_aggregators(store: Store) -> list[str]:
     """Waits, as long as the store does, until some have been announced, and returns them."""
-    try:
-        return innermost(store).get(_KEY).decode().split(",")
-    except RuntimeError as error:
-        raise RuntimeError(
-            'aggregators="store": nobody has announced any; call '
-            f"sparsecomm.announce_aggregators(store, addresses) on one rank ({error})"
-        ) from error
+    base = innermost(store)
+    end = time.monotonic() + base.timeout.total_seconds()
+    while not base.check([_KEY]):  # get() would not let Ctrl-C through
+        if time.monotonic() > end:
+            raise RuntimeError(
+                'aggregators="store": nobody has announced any; call '
+                "sparsecomm.announce_aggregators(store, addresses) on one rank"
+            )
+        time.sleep(0.05)
+    return base.get(_KEY).decode().split(",")

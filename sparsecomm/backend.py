@@ -8,6 +8,7 @@ dense ones where there are aggregators. Results are those of the dense operation
 from __future__ import annotations
 
 import atexit
+import hashlib
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -43,6 +44,7 @@ def own_backend(group: object) -> _C.ProcessGroup | None:
         backend = group._get_backend(torch.device("cpu"))
     except RuntimeError:
         return None  # it has none
+    backend = getattr(backend, "wrapped_pg", backend)  # with TORCH_DISTRIBUTED_DEBUG=DETAIL
     return backend if isinstance(backend, _C.ProcessGroup) else None
 
 
@@ -99,6 +101,8 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
         return made
 
     ours = _options_of(backend_options)
+    aggregators = _aggregators_of(ours, options.store)
+    _require_same_way(gloo, options.store, aggregators.addresses, ours.block_bytes)
     has_nccl = dist.is_nccl_available() and torch.cuda.is_available()
     make_nccl = _nccl_factory(options, ours.nccl) if has_nccl else None
     return _C.ProcessGroup(
@@ -114,7 +118,7 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
             stall_limit=ours.communicator.stall_limit,
             loopback=transports.is_loopback(host),
         ),
-        _aggregators_of(ours, options.store),
+        aggregators,
         ours.block_bytes,
         transports.warn,
         _open,
@@ -127,6 +131,26 @@ def _aggregators_of(ours: Options, store: Store) -> _C.AggregatorAddresses:
         return ours.communicator.aggregator_addresses()
     return transports.aggregator_addresses(
         announced_aggregators(store), ours.communicator.aggregator_transport
+    )
+
+
+def _require_same_way(gloo: Any, store: Store, addresses: list[str], block_bytes: int) -> None:
+    """Raises, on all ranks alike, unless dense sums would go the same way on all of them."""
+    own = f"aggregators {', '.join(addresses) or 'none'}, block_bytes {block_bytes}"
+    number = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7], "big")
+    extremes = torch.tensor([number, -number])
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.MAX
+    gloo.allreduce([extremes], options).wait()
+    if extremes[0] == -extremes[1]:
+        return
+    keys = [f"{NAME}/way/{rank}" for rank in range(gloo.size())]
+    store.set(keys[gloo.rank()], own)
+    said = [text.decode() for text in store.multi_get(keys)]
+    other = next(rank for rank, text in enumerate(said) if text != said[0])
+    raise RuntimeError(
+        f'backend "{NAME}": ranks disagree: {said[0]} on rank 0, but {said[other]} on rank '
+        f"{other}; give all the same, by pg_options or by {transports.AGGREGATORS}"
     )
 
 

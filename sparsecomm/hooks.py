@@ -616,8 +616,8 @@ class BlockTopkState(_Method):
     Of every ``block`` consecutive entries (256 by default) all or none are sent, those of the
     largest norms. Where there are ``aggregators``, they add the blocks (Gu et al. 2024, OmNICCL),
     and each rank sends what it has selected and receives the union, whatever the number of ranks;
-    else the ranks do, as with :class:`TopkDsaState`. Both give the same result, so a checkpoint of
-    one goes on with the other.
+    else the ranks do, as with :class:`TopkDsaState`. The results differ by rounding alone, so a
+    checkpoint of one goes on with the other.
     """
 
     _algorithm = "topk_dsa"

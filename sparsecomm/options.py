@@ -181,9 +181,18 @@ class Options(Backend.Options):
         if self.finds_aggregators:
             del keywords["aggregators"]
         self.communicator = communicator_options(Options, keywords)
+        if self.finds_aggregators and self.communicator.aggregators:
+            raise ValueError(
+                f'aggregators="store" and aggregators={self.communicator.aggregators!r} exclude '
+                "each other; give one of them"
+            )
         if nccl is not None and (not isinstance(nccl, Backend.Options) or nccl.backend != "nccl"):
             raise TypeError(f"nccl={nccl!r} is no torch.distributed.ProcessGroupNCCL.Options")
         self.nccl = nccl
 
     def __repr__(self) -> str:
-        return f"Options(nccl={self.nccl!r}, communicator_options={self.communicator!r})"
+        found = ', aggregators="store"' if self.finds_aggregators else ""
+        return (
+            f"Options(nccl={self.nccl!r}, block_bytes={self.block_bytes}{found}, "
+            f"communicator_options={self.communicator!r})"
+        )

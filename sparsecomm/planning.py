@@ -266,7 +266,8 @@ def explain(
         process_group: the ranks; the default group if ``None``.
         link: a link given by hand. Needs ``ranks``.
         ranks: how many there would be, with ``link``.
-        aggregators: how many there would be, for ``"ina"``, each on a link like those of the ranks.
+        aggregators: how many there would be, for ``"ina"`` and ``"ina_sparse"``, each on a link
+            like those of the ranks.
         union: entries of the union of all selections over those of one, from 1 (all the same) to
             the number of ranks; as if positions were random if ``None``.
         dtype: of the gradient: float32, float64, float16 or bfloat16.

@@ -18,7 +18,7 @@ class DeviceBlocks {
   explicit DeviceBlocks(DeviceQueue const& queue) : queue_(queue), threshold_(queue) {}
 
   // The numbers, on the device and until the next call, of at most `wanted` blocks, in order: those
-  // that block_top_k chooses, but for blocks of zeros. Waits for the device.
+  // that block_top_k chooses, but for blocks whose squares are zero. Waits for the device.
   std::pair<std::uint32_t const*, std::size_t> find(std::span<const V> x, std::size_t block,
                                                     std::size_t wanted) {
     cuda::Library const& library = *queue_.library;

@@ -101,7 +101,8 @@ void AllreduceOperation<T>::configure(CollectiveConfig config) {
   }
   std::string text =
       describe<T>("allreduce", config) + describe_reduction(config) +
-      concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name);
+      concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name,
+             ";block_bytes=", options_.block_bytes);
   if (config.in_rank_order) text += ";in_rank_order=1";
   CombineOrder const order = config.in_rank_order ? CombineOrder::rank : CombineOrder::arrival;
   if (order != options_.combine_order) {
@@ -142,12 +143,13 @@ Proposal AllreduceOperation<T>::prepare() {
   return {.text = is_dense_ ? dense_text_ : sparse_text_, .payload = payload_of(entries_)};
 }
 
-// At least 1.
+// At least 1. Halves go through aggregators as floats, of which fewer fit into a block.
 template <class T>
 std::uint64_t AllreduceOperation<T>::count_blocks() {
   auto const bytes = std::as_bytes(data_);
-  bitmap_.resize(part_count(part_count(bytes.size(), options_.block_bytes), 64));
-  std::size_t const found = block_kernels().nonzero_blocks(bytes, options_.block_bytes, bitmap_);
+  std::size_t const block = options_.block_bytes / sizeof(V) * sizeof(T);
+  bitmap_.resize(part_count(part_count(bytes.size(), block), 64));
+  std::size_t const found = block_kernels().nonzero_blocks(bytes, block, bitmap_);
   return std::max<std::size_t>(1, found);
 }
 

@@ -21,7 +21,8 @@ struct BlockTopKScratch {
 
 // The numbers, in order, of the min(k, blocks) blocks of `block` consecutive entries whose sums of
 // squares, in double, are the largest; among equals the lowest number comes first, and sums that
-// are not finite come before all others. The last block may be shorter. Valid until the next call
+// are not finite come before all others; of entries below 1e-162 squares are zero. The last block
+// may be shorter. Valid until the next call
 // with that scratch. Throws InvalidArgument unless block is positive. Reads N once, and N / block
 // sums as exact_top_k does.
 template <class T>

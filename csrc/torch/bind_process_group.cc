@@ -1,8 +1,10 @@
 #include <pybind11/functional.h>
 
 #include "bindings.h"
+#include "interpreter.h"
 #include "process_group.h"
 #include "python_duration.h"
+#include "stall_log.h"
 
 namespace py = pybind11;
 
@@ -27,14 +29,17 @@ void bind_process_group(py::module_& module) {
                  connect, aggregators, block_bytes,
                  engine_timeout ? std::optional(to_milliseconds(engine_timeout->value))
                                 : std::nullopt,
-                 std::move(warn), std::move(open)});
+                 log_of_python(std::move(warn)), std::move(open)});
            }),
            py::arg("gloo"), py::arg("make_nccl"), py::arg("make_gloo_options"), py::arg("store"),
            py::arg("timeout"), py::arg("connect"), py::arg("aggregators"), py::arg("block_bytes"),
            py::arg("warn"), py::arg("open"), py::arg("engine_timeout"))
       .def_property_readonly("aggregators", &ProcessGroup::aggregators)
       .def_property_readonly("block_bytes", &ProcessGroup::block_bytes)
-      .def_property_readonly("communicator", &ProcessGroup::communicator);
+      // Whoever makes it holds the group's lock, and waits for the interpreter.
+      .def_property_readonly(
+          "communicator",
+          py::cpp_function(&ProcessGroup::communicator, py::call_guard<InterpreterRelease>()));
 }
 
 }  // namespace sparsecomm

@@ -116,7 +116,8 @@ void bind_transport(py::module_& module) {
       .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<AggregatorAddresses>(module, "AggregatorAddresses")
       .def(py::init(&make_aggregator_addresses), py::kw_only(), py::arg("addresses"),
-           py::arg("transport"), py::arg("ucx"), py::arg("log"));
+           py::arg("transport"), py::arg("ucx"), py::arg("log"))
+      .def_readonly("addresses", &AggregatorAddresses::addresses);
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),

@@ -191,8 +191,7 @@ ExchangeOptions HookState::options_at(std::optional<double> density,
   options.algorithm = "dense_rabenseifner";
   options.feedback = true;
   options.collective.frame.value_codec = options.collective.dense_codec = ValueCodec::raw;
-  options.rule.bucket = 0;
-  options.rule.first_moment = 0;
+  options.rule = {.velocity = velocity, .mask_momentum = options.rule.mask_momentum};
   options.warmup = {};
   return options;
 }

@@ -105,12 +105,12 @@ InPlace::InPlace(at::Tensor const& tensor, char const* name)
 }
 
 std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, std::int64_t count,
-                                                 std::int64_t size) {
-  require(contiguous.dim() == 1 && contiguous.scalar_type() == at::kInt,
-          "indices must be a vector of int32, not of ", at::toString(contiguous.scalar_type()),
+                                                 std::int64_t size, PositionWords const& words) {
+  require(contiguous.dim() == 1 && contiguous.scalar_type() == at::kInt, words.many,
+          " must be a vector of int32, not of ", at::toString(contiguous.scalar_type()),
           " and shape ", contiguous.sizes());
-  require(contiguous.numel() == count, contiguous.numel(), " indices but ", count,
-          " values: give one value for each");
+  require(contiguous.numel() == count, contiguous.numel(), " ", words.many, " but ", count, " ",
+          words.values, ": give as many of both");
   auto const indices = positions(contiguous);
   if (indices.empty()) return indices;
   // A negative index is a large one here.
@@ -120,25 +120,25 @@ std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, s
     auto const least = low.item<std::int32_t>();
     return static_cast<std::uint32_t>(least < 0 ? least : high.item<std::int32_t>());
   }();
-  require(largest < size, "index ", static_cast<std::int32_t>(largest), " is not in [0, ", size,
-          ")");
+  require(largest < size, words.one, " ", static_cast<std::int32_t>(largest), " is not in [0, ",
+          size, ")");
   return indices;
 }
 
-void refuse_order(std::string const& whose) {
-  throw InvalidArgument(concat("the indices of ", whose,
-                               " are not strictly increasing; sort them, and add up those that "
-                               "are equal"));
+void refuse_order(std::string const& whose, PositionWords const& words) {
+  throw InvalidArgument(concat("the ", words.many, " of ", whose,
+                               " are not strictly increasing; sort them, and ", words.equal));
 }
 
 std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t count,
-                                              std::int64_t size, std::string const& whose) {
-  auto const indices = checked_positions(contiguous, count, size);
+                                              std::int64_t size, std::string const& whose,
+                                              PositionWords const& words) {
+  auto const indices = checked_positions(contiguous, count, size, words);
   bool const increasing =
       on_device(contiguous)
           ? count < 2 || (contiguous.slice(0, 1) > contiguous.slice(0, 0, -1)).all().item<bool>()
           : strictly_increasing(indices);
-  if (!increasing) refuse_order(whose);
+  if (!increasing) refuse_order(whose, words);
   return indices;
 }
 

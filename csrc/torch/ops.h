@@ -132,14 +132,24 @@ inline void require_same_device(at::Tensor const& one, at::Tensor const& other, 
           one.device().str(), " as the others; move it there");
 }
 
+// What errors call positions, what there is one of for each, and what to do if some are equal.
+struct PositionWords {
+  char const* one = "index";
+  char const* many = "indices";
+  char const* values = "values";
+  char const* equal = "add up those that are equal";
+};
+
 // The entries of a vector of int32. Throws InvalidArgument unless they are `count` and lie in [0,
 // size).
 std::span<const std::uint32_t> checked_positions(at::Tensor const& contiguous, std::int64_t count,
-                                                 std::int64_t size);
-// The same, strictly increasing: the indices of `whose`.
+                                                 std::int64_t size,
+                                                 PositionWords const& words = {});
+// The same, strictly increasing: those of `whose`.
 std::span<const std::uint32_t> checked_vector(at::Tensor const& contiguous, std::int64_t count,
-                                              std::int64_t size, std::string const& whose);
-[[noreturn]] void refuse_order(std::string const& whose);
+                                              std::int64_t size, std::string const& whose,
+                                              PositionWords const& words = {});
+[[noreturn]] void refuse_order(std::string const& whose, PositionWords const& words = {});
 
 // Throws where the two share memory.
 void require_apart(at::Tensor const& one, at::Tensor const& other, char const* names);

@@ -16,6 +16,8 @@ std::int64_t count_blocks(std::int64_t size, std::int64_t block) {
   return blocks;
 }
 
+constexpr PositionWords of_blocks{"number", "numbers", "blocks", "give each once"};
+
 std::span<std::byte> bytes_of(at::Tensor const& contiguous) {
   return {static_cast<std::byte*>(contiguous.data_ptr()), contiguous.nbytes()};
 }
@@ -96,7 +98,7 @@ at::Tensor block_gather_op(at::Tensor const& input, at::Tensor const& numbers, s
   require_same_device(input, numbers, "numbers");
   at::Tensor const x = input.contiguous();
   at::Tensor const own_numbers = numbers.contiguous();
-  auto const wanted = checked_positions(own_numbers, numbers.numel(), blocks);
+  auto const wanted = checked_positions(own_numbers, numbers.numel(), blocks, of_blocks);
   at::Tensor out = at::empty({numbers.numel(), block}, x.options());
   gather(x, wanted, out);
   return out;
@@ -112,10 +114,11 @@ void block_scatter_op(at::Tensor const& dense, at::Tensor const& numbers,
   require_same_device(dense, numbers, "numbers");
   require_same_device(dense, blocks, "blocks");
   require_apart(dense, blocks, "dense and blocks");
+  require_apart(dense, numbers, "dense and numbers");
   at::Tensor const own_numbers = numbers.contiguous();
   at::Tensor const from = blocks.contiguous();
   auto const to = checked_vector(own_numbers, blocks.size(0),
-                                 count_blocks(dense.numel(), blocks.size(1)), "the blocks");
+                                 count_blocks(dense.numel(), blocks.size(1)), "blocks", of_blocks);
   InPlace const target(dense, "dense");
   at::Tensor const& out = target.contiguous();
   std::size_t const block_bytes = static_cast<std::size_t>(blocks.size(1)) * blocks.itemsize();

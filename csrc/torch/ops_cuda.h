@@ -88,7 +88,8 @@ class DeviceSelection {
   at::Tensor indices_, values_, state_, workspace_;
 };
 
-// The k largest of a row of more than max_bucket entries, in place of `to`.
+// The k largest of a row, to the place `to`; top_k_per_bucket is quicker for up to max_bucket
+// entries.
 template <class T>
 void top_k_of_row(DeviceCall const& call, std::span<const T> x, std::uint64_t k,
                   cuda::Packed<accumulate_t<T>> to, DeviceThreshold<T>& threshold) {

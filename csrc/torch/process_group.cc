@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/record_function.h>
+#include <c10/core/InferenceMode.h>
 
 #include <algorithm>
 #include <numeric>
@@ -307,7 +308,12 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_sparse(Tensors& tensors,
 bool ProcessGroup::may_aggregate(Tensors const& tensors, c10d::ReduceOp::RedOpType op) const {
   if (parts_.aggregators.addresses.empty() || getSize() == 1 || tensors.size() != 1) return false;
   at::Tensor const& tensor = tensors.front();
+  // One message may hold all of it.
+  constexpr std::int64_t most_bytes = (std::int64_t{1} << 32) - 4096;
+  std::int64_t const value_bytes = std::max<std::int64_t>(tensor.itemsize(), sizeof(float));
   return tensor.is_cpu() && tensor.layout() == at::kStrided && can_exchange(tensor.scalar_type()) &&
+         tensor.numel() <= most_bytes / value_bytes &&
+         (!tensor.is_inference() || c10::InferenceMode::is_enabled()) &&
          (op == c10d::ReduceOp::SUM || (op == c10d::ReduceOp::AVG && tensor.is_floating_point()));
 }
 
@@ -315,7 +321,8 @@ ProcessGroup::WorkPtr ProcessGroup::allreduce_dense(Tensors& tensors,
                                                     c10d::ReduceOp::RedOpType op) {
   std::lock_guard const lock(mutex_);
   at::Tensor const& tensor = tensors.front();
-  CollectiveRequest request{.tensor = tensor, .average = op == c10d::ReduceOp::AVG, .note = {}};
+  CollectiveRequest request{
+      .tensor = tensor, .average = op == c10d::ReduceOp::AVG, .by_numel = true, .note = {}};
   if (at::globalContext().deterministicAlgorithms()) {
     // A choice would follow measured times, which do not repeat.
     request.algorithm = &find_algorithm("ina");

@@ -5,6 +5,7 @@
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 
 #include "coo_entries.h"
@@ -120,16 +121,10 @@ class TypedCollective final : public TensorCollective {
 
   void bind(CollectiveRequest request) override {
     check_tensor(request, ranks_);
-    Key key{request.kind,
-            request.algorithm,
-            request.fold,
-            request.average,
-            request.in_rank_order,
-            request.tensor.layout() == at::kStrided,
-            by_rows(request),
-            request.absent_is_zero,
-            std::move(request.note),
-            shape_of(request.tensor)};
+    Key key{request.kind,     request.algorithm,      request.fold,
+            request.average,  request.in_rank_order,  request.tensor.layout() == at::kStrided,
+            by_rows(request), request.absent_is_zero, std::move(request.note),
+            shape_of(request)};
     if (key_ != key) {
       key_.reset();
       configure(key);
@@ -240,7 +235,9 @@ class TypedCollective final : public TensorCollective {
     return operation.prepare();
   }
 
-  static CooShape shape_of(at::Tensor const& tensor) {
+  static CooShape shape_of(CollectiveRequest const& request) {
+    at::Tensor const& tensor = request.tensor;
+    if (request.by_numel) return {std::array{tensor.numel()}, 1};
     return {tensor.sizes(), tensor.layout() == at::kSparse ? tensor.sparse_dim() : tensor.dim()};
   }
 
@@ -252,7 +249,7 @@ class TypedCollective final : public TensorCollective {
         request.tensor.layout() != at::kSparse) {
       return false;
     }
-    CooShape const shape = shape_of(request.tensor);
+    CooShape const shape = shape_of(request);
     return shape.row != 1 || !shape.indexable() ||
            (request.absent_is_zero && request.fold != Fold::sum);
   }

@@ -28,7 +28,8 @@ struct CollectiveRequest {
   // Whether an index that a rank does not have is a zero there, as torch.distributed has it;
   // otherwise it takes no part. Only of sparse tensors.
   bool absent_is_zero = false;
-  std::string note;  // what ranks must agree on besides, as "name=value"
+  bool by_numel = false;  // of a dense tensor: ranks may have other shapes of as many entries
+  std::string note;       // what ranks must agree on besides, as "name=value"
 
   // Throws InvalidArgument where `op`, `algorithm` or the tensor's dtype is none of those that can.
   static CollectiveRequest make(CollectiveKind kind, at::Tensor tensor, std::string_view algorithm,

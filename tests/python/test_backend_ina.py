@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -67,7 +68,8 @@ def in_blocks(size: int, share: int, dtype: torch.dtype = torch.float32) -> torc
     return torch.where(blocks == dist.get_rank() % share, drawn, 0).to(dtype)
 
 
-def _every_dtype(addresses: tuple[str, ...]) -> None:
+def _every_dtype(addresses: tuple[str, ...], deterministic: bool) -> None:
+    torch.use_deterministic_algorithms(deterministic)
     gloo = dist.new_group(backend="gloo")
     expected = []
     cases = [
@@ -99,11 +101,16 @@ def _every_dtype(addresses: tuple[str, ...]) -> None:
     assert torch.equal(strided, expected_rows.t())
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_sums_and_averages_are_those_of_gloo(size: int) -> None:
+@pytest.mark.parametrize(("size", "deterministic"), [(2, False), (3, False), (3, True)])
+def test_sums_and_averages_are_those_of_gloo(size: int, deterministic: bool) -> None:
+    """In deterministic mode all go through the aggregators."""
     with serving(2) as made:
-        run_ranks(size, _every_dtype, tuple(each.address for each in made), timeout=120)
-        assert sum(each.received_bytes for each in made) > 0
+        addresses = tuple(each.address for each in made)
+        run_ranks(size, _every_dtype, addresses, deterministic, timeout=120)
+        received = sum(each.received_bytes for each in made)
+    if deterministic:  # of each rank's 200,000 entries all, and an eighth; and averages of four
+        bytes_of_all = 200_000 * sum(dtype.itemsize for dtype in DTYPES)
+        assert received > size * bytes_of_all
 
 
 def _others(addresses: tuple[str, ...]) -> None:
@@ -163,6 +170,81 @@ def test_ranks_in_different_modes_are_named() -> None:
     with aggregators(1) as addresses:
         said = run_ranks(2, _modes_differ, addresses)
     assert said[0] == said[1]
+
+
+def _differ(options: list[dict[str, Any]]) -> str:
+    with pytest.raises(RuntimeError, match="ranks disagree") as raised:
+        remake_group(**options[dist.get_rank()])
+    return str(raised.value)
+
+
+@pytest.mark.parametrize("how", ["some have none", "blocks"])
+def test_ranks_whose_sums_would_go_other_ways_are_named(how: str) -> None:
+    some: dict[str, Any] = {"aggregators": ("10.0.0.7:7000",)}
+    other = {} if how == "some have none" else {**some, "block_bytes": 64}
+    said = run_ranks(3, _differ, [some, some, other])
+    assert said == [said[0]] * 3
+    assert "aggregators 10.0.0.7:7000, block_bytes 1024 on rank 0" in said[0]
+    assert "on rank 2" in said[0]
+
+
+def _odd(addresses: tuple[str, ...]) -> None:
+    """What gloo takes is taken, by it or by the engine."""
+    remake_group(aggregators=addresses)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    other_shape = torch.ones(6) if rank == 0 else torch.ones(2, 3)
+    dist.all_reduce(other_shape)
+    assert (other_shape == size).all()
+    with torch.inference_mode():
+        inferred = torch.ones(1000)
+    dist.all_reduce(inferred)
+    assert (inferred == size).all()
+    with torch.inference_mode():
+        dist.all_reduce(inferred)
+    assert (inferred == size * size).all()
+    leaf = torch.ones(1000, requires_grad=True)
+    dist.all_reduce(leaf.detach())
+    assert (leaf == size).all()
+
+
+def _odd_with_details(addresses: tuple[str, ...]) -> None:
+    _odd(addresses)
+    assert sparsecomm.backend_stats()["messages"] > 0
+
+
+def test_odd_tensors_are_reduced() -> None:
+    with aggregators(1) as addresses:
+        run_ranks(2, _odd, addresses)
+
+
+def test_the_backend_is_found_behind_the_wrapper_of_debugging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
+    with aggregators(1) as addresses:
+        run_ranks(2, _odd_with_details, addresses)
+
+
+def _ask_meanwhile(addresses: tuple[str, ...]) -> None:
+    """Another thread asks for statistics while the engine is made."""
+    remake_group(aggregators=addresses)
+    done = threading.Event()
+
+    def ask() -> None:
+        while not done.is_set():
+            sparsecomm.backend_stats()
+
+    thread = threading.Thread(target=ask)
+    thread.start()
+    for _ in range(20):
+        dist.all_reduce(torch.ones(1000))
+    done.set()
+    thread.join()
+
+
+def test_statistics_may_be_asked_for_at_any_time() -> None:
+    with aggregators(1) as addresses:
+        run_ranks(2, _ask_meanwhile, addresses)
 
 
 def _through_store(addresses: tuple[str, ...]) -> None:
@@ -257,6 +339,10 @@ def test_options_are_checked_at_once() -> None:
             sparsecomm.Options(block_bytes=size)
     with pytest.raises(TypeError, match="give a sequence"):
         sparsecomm.CommunicatorOptions(aggregators="store")
+    given = sparsecomm.CommunicatorOptions(aggregators=("one:7000",))
+    with pytest.raises(ValueError, match="exclude each other"):
+        sparsecomm.Options(aggregators="store", communicator_options=given)
+    assert 'aggregators="store"' in repr(sparsecomm.Options(aggregators="store"))
     with pytest.raises(ValueError, match="no addresses were given"):
         sparsecomm.announce_aggregators(dist.HashStore(), [])
     with pytest.raises(ValueError, match="must be HOST:PORT"):

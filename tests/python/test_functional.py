@@ -493,7 +493,13 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "block's bytes": (lambda: sf.block_scan(VECTOR.half(), 1), "blocks of 2 bytes"),
     "a block out of the input": (
         lambda: sf.block_gather(VECTOR, torch.tensor([2], dtype=I32), 4),
-        "index 2 is not in [0, 2)",
+        "number 2 is not in [0, 2)",
+    ),
+    "numbers among the blocks' places": (
+        lambda: sf.block_scatter_(
+            numbers := torch.arange(8, dtype=I32), numbers[:2], torch.ones(2, 4, dtype=I32)
+        ),
+        "dense and numbers share memory",
     ),
     "numbers of int64": (
         lambda: sf.block_gather(VECTOR, torch.tensor([0]), 4),
@@ -513,7 +519,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "too few blocks": (
         lambda: sf.block_scatter_(VECTOR, torch.tensor([0, 1], dtype=I32), torch.ones(1, 4)),
-        "2 indices but 1 values",
+        "2 numbers but 1 blocks",
     ),
     "norms of integers": (lambda: sf.block_top_k(torch.ones(8, dtype=I32), 1, 4), "is of Int"),
     "no vectors": (lambda: sf.sparse_sum([], 8), "at least one tensor"),
