@@ -33,6 +33,7 @@ look() {
   has ccache || optional+=(ccache)                        # builds a second time at once
   has_header hwy/highway.h || optional+=(libhwy-dev)      # otherwise CMake downloads it
   has_header gtest/gtest.h || optional+=(libgtest-dev)    # likewise
+  has_header mbedtls/md.h || optional+=(libmbedtls-dev)   # likewise
   [ "$extra" != scale ] || has smpicxx || optional+=(libsimgrid-dev)  # make scale
   has ip || [ -x /sbin/ip ] || optional+=(iproute2)       # make lab
   if [ "$extra" = neon ]; then                            # make test-neon

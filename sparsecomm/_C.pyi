@@ -62,6 +62,7 @@ class AggregatorAddresses:
         transport: str,
         ucx: UcxOptions,
         log: Callable[[str], None],
+        prove: Callable[[bytes], bytes] | None = None,
     ) -> None: ...
     @property
     def addresses(self) -> list[str]: ...

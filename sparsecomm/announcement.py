@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
@@ -34,7 +35,7 @@ def announce_aggregators(store: Store, addresses: Sequence[str]) -> None:
 
 def announced_aggregators(store: Store) -> list[str]:
     """Waits, as long as the store does, until some have been announced, and returns them."""
-    base = innermost(store)
+    base: Any = innermost(store)  # torch's stubs know no timeout of a Store
     end = time.monotonic() + base.timeout.total_seconds()
     while not base.check([_KEY]):  # get() would not let Ctrl-C through
         if time.monotonic() > end:
@@ -43,4 +44,5 @@ def announced_aggregators(store: Store) -> list[str]:
                 "sparsecomm.announce_aggregators(store, addresses) on one rank"
             )
         time.sleep(0.05)
-    return base.get(_KEY).decode().split(",")
+    found: str = base.get(_KEY).decode()
+    return found.split(",")

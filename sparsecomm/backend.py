@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Backend, Store
+from torch._C._distributed_c10d import AllreduceOptions, Backend, Store
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import PrefixStore
 
@@ -129,8 +129,11 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
 def _aggregators_of(ours: Options, store: Store) -> _C.AggregatorAddresses:
     if not ours.finds_aggregators:
         return ours.communicator.aggregator_addresses()
+    options = ours.communicator
     return transports.aggregator_addresses(
-        announced_aggregators(store), ours.communicator.aggregator_transport
+        announced_aggregators(store),
+        options.aggregator_transport,
+        token_file=options.aggregator_token_file,
     )
 
 
@@ -139,7 +142,7 @@ def _require_same_way(gloo: Any, store: Store, addresses: list[str], block_bytes
     own = f"aggregators {', '.join(addresses) or 'none'}, block_bytes {block_bytes}"
     number = int.from_bytes(hashlib.sha256(own.encode()).digest()[:7], "big")
     extremes = torch.tensor([number, -number])
-    options = dist.AllreduceOptions()
+    options: Any = AllreduceOptions()
     options.reduceOp = dist.ReduceOp.MAX
     gloo.allreduce([extremes], options).wait()
     if extremes[0] == -extremes[1]:

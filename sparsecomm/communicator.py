@@ -49,9 +49,9 @@ class Communicator:
         Args:
             process_group: of torch.distributed, over any backend.
             keywords: ``timeout``, ``transport``, ``stall_limit``, ``aggregators``,
-                ``aggregator_transport``: fields of :class:`CommunicatorOptions`; or
-                ``communicator_options``, such an object, whose ``threads`` are not used: a
-                communicator selects nothing.
+                ``aggregator_transport``, ``aggregator_token_file``: fields of
+                :class:`CommunicatorOptions`; or ``communicator_options``, such an object, whose
+                ``threads`` are not used: a communicator selects nothing.
 
         Raises:
             RuntimeError: torch.distributed is not initialised, this rank is not in the group, or

@@ -75,8 +75,8 @@ class CompressionState:
             them from its DDP model in the first step, and if it does not find that, numbers the
             parameters in the order in which DDP's first buckets hold them.
         keywords: ``timeout``, ``threads``, ``transport``, ``stall_limit``, ``aggregators``,
-            ``aggregator_transport``: fields of :class:`CommunicatorOptions`; or
-            ``communicator_options``, such an object.
+            ``aggregator_transport``, ``aggregator_token_file``: fields of
+            :class:`CommunicatorOptions`; or ``communicator_options``, such an object.
 
     Raises:
         TypeError: an argument of the wrong kind.

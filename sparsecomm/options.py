@@ -48,8 +48,12 @@ class CommunicatorOptions:
             cannot.
         aggregator_transport: what moves the messages to aggregators and back: ``"tcp"``, ``"ucx"``,
             or ``"auto"``, which takes UCX with each aggregator that has it too.
+        aggregator_token_file: a file with the token that aggregators ask for: a name, blanks and
+            the token on its first line. If ``None``, the one that the variable
+            ``SPARSECOMM_AGGREGATOR_TOKEN_FILE`` names, if any.
 
     Raises:
+        OSError: the token's file cannot be read.
         TypeError: a duration that is not a ``timedelta``, or ``aggregators`` that are not a
             sequence of ``str``.
         ValueError: an argument outside its range.
@@ -61,6 +65,7 @@ class CommunicatorOptions:
     stall_limit: timedelta | None = STALL_LIMIT
     aggregators: Sequence[str] = ()
     aggregator_transport: str = AUTO
+    aggregator_token_file: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_limit"):
@@ -87,13 +92,17 @@ class CommunicatorOptions:
             raise TypeError(f"aggregators={given!r} is not a sequence of addresses, HOST:PORT")
         object.__setattr__(self, "aggregators", tuple(given))
         # Checks them; what the environment says is looked up when they are used.
-        aggregator_addresses(self.aggregators, self.aggregator_transport, environment={})
+        aggregator_addresses(
+            self.aggregators, self.aggregator_transport, {}, self.aggregator_token_file
+        )
 
     def aggregator_addresses(self, used: bool = True) -> _C.AggregatorAddresses:
         """Returns where aggregators are as the engine takes it; none if they are not ``used``."""
         if not used:
             return aggregator_addresses((), AUTO, environment={})
-        return aggregator_addresses(self.aggregators, self.aggregator_transport)
+        return aggregator_addresses(
+            self.aggregators, self.aggregator_transport, None, self.aggregator_token_file
+        )
 
     @property
     def has_aggregators(self) -> bool:
@@ -116,6 +125,7 @@ class CommunicatorKeywords(TypedDict, total=False):
     stall_limit: timedelta | None
     aggregators: Sequence[str]
     aggregator_transport: str
+    aggregator_token_file: str | None
 
 
 COMMUNICATOR_KEYWORDS = tuple(CommunicatorKeywords.__annotations__)

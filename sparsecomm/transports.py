@@ -5,6 +5,7 @@ Environment variables set what calls leave open:
 - ``SPARSECOMM_TRANSPORT``: what ``"auto"`` stands for, such as ``c10d``;
 - ``SPARSECOMM_AGGREGATORS``: addresses of aggregators, with commas between them, for whatever can
   use some and was given none; the same on all ranks;
+- ``SPARSECOMM_AGGREGATOR_TOKEN_FILE``: a file with the token that they ask for;
 - ``SPARSECOMM_UCX_LIBRARY``: the ``libucp.so.0`` to open, instead of the system's or the wheel's;
 - ``SPARSECOMM_CONNECT_TIMEOUT``: seconds that UCX's connections may take once all ranks have
   joined, instead of 10 and 0.05 more for each rank;
@@ -22,6 +23,7 @@ the address that it was given, so all ranks of a job need the same ``MASTER_ADDR
 from __future__ import annotations
 
 import functools
+import hmac
 import ipaddress
 import logging
 import os
@@ -48,8 +50,9 @@ _LOOPBACK_ALONE = "the loopback interface"
 CHOICE = "SPARSECOMM_TRANSPORT"
 UCX_LIBRARY = "SPARSECOMM_UCX_LIBRARY"
 AGGREGATORS = "SPARSECOMM_AGGREGATORS"
+TOKEN_FILE = "SPARSECOMM_AGGREGATOR_TOKEN_FILE"
 CONNECT_TIMEOUT = "SPARSECOMM_CONNECT_TIMEOUT"
-OWN_VARIABLES = (CHOICE, AGGREGATORS, UCX_LIBRARY, CONNECT_TIMEOUT)
+OWN_VARIABLES = (CHOICE, AGGREGATORS, TOKEN_FILE, UCX_LIBRARY, CONNECT_TIMEOUT)
 # Present where sparsecomm was built with an MPI.
 MPI_LIBRARY = Path(_C.__file__).with_name("_mpi.so")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -104,24 +107,47 @@ def connect_options(
 
 
 def aggregator_addresses(
-    addresses: Sequence[str], transport: str, environment: Mapping[str, str] | None = None
+    addresses: Sequence[str],
+    transport: str,
+    environment: Mapping[str, str] | None = None,
+    token_file: str | None = None,
 ) -> _C.AggregatorAddresses:
-    """Returns where aggregators are, and what moves the messages to them.
+    """Returns where aggregators are, what moves the messages to them, and how the token is shown.
 
     Args:
         addresses: if there are none, those in ``SPARSECOMM_AGGREGATORS``.
         environment: the variables to read; those of the process if ``None``.
+        token_file: if ``None``, the one that ``SPARSECOMM_AGGREGATOR_TOKEN_FILE`` names, if any.
 
     Raises:
-        ValueError: an address is not HOST:PORT or comes twice, or there is no such transport.
+        ValueError: an address is not HOST:PORT or comes twice, there is no such transport, or there
+            is no token in the file.
+        OSError: the file cannot be read.
     """
+    token_file = token_file or settings(environment).get(TOKEN_FILE) or None
+    if token_file is not None:
+        read_token(token_file)  # it is read again whenever it is asked for
     ucx = query_options(environment).ucx
     return _C.AggregatorAddresses(
         addresses=addresses or aggregators_of_environment(environment),
         transport=transport,
         ucx=ucx,
         log=log_trouble,
+        prove=None if token_file is None else functools.partial(prove, token_file),
     )
+
+
+def read_token(file: str) -> str:
+    """Returns the token in a file: the last word of its first line that is not a comment."""
+    for line in Path(file).read_text().splitlines():
+        if line.strip() and not line.startswith("#"):
+            return line.split()[-1]
+    raise ValueError(f"{file}: there is no token in it; write a line with a name and a token")
+
+
+def prove(token_file: str, message: bytes) -> bytes:
+    """Returns what shows an aggregator that sent ``message`` who has the token."""
+    return hmac.digest(read_token(token_file).encode(), message, "sha256")
 
 
 def aggregators_of_environment(environment: Mapping[str, str] | None = None) -> list[str]:

@@ -40,6 +40,7 @@ THIRD_PARTY = {
     "cub": {"kernels"},
     "cuda_runtime.h": {"kernels"},
     "mpi.h": {"transport"},
+    "mbedtls": {"daemon"},
     "ucp": {"transport"},
     "ucs": {"transport"},
 } | {name: {"torch"} for name in TORCH}

@@ -1,6 +1,6 @@
-# Highway and, for the tests, GoogleTest. Each is taken from the first of: a CMake package of the system, pkg-config,
-# a download whose hash is pinned here. Afterwards the targets hwy::hwy and GTest::gtest_main exist, and MPI::MPI_CXX
-# where there is an MPI.
+# Highway, Mbed TLS and, for the tests, GoogleTest. Each is taken from the first of: a CMake package of the system,
+# pkg-config, a download whose hash is pinned here. Afterwards the targets hwy::hwy, MbedTLS::mbedcrypto and
+# GTest::gtest_main exist, and MPI::MPI_CXX where there is an MPI.
 include(FetchContent)
 find_package(PkgConfig QUIET)
 
@@ -50,6 +50,26 @@ if(NOT TARGET hwy::hwy)
   get_target_property(include_dirs hwy INTERFACE_INCLUDE_DIRECTORIES)
   set_target_properties(hwy PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${include_dirs}")
   add_library(hwy::hwy ALIAS hwy)
+endif()
+
+# For the aggregator's tokens. Releases before 3 install no CMake package.
+find_package(MbedTLS CONFIG QUIET)
+if(NOT TARGET MbedTLS::mbedcrypto)
+  find_path(MBEDTLS_INCLUDE_DIR mbedtls/md.h)
+  find_library(MBEDCRYPTO_LIBRARY NAMES libmbedcrypto.a mbedcrypto)
+  if(MBEDTLS_INCLUDE_DIR AND MBEDCRYPTO_LIBRARY)
+    add_library(MbedTLS::mbedcrypto UNKNOWN IMPORTED GLOBAL)
+    set_target_properties(MbedTLS::mbedcrypto PROPERTIES
+      IMPORTED_LOCATION "${MBEDCRYPTO_LIBRARY}"
+      INTERFACE_INCLUDE_DIRECTORIES "${MBEDTLS_INCLUDE_DIR}")
+  endif()
+endif()
+if(NOT TARGET MbedTLS::mbedcrypto)
+  set(ENABLE_PROGRAMS OFF CACHE INTERNAL "")
+  set(ENABLE_TESTING OFF CACHE INTERNAL "")
+  sparsecomm_fetch(mbedtls
+    https://github.com/Mbed-TLS/mbedtls/releases/download/mbedtls-3.6.7/mbedtls-3.6.7.tar.bz2
+    a7e8bcbec0e6f761b4af24f25677626b35f762f68eef79c08677a363212d11f6)
 endif()
 
 # UCX's headers, where there are any: the system's, else those of the wheel libucx-cu13 beside the interpreter.

@@ -44,7 +44,7 @@ std::string aggregator_usage() {
   return concat(
       "usage: sparsecomm-aggregator --listen HOST:PORT [--memory SIZE] [--limit SECONDS]\n"
       "                             [--connections COUNT] [--transport auto|tcp|ucx]\n"
-      "                             [--ucx-library FILE]\n"
+      "                             [--ucx-library FILE] [--tokens FILE]\n"
       "\n"
       "Sums blocks of tensors for the workers of training jobs (in-network aggregation).\n"
       "\n"
@@ -71,9 +71,13 @@ std::string aggregator_usage() {
       "                       others (default: tcp, since UCX does not check what arrives: use it\n"
       "                       where everybody who can connect is trusted)\n"
       "  --ucx-library FILE   libucp.so.0 to use for that (default: the system's)\n"
+      "  --tokens FILE        serve only workers that have one of its tokens, and each job only "
+      "the\n"
+      "                       workers with the same; a line: a name, blanks, a token of 16\n"
+      "                       characters or more. The file is read again when it has changed\n"
       "  --help               print this and exit\n"
       "\n"
-      "Whoever reaches the address can use it: listen where only the workers can.\n"
+      "Without --tokens whoever reaches the address can use it. Blocks are not encrypted.\n"
       "SIGTERM and SIGINT end it.\n");
 }
 
@@ -103,6 +107,8 @@ AggregatorCommand parse_command_line(std::span<char const* const> arguments) {
           std::chrono::duration<double>(parse_number(name, value(), .001, 86400.)));
     } else if (name == "--connections") {
       options.connections = parse_number<std::size_t>(name, value(), 1, 1 << 20);
+    } else if (name == "--tokens") {
+      command.tokens = value();
     } else if (name == "--ucx-library") {
       options.messages.ucx.library = value();
     } else if (name == "--transport") {

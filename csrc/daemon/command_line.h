@@ -12,6 +12,7 @@ namespace sparsecomm {
 
 struct AggregatorCommand {
   AggregatorOptions options;
+  std::string tokens;  // a file; empty: none are asked for
   bool help = false;
 };
 

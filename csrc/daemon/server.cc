@@ -2,6 +2,7 @@
 
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -33,6 +34,13 @@ bool control(FileDescriptor const& events, int operation, int file, std::uint32_
              std::uint64_t number) {
   epoll_event event{.events = wanted, .data = {.u64 = number}};
   return ::epoll_ctl(events.get(), operation, file, &event) == 0;
+}
+
+Challenge draw_challenge() {
+  Challenge challenge;
+  ssize_t const drawn = ::getrandom(challenge.data(), challenge.size(), 0);
+  require<Error>(drawn == std::ssize(challenge), "getrandom: ", system_text());
+  return challenge;
 }
 
 }  // namespace
@@ -207,24 +215,22 @@ void AggregatorServer::greet(Connection& connection) {
   }
   connection.greeted += static_cast<std::size_t>(read);
   if (connection.greeted < connection.greeting.size()) return;
-  ParsedGreeting greeting;
   std::string problem;
-  std::vector<std::byte> answer;
+  std::vector<std::byte> bytes;
   try {
-    greeting = parse_greeting(std::span(connection.greeting).first<sizeof(InaGreeting)>());
-    connection.greeting.resize(sizeof(InaGreeting) + greeting.introduction_bytes);
-    if (connection.greeted < connection.greeting.size()) return;
-    answer = welcome(connection, greeting);
+    bytes = answer(connection);
+    if (bytes.empty()) return;
   } catch (Error const& error) {
     problem = error.what();
-    answer = make_refusal(problem);
+    bytes = make_refusal(problem);
   }
+  // A new socket takes so little at once.
+  ssize_t const sent = ::send(connection.socket.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  if (sent != std::ssize(bytes)) problem = "it does not take the answer to its greeting";
+  if (problem.empty() && !connection.joined) return;  // it was challenged
   --strangers_;
   connection.stranger = false;
   connection.greeting = {};
-  // A new socket takes so little at once.
-  ssize_t const sent = ::send(connection.socket.get(), answer.data(), answer.size(), MSG_NOSIGNAL);
-  if (sent != std::ssize(answer)) problem = "it does not take the answer to its greeting";
   connection.end = problem;
   if (problem.empty()) return;
   // Were it closed with bytes unread, the answer might be lost.
@@ -234,15 +240,37 @@ void AggregatorServer::greet(Connection& connection) {
   }
 }
 
-// The answer.
+// To what is there of the greeting; none: more is to come.
+std::vector<std::byte> AggregatorServer::answer(Connection& connection) {
+  auto const greeting = parse_greeting(std::span(connection.greeting).first<sizeof(InaGreeting)>());
+  std::size_t const length = sizeof(InaGreeting) + greeting.introduction_bytes;
+  connection.greeting.resize(length + (connection.challenge ? sizeof(Proof) : 0));
+  if (connection.greeted < connection.greeting.size()) return {};
+  if (!options_.authenticate) return welcome(connection, greeting, {});
+  if (!connection.challenge) {
+    connection.challenge = draw_challenge();
+    connection.greeting.resize(length + sizeof(Proof));
+    return make_challenge(*connection.challenge);
+  }
+  auto const said = std::span<const std::byte>(connection.greeting).first(length);
+  Proof proof;
+  std::ranges::copy(std::span(connection.greeting).subspan(length), proof.begin());
+  std::string const owner =
+      options_.authenticate(proof_message(*connection.challenge, said), proof);
+  require<Error>(!owner.empty(), "the worker's token is none that this aggregator knows");
+  return welcome(connection, greeting, owner);
+}
+
 std::vector<std::byte> AggregatorServer::welcome(Connection& connection,
-                                                 ParsedGreeting const& greeting) {
-  auto const rest = std::span(connection.greeting).subspan(sizeof(InaGreeting));
+                                                 ParsedGreeting const& greeting,
+                                                 std::string_view owner) {
+  auto const rest =
+      std::span(connection.greeting).subspan(sizeof(InaGreeting), greeting.introduction_bytes);
   UcxOffer const own = take_offer(
       connection,
       {.introduction = std::string(reinterpret_cast<char const*>(rest.data()), rest.size()),
        .token = greeting.token});
-  host_.join(connection.number, greeting.member);
+  host_.join(connection.number, greeting.member, owner);
   connection.joined = true;
   return make_answer(own);
 }

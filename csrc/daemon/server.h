@@ -13,6 +13,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "base/clock.h"
@@ -23,6 +24,10 @@
 
 namespace sparsecomm {
 
+// Says who has the token that the proof of a message was made with; empty: nobody.
+using Authenticator =
+    std::function<std::string(std::span<const std::byte> message, Proof const& proof)>;
+
 struct AggregatorOptions {
   std::string listen;                            // HOST:PORT; port 0: a free one
   std::size_t memory = std::size_t{1} << 28;     // bytes, of all operations together
@@ -32,6 +37,7 @@ struct AggregatorOptions {
   // UCX trusts those who connect.
   MessageOptions messages{.transport = MessageTransport::tcp, .ucx = {}};
   InaPolicy const* policy = &vote_policy;
+  Authenticator authenticate = {};  // empty: no token is asked for
 };
 
 class AggregatorServer final : private InaHost::Outlet {
@@ -70,9 +76,10 @@ class AggregatorServer final : private InaHost::Outlet {
     FileDescriptor socket;
     std::string peer;
     TimePoint since;
-    std::vector<std::byte> greeting;  // as long as it is known to be
-    std::size_t greeted = 0;          // bytes of it that are there
-    bool stranger = true;             // has not greeted yet
+    std::vector<std::byte> greeting;     // as long as it is known to be; then the proof
+    std::size_t greeted = 0;             // bytes of it that are there
+    std::optional<Challenge> challenge;  // that was sent
+    bool stranger = true;                // has not greeted yet
     bool joined = false;
     MessagePath path;
     std::uint64_t placed = 0;  // a bit for each instance: a message is on its way to its place
@@ -89,7 +96,9 @@ class AggregatorServer final : private InaHost::Outlet {
   void accept_all();
   void serve(Connection& connection);
   void greet(Connection& connection);
-  std::vector<std::byte> welcome(Connection& connection, ParsedGreeting const& greeting);
+  std::vector<std::byte> answer(Connection& connection);
+  std::vector<std::byte> welcome(Connection& connection, ParsedGreeting const& greeting,
+                                 std::string_view owner);
   UcxOffer take_offer(Connection& connection, UcxOffer const& offer);
   void open_ucx();
   void progress();

@@ -27,7 +27,7 @@ JobId draw_job() {
 }  // namespace
 
 JoinAggregators::JoinAggregators(AggregatorAddresses const& given)
-    : link_(make_tcp_link(given.addresses, given.messages)),
+    : link_(make_tcp_link(given.addresses, given.messages, given.prove)),
       limit_(given.connect_timeout),
       text_(text_of(given.addresses)) {}
 

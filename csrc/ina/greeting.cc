@@ -32,11 +32,15 @@ void check_reserved(std::span<const std::uint16_t> reserved) {
 }
 
 template <class Fixed>
-std::vector<std::byte> join(Fixed const& fixed, std::string_view text) {
-  std::vector<std::byte> bytes(sizeof(fixed) + text.size());
+std::vector<std::byte> join(Fixed const& fixed, std::span<const std::byte> rest) {
+  std::vector<std::byte> bytes(sizeof(fixed) + rest.size());
   std::memcpy(bytes.data(), &fixed, sizeof(fixed));
-  std::ranges::copy(std::as_bytes(std::span(text)), bytes.begin() + sizeof(fixed));
+  std::ranges::copy(rest, bytes.begin() + sizeof(fixed));
   return bytes;
+}
+template <class Fixed>
+std::vector<std::byte> join(Fixed const& fixed, std::string_view text) {
+  return join(fixed, std::as_bytes(std::span(text)));
 }
 
 }  // namespace
@@ -70,11 +74,33 @@ ParsedGreeting parse_greeting(std::span<const std::byte, sizeof(InaGreeting)> by
           .token = greeting.token};
 }
 
+std::vector<std::byte> proof_message(Challenge const& challenge,
+                                     std::span<const std::byte> greeting) {
+  constexpr std::string_view purpose = "sparsecomm aggregator, worker";
+  auto const label = std::as_bytes(std::span(purpose));
+  std::vector<std::byte> message(label.size() + challenge.size() + greeting.size());
+  auto const behind = std::ranges::copy(label, message.begin()).out;
+  std::ranges::copy(greeting, std::ranges::copy(challenge, behind).out);
+  return message;
+}
+
+std::vector<std::byte> make_challenge(Challenge const& challenge) {
+  return join(InaAnswer{.magic = greeting_magic,
+                        .version = ina_version,
+                        .text_bytes = 0,
+                        .introduction_bytes = 0,
+                        .challenge_bytes = sizeof(Challenge),
+                        .reserved = {},
+                        .token = 0},
+              challenge);
+}
+
 std::vector<std::byte> make_answer(UcxOffer const& offer) {
   return join(InaAnswer{.magic = greeting_magic,
                         .version = ina_version,
                         .text_bytes = 0,
                         .introduction_bytes = static_cast<std::uint16_t>(offer.introduction.size()),
+                        .challenge_bytes = 0,
                         .reserved = {},
                         .token = offer.token},
               offer.introduction);
@@ -86,6 +112,7 @@ std::vector<std::byte> make_refusal(std::string_view problem) {
                         .version = ina_version,
                         .text_bytes = static_cast<std::uint16_t>(text.size()),
                         .introduction_bytes = 0,
+                        .challenge_bytes = 0,
                         .reserved = {},
                         .token = 0},
               text);
@@ -102,8 +129,17 @@ ParsedAnswer parse_answer(std::span<const std::byte, sizeof(InaAnswer)> bytes) {
                           "greeting: introduction_bytes is ", answer.introduction_bytes,
                           ", must be 0 after a refusal");
   check_offer(answer.introduction_bytes, answer.token);
+  require<MalformedFrame>(
+      answer.challenge_bytes == 0 || answer.challenge_bytes == sizeof(Challenge),
+      "greeting: challenge_bytes is ", answer.challenge_bytes, ", must be 0 or ",
+      sizeof(Challenge));
+  require<MalformedFrame>(
+      answer.challenge_bytes == 0 || answer.text_bytes + answer.introduction_bytes == 0,
+      "greeting: challenge_bytes is ", answer.challenge_bytes, ", must be 0 with ",
+      answer.text_bytes, " bytes of text and ", answer.introduction_bytes, " of introduction");
   return {.text_bytes = answer.text_bytes,
           .introduction_bytes = answer.introduction_bytes,
+          .challenge_bytes = answer.challenge_bytes,
           .token = answer.token};
 }
 

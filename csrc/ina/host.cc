@@ -24,13 +24,15 @@ InaHost::Member& InaHost::member_of(int connection) {
 }
 
 // Step 1.
-void InaHost::join(int connection, JobMember const& member) {
+void InaHost::join(int connection, JobMember const& member, std::string_view owner) {
   require(member.workers > 0 && member.worker < member.workers, "in-network aggregation: worker ",
           member.worker, " of ", member.workers, " workers, must be less");
   require(member.workers <= most_workers_, "in-network aggregation: a job of ", member.workers,
           " workers, must be at most ", most_workers_, ", the connections that there may be");
   auto const known = jobs_.find(member.job);
   if (known != jobs_.end()) {
+    require(known->second.owner == owner,
+            "in-network aggregation: others have begun that job with another token");
     std::size_t const workers = known->second.connections.size();
     require(workers == member.workers, "in-network aggregation: worker ", member.worker,
             " says that its job has ", member.workers, " workers, but the others say ", workers);
@@ -42,6 +44,7 @@ void InaHost::join(int connection, JobMember const& member) {
     }
   }
   Job& job = jobs_[member.job];  // perhaps a new one: the last to leave has taken it along
+  job.owner = owner;
   job.connections.resize(member.workers, -1);
   job.lost.resize(member.workers);
   job.connections[member.worker] = connection;

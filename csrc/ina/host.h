@@ -21,6 +21,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -72,9 +73,10 @@ class InaHost {
         outlet_(outlet),
         policy_(policy) {}
 
-  // Step 1. A worker that is connected already is taken to be gone. Throws InvalidArgument if the
-  // member is not one of a job of so many workers, or the job has more than there may be.
-  void join(int connection, JobMember const& member);
+  // Step 1. A worker that is connected already is taken to be gone. `owner`: the name of whoever's
+  // token it has; empty where none are asked for. Throws InvalidArgument if the member is not one
+  // of a job of so many workers, the job has more than there may be, or another owner.
+  void join(int connection, JobMember const& member, std::string_view owner = {});
   // `why` is told the other workers. Does nothing if the connection is in no job.
   void leave(int connection, std::string const& why);
 
@@ -118,6 +120,7 @@ class InaHost {
     bool running() const { return current && memory && memory->aggregator->running(); }
   };
   struct Job {
+    std::string owner;
     std::vector<int> connections;   // [worker], negative: none
     std::vector<std::string> lost;  // [worker]: why, if it was connected and is not
     std::map<std::uint32_t, Instance> instances;

@@ -39,16 +39,36 @@ std::string read_text(int file, std::size_t bytes, Deadline const& deadline) {
   return text;
 }
 
-// Says who connects, and returns what the aggregator offers for UCX; the socket is new, and takes
-// that at once.
-UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Deadline const& deadline) {
-  auto const greeting = make_greeting(member, offer);
-  ssize_t const sent = ::send(file, greeting.data(), greeting.size(), MSG_NOSIGNAL);
-  require<AddressError>(sent == std::ssize(greeting),
-                        "the greeting could not be sent: ", system_text());
+ParsedAnswer read_answer(int file, Deadline const& deadline) {
   std::array<std::byte, sizeof(InaAnswer)> bytes;
   read_all(file, bytes, deadline);
-  ParsedAnswer const answer = parse_answer(bytes);
+  return parse_answer(bytes);
+}
+
+// The socket is new, and takes so little at once.
+void send_all(int file, std::span<const std::byte> bytes) {
+  ssize_t const sent = ::send(file, bytes.data(), bytes.size(), MSG_NOSIGNAL);
+  require<AddressError>(sent == std::ssize(bytes),
+                        "the greeting could not be sent: ", system_text());
+}
+
+// Says who connects, shows the token if it is asked for, and returns what the aggregator offers for
+// UCX.
+UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Prover const& prove,
+               Deadline const& deadline) {
+  auto const greeting = make_greeting(member, offer);
+  send_all(file, greeting);
+  ParsedAnswer answer = read_answer(file, deadline);
+  if (answer.challenge_bytes > 0) {
+    Challenge challenge;
+    read_all(file, challenge, deadline);
+    require<AddressError>(prove != nullptr,
+                          "it asks for a token, and there is none here: name a file that holds it");
+    send_all(file, prove(proof_message(challenge, greeting)));
+    answer = read_answer(file, deadline);
+    require<MalformedFrame>(answer.challenge_bytes == 0, "greeting: challenge_bytes is ",
+                            answer.challenge_bytes, ", must be 0 after a proof");
+  }
   std::string const text = read_text(file, answer.text_bytes, deadline);
   require<AddressError>(text.empty(), text);
   return {.introduction = read_text(file, answer.introduction_bytes, deadline),
@@ -57,8 +77,9 @@ UcxOffer greet(int file, JobMember const& member, UcxOffer const& offer, Deadlin
 
 class Link final : public UnconnectedLink {
  public:
-  Link(std::span<const std::string> addresses, MessageOptions options)
+  Link(std::span<const std::string> addresses, MessageOptions options, Prover prove)
       : options_(std::move(options)),
+        prove_(std::move(prove)),
         events_(::epoll_create1(EPOLL_CLOEXEC)),
         interruption_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     require_addresses(addresses);
@@ -246,7 +267,7 @@ class Link final : public UnconnectedLink {
   void join(Endpoint& endpoint, JobMember const& member, Deadline const& deadline) {
     UcxOffer own;
     if (ucx_) own = {.introduction = ucx_->introduction(), .token = UcxMessages::draw_token()};
-    UcxOffer const other = greet(endpoint.socket.get(), member, own, deadline);
+    UcxOffer const other = greet(endpoint.socket.get(), member, own, prove_, deadline);
     if (ucx_ && other.token != 0) {
       endpoint.path->use(ucx_->connect(other.introduction, own.token, other.token, endpoint));
     }
@@ -322,6 +343,7 @@ class Link final : public UnconnectedLink {
 
   pid_t const process_ = ::getpid();
   MessageOptions const options_;
+  Prover const prove_;
   FileDescriptor events_, interruption_;
   std::atomic<bool> interrupted_ = false;
   std::unique_ptr<UcxMessages> ucx_;  // null: none is used
@@ -348,15 +370,15 @@ void require_addresses(std::span<const std::string> addresses) {
 }
 
 std::shared_ptr<UnconnectedLink> make_tcp_link(std::span<const std::string> addresses,
-                                               MessageOptions const& options) {
-  return std::make_shared<Link>(addresses, options);
+                                               MessageOptions const& options, Prover prove) {
+  return std::make_shared<Link>(addresses, options, std::move(prove));
 }
 
 std::shared_ptr<AggregatorLink> connect_aggregators(std::span<const std::string> addresses,
                                                     JobMember const& member,
                                                     Deadline const& deadline,
-                                                    MessageOptions const& options) {
-  auto link = make_tcp_link(addresses, options);
+                                                    MessageOptions const& options, Prover prove) {
+  auto link = make_tcp_link(addresses, options, std::move(prove));
   link->connect(member, deadline);
   return link;
 }

@@ -1,8 +1,11 @@
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 
+#include <cstring>
+
 #include "bindings.h"
 #include "connect.h"
+#include "ina/socket.h"
 #include "ina/tcp_link.h"
 #include "python_duration.h"
 #include "signal_check.h"
@@ -30,10 +33,34 @@ UcxOptions make_ucx_options(std::string library, std::vector<std::string> altern
   return options;
 }
 
-AggregatorAddresses make_aggregator_addresses(std::vector<std::string> addresses,
-                                              std::string const& transport, UcxOptions const& ucx,
-                                              std::function<void(std::string const&)> log) {
+// What it raises becomes an AddressError.
+Prover prover_of_python(std::function<py::bytes(py::bytes)> prove) {
+  return [kept = drop_with_interpreter(std::move(prove))](std::span<const std::byte> message) {
+    Proof proof{};
+    std::string problem = "Python is ending";
+    with_interpreter([&] {
+      try {
+        auto const bytes = reinterpret_cast<char const*>(message.data());
+        std::string const made = (*kept)(py::bytes(bytes, message.size()));
+        problem = made.size() == proof.size()
+                      ? ""
+                      : concat("a proof of ", made.size(), " bytes, must have ", proof.size());
+        if (problem.empty()) std::memcpy(proof.data(), made.data(), proof.size());
+      } catch (py::error_already_set const& error) {
+        problem = error.what();
+      }
+    });
+    require<AddressError>(problem.empty(), "its token cannot be shown: ", problem);
+    return proof;
+  };
+}
+
+AggregatorAddresses make_aggregator_addresses(
+    std::vector<std::string> addresses, std::string const& transport, UcxOptions const& ucx,
+    std::function<void(std::string const&)> log,
+    std::optional<std::function<py::bytes(py::bytes)>> prove) {
   AggregatorAddresses given;
+  if (prove) given.prove = prover_of_python(std::move(*prove));
   given.log = log_of_python(std::move(log));
   given.addresses = std::move(addresses);
   given.messages = {.transport = message_transport_named(transport, "aggregator_transport"),
@@ -116,7 +143,7 @@ void bind_transport(py::module_& module) {
       .def_readonly("reserved", &UcxOptions::reserved);
   py::class_<AggregatorAddresses>(module, "AggregatorAddresses")
       .def(py::init(&make_aggregator_addresses), py::kw_only(), py::arg("addresses"),
-           py::arg("transport"), py::arg("ucx"), py::arg("log"))
+           py::arg("transport"), py::arg("ucx"), py::arg("log"), py::arg("prove") = py::none())
       .def_readonly("addresses", &AggregatorAddresses::addresses);
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),

@@ -64,6 +64,88 @@ void expect_serves(RunningServer const& server, MessageOptions const& messages =
   EXPECT_EQ(data, std::vector<float>(plan.elements, 3));
 }
 
+// No HMAC, but as an aggregator sees it: bytes that depend on the key and on every one of the
+// message.
+Prover prover(std::string const& key) {
+  return [key](std::span<const std::byte> message) {
+    Proof proof{};
+    std::uint64_t hash = std::hash<std::string>{}(key);
+    for (std::size_t i = 0; i < std::max(message.size(), proof.size()); ++i) {
+      hash = (hash ^ std::to_integer<std::uint64_t>(message[i % message.size()])) * 0x100000001b3u;
+      proof[i % proof.size()] ^= std::byte(hash >> 32);
+    }
+    return proof;
+  };
+}
+
+AggregatorOptions with_tokens() {
+  AggregatorOptions options;
+  options.authenticate = [](std::span<const std::byte> message, Proof const& proof) {
+    for (std::string const owner : {"one", "two"}) {
+      if (prover("token of " + owner)(message) == proof) return owner;
+    }
+    return std::string();
+  };
+  options.greeting = seconds(1);
+  return options;
+}
+
+std::string refusal(RunningServer const& server, JobMember const& member, Prover const& prove) {
+  std::vector<std::string> const addresses{server.address()};
+  try {
+    connect_aggregators(addresses, member, within(seconds(10)), {}, prove);
+  } catch (AddressError const& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(AggregatorServer, TokensLetWorkersInAndKeepJobsApart) {
+  RunningServer const server(with_tokens());
+  std::vector<std::string> const addresses{server.address()};
+  Prover const one = prover("token of one"), two = prover("token of two");
+  EXPECT_NE(refusal(server, member(0, 2), {}).find("asks for a token"), std::string::npos);
+  EXPECT_NE(refusal(server, member(0, 2), prover("guessed")).find("token is none"),
+            std::string::npos);
+  auto const first = connect_aggregators(addresses, member(0, 2), within(seconds(10)), {}, one);
+  EXPECT_NE(refusal(server, member(1, 2), two).find("another token"), std::string::npos);
+  EXPECT_EQ(refusal(server, member(1, 2), one), "");
+  EXPECT_EQ(refusal(server, member(0, 1, {7, 7}), two), "");
+}
+
+// Who has listened to another connection, or sends what is no proof, is not let in.
+TEST(AggregatorServer, AProofIsOfOneConnection) {
+  RunningServer const server(with_tokens());
+  std::string const greeting_bytes = [] {
+    auto const bytes = make_greeting(member(0, 1));
+    return std::string(reinterpret_cast<char const*>(bytes.data()), bytes.size());
+  }();
+  auto const challenged = [&] {
+    FileDescriptor socket = connect_to(server.address(), within(seconds(10)));
+    EXPECT_EQ(::send(socket.get(), greeting_bytes.data(), greeting_bytes.size(), MSG_NOSIGNAL),
+              std::ssize(greeting_bytes));
+    std::string const bytes = read_raw(socket, seconds(20), sizeof(InaAnswer) + sizeof(Challenge));
+    EXPECT_EQ(bytes.size(), sizeof(InaAnswer) + sizeof(Challenge));
+    Challenge challenge;
+    std::memcpy(challenge.data(), bytes.data() + sizeof(InaAnswer), sizeof(challenge));
+    return std::pair(std::move(socket), challenge);
+  };
+  auto const [good, challenge] = challenged();
+  Proof const proof =
+      prover("token of one")(proof_message(challenge, std::as_bytes(std::span(greeting_bytes))));
+  write_raw(good, proof);
+  EXPECT_EQ(read_raw(good, seconds(20), sizeof(InaAnswer)).size(), sizeof(InaAnswer));
+
+  auto const [again, other] = challenged();
+  EXPECT_NE(other, challenge);
+  write_raw(again, proof);
+  EXPECT_NE(read_raw(again).find("token is none"), std::string::npos);
+
+  auto const [short_of_it, unused] = challenged();  // says no more
+  EXPECT_EQ(read_raw(short_of_it), "");
+  EXPECT_NE(server.log().find("no greeting within 1 s"), std::string::npos);
+}
+
 TEST(AggregatorServer, OtherVersionsAndNonsenseAreAnsweredAndClosed) {
   RunningServer const server;
   InaGreeting const good = greeting(0, 2);

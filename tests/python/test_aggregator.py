@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import signal
 import socket
 import struct
@@ -17,8 +18,8 @@ import pytest
 COMMAND = Path(sys.executable).with_name("sparsecomm-aggregator")
 # magic, version, workers, worker, length of an introduction to UCX, job, token
 GREETING = struct.Struct("<IHHHH4xQQQ")
-# magic, version, lengths of a text and of an introduction, token
-ANSWER = struct.Struct("<IHHH6xQ")
+# magic, version, lengths of a text, of an introduction and of a challenge, token
+ANSWER = struct.Struct("<IHHHH4xQ")
 MAGIC = 0x494E4153
 
 
@@ -33,7 +34,7 @@ def greet(address: tuple[str, int], worker: int, workers: int) -> socket.socket:
     connection = socket.create_connection(address, timeout=30)
     connection.sendall(GREETING.pack(MAGIC, 1, workers, worker, 0, 12, 34, 0))
     answer = ANSWER.unpack(connection.recv(ANSWER.size, socket.MSG_WAITALL))
-    assert answer == (MAGIC, 1, 0, 0, 0)
+    assert answer == (MAGIC, 1, 0, 0, 0, 0)
     return connection
 
 
@@ -98,3 +99,60 @@ def test_help_names_every_argument() -> None:
         "--ucx-library",
     ):
         assert argument in done.stdout
+
+
+def challenged(address: tuple[str, int], token: str) -> str:
+    """Shows a token, by what RFC 2104 says of it; returns why that is refused, or nothing."""
+    greeting = GREETING.pack(MAGIC, 1, 1, 0, 0, 12, 34, 0)
+    with socket.create_connection(address, timeout=30) as connection:
+        connection.sendall(greeting)
+        answer = ANSWER.unpack(connection.recv(ANSWER.size, socket.MSG_WAITALL))
+        assert answer == (MAGIC, 1, 0, 0, 32, 0)
+        challenge = connection.recv(32, socket.MSG_WAITALL)
+        message = b"sparsecomm aggregator, worker" + challenge + greeting
+        connection.sendall(hmac.new(token.encode(), message, "sha256").digest())
+        _, _, text_bytes, _, _, _ = ANSWER.unpack(connection.recv(ANSWER.size, socket.MSG_WAITALL))
+        return connection.recv(text_bytes, socket.MSG_WAITALL).decode() if text_bytes else ""
+
+
+def test_tokens_are_those_of_a_file_that_may_change(tmp_path: Path) -> None:
+    one, two = "1" * 32, "correct-horse-battery"
+    file = tmp_path / "tokens"
+    file.write_text(f"# of teams\n\nteam-one {one}\nteam-two\t{two}\n")
+    with aggregator("--tokens", str(file)) as (_, address):
+        assert challenged(address, one) == ""
+        assert challenged(address, two) == ""
+        assert "none that this aggregator knows" in challenged(address, "x" * 32)
+        file.write_text(f"team-three {'3' * 16}\n")
+        assert "none that this aggregator knows" in challenged(address, one)
+        assert challenged(address, "3" * 16) == ""
+        file.write_text("nonsense")  # the former tokens stay
+        assert challenged(address, "3" * 16) == ""
+        file.unlink()
+        assert challenged(address, "3" * 16) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "No such file"),
+        ("", "there is no token in it"),
+        ("alone\n", "line 1: must be a name, blanks and a token"),
+        ("# fine\nteam token with more words\n", "line 2: must be a name"),
+        ("team short\n", "has 5 characters, must have 16 or more"),
+        (f"a {'1' * 16}\na {'2' * 16}\n", "line 2: another token of a"),
+        (f"a {'1' * 16}\nb {'1' * 16}\n", "the token of b is another's too"),
+        (f"{'n' * 65} {'1' * 16}\n", "the name has 65 characters"),
+    ],
+)
+def test_bad_files_of_tokens_are_named_at_once(
+    tmp_path: Path, text: str | None, problem: str
+) -> None:
+    file = tmp_path / "tokens"
+    if text is not None:
+        file.write_text(text)
+    command = [COMMAND, "--listen", "127.0.0.1:0", "--tokens", file]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert run.returncode == 2
+    assert f"--tokens {file}" in run.stderr
+    assert problem in run.stderr

@@ -226,20 +226,24 @@ def test_the_backend_is_found_behind_the_wrapper_of_debugging(
 
 
 def _ask_meanwhile(addresses: tuple[str, ...]) -> None:
-    """Another thread asks for statistics while the engine is made."""
+    """Another thread asks for statistics while engines are made."""
     remake_group(aggregators=addresses)
-    done = threading.Event()
+    for _ in range(15):
+        group = dist.new_group(
+            backend="sparsecomm", pg_options=sparsecomm.Options(aggregators=addresses)
+        )
+        done = threading.Event()
 
-    def ask() -> None:
-        while not done.is_set():
-            sparsecomm.backend_stats()
+        def ask(group: Any = group, done: threading.Event = done) -> None:
+            while not done.is_set():
+                sparsecomm.backend_stats(group)
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    for _ in range(20):
-        dist.all_reduce(torch.ones(1000))
-    done.set()
-    thread.join()
+        thread = threading.Thread(target=ask)
+        thread.start()
+        dist.all_reduce(torch.ones(1000), group=group)
+        done.set()
+        thread.join()
+        dist.destroy_process_group(group)
 
 
 def test_statistics_may_be_asked_for_at_any_time() -> None:

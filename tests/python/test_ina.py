@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -394,3 +395,54 @@ def test_an_aggregator_of_another_version_is_named() -> None:
 def test_blocks_are_a_power_of_two(size: int) -> None:
     with pytest.raises(ValueError, match=f"block_bytes = {size} is not a power of two from 64"):
         exchange_options(INA, 1.0, block_bytes=size)
+
+
+def _with_token(address: str, files: list[str]) -> str:
+    tensor = own_tensor()
+    with connected((address,), aggregator_token_file=files[dist.get_rank()]) as communicator:
+        try:
+            sparsecomm.allreduce(tensor, INA, communicator=communicator)
+        except RuntimeError as error:
+            return str(error)
+    assert (tensor == total_of_ranks()).all()
+    return ""
+
+
+def test_ranks_show_the_token_that_aggregators_ask_for(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(f"{name} {name * 8}\n")
+    (tmp_path / "all").write_text("".join((tmp_path / n).read_text() for n in ("one", "two")))
+    (tmp_path / "wrong").write_text("# of nobody\nwrong " + "x" * 30)
+    with aggregator("--tokens", str(tmp_path / "all")) as (_, address):
+
+        def said(*names: str) -> list[str]:
+            return run_ranks(2, _with_token, address, [str(tmp_path / name) for name in names])
+
+        assert said("one", "one") == ["", ""]
+        for names, reason in ((("one", "wrong"), "token"), (("one", "two"), "another token")):
+            refused = said(*names)
+            assert refused[0] == refused[1]
+            assert reason in refused[0]
+        os.environ["SPARSECOMM_AGGREGATOR_TOKEN_FILE"] = str(tmp_path / "two")
+        try:
+            assert run_ranks(2, _through_environment, address) == ["", ""]
+        finally:
+            del os.environ["SPARSECOMM_AGGREGATOR_TOKEN_FILE"]
+        assert "asks for a token" in run_ranks(2, _through_environment, address)[0]
+
+
+def _through_environment(address: str) -> str:
+    try:
+        with connected((address,)) as communicator:
+            sparsecomm.allreduce(own_tensor(), INA, communicator=communicator)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_files_without_a_token_are_refused_at_once(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        CommunicatorOptions(aggregator_token_file=str(tmp_path / "nowhere"))
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(ValueError, match="no token in it"):
+        CommunicatorOptions(aggregator_token_file=str(tmp_path / "empty"))

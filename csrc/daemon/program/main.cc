@@ -6,10 +6,12 @@
 #include <csignal>
 #include <cstdio>
 #include <exception>
+#include <optional>
 #include <span>
 #include <string>
 
 #include "daemon/command_line.h"
+#include "daemon/program/tokens.h"
 #include "daemon/server.h"
 #include "transport/process.h"
 
@@ -36,7 +38,7 @@ void raise_file_limit() {
 }
 
 int serve(std::span<char const* const> arguments) {
-  AggregatorCommand const command = parse_command_line(arguments);
+  AggregatorCommand command = parse_command_line(arguments);
   if (command.help) {
     std::fputs(aggregator_usage().c_str(), stdout);
     return 0;
@@ -45,9 +47,17 @@ int serve(std::span<char const* const> arguments) {
   std::string const problem = descriptor_problem(command.options.connections + 16);
   require<Error>(problem.empty(), "--connections ", command.options.connections, ": ", problem);
   FileDescriptor const signals = watch_signals();  // first, so that UCX's threads do not take them
-  AggregatorServer server(command.options, [](std::string const& line) {
+  auto const log = [](std::string const& line) {
     std::fprintf(stderr, "sparsecomm-aggregator: %s\n", line.c_str());
-  });
+  };
+  std::optional<TokenFile> tokens;
+  if (!command.tokens.empty()) {
+    tokens.emplace(command.tokens, log);
+    command.options.authenticate = [&](std::span<const std::byte> message, Proof const& proof) {
+      return tokens->owner_of(message, proof);
+    };
+  }
+  AggregatorServer server(command.options, log);
   server.stop_when(signals);
   std::printf("listening at %s\n", server.address().c_str());
   std::fflush(stdout);
