@@ -156,13 +156,14 @@ endurance: setup ## make 10,000 communicators, and 200,000 steps, which must lea
 	cmake --build $(BUILD) --parallel $(JOBS) --target endurance
 	GLIBC_TUNABLES=glibc.malloc.tcache_count=0 $(BUILD)/tests/endurance
 
-# The loops over memory, and what is made of them.
-NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test
+# The loops over memory, and what is made of them; and the aggregator, which SmartNICs run.
+NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test \
+  $(patsubst tests/cpp/%.cc,%,$(wildcard tests/cpp/ina_*_test.cc)) message_stream_test aggregator_server_test
 
-test-neon: setup $(VENV)/.neon ## run the tests of the kernels for NEON, compiled for aarch64, under an emulator
+test-neon: setup $(VENV)/.neon ## run tests of the kernels for NEON and of the aggregator, compiled for aarch64, under an emulator
 	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \
-	  -DSPARSECOMM_LAYERS="base;wire;kernels;sparse" $(STRICT) -DSPARSECOMM_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON
-	cmake --build build/neon --parallel $(JOBS) --target $(NEON_TESTS)
+	  -USPARSECOMM_LAYERS $(STRICT) -DSPARSECOMM_CUDA=OFF -DCMAKE_DISABLE_FIND_PACKAGE_MPI=ON
+	cmake --build build/neon --parallel $(JOBS) --target sparsecomm_aggregator $(NEON_TESTS)
 	$(CTEST) --test-dir build/neon --parallel $(JOBS) --exclude-regex '_NOT_BUILT|^explore$$'
 
 # One more at once than there are cores: many wait more than they compute.

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks the CUDA code on a machine with a GPU, in 8 minutes at most.
 #
-#   scripts/gpu_check.sh prepare           # with a network: puts what such a machine may lack into .gpu (6 MB)
+#   scripts/gpu_check.sh prepare           # with a network: puts what such a machine may lack into .gpu (14 MB)
 #   scripts/gpu_check.sh DIR               # with a GPU, nvcc and a torch with CUDA, no network: every step
 #   scripts/gpu_check.sh DIR STEP...       # only these steps
 #
@@ -21,8 +21,9 @@ prepare() {
   set -e
   rm -rf "$prefix"
   mkdir -p "$prefix/packages"
-  # Highway as a shared library: Debian has no other. GoogleTest is static.
-  (cd "$prefix/packages" && apt-get -q download libhwy-dev:amd64 libhwy1:amd64 libgtest-dev:amd64 libgmock-dev:amd64)
+  # Highway as a shared library: Debian has no other. The others are static, or headers alone.
+  (cd "$prefix/packages" && apt-get -q download libhwy-dev:amd64 libhwy1:amd64 libgtest-dev:amd64 libgmock-dev:amd64 \
+    libmbedtls-dev:amd64 libevent-dev:amd64 nlohmann-json3-dev libtomlplusplus-dev:amd64 libspdlog-dev:amd64 libfmt-dev:amd64)
   for package in "$prefix"/packages/*.deb; do
     dpkg -x "$package" "$prefix"
   done

@@ -33,7 +33,12 @@ look() {
   has ccache || optional+=(ccache)                        # builds a second time at once
   has_header hwy/highway.h || optional+=(libhwy-dev)      # otherwise CMake downloads it
   has_header gtest/gtest.h || optional+=(libgtest-dev)    # likewise
-  has_header mbedtls/md.h || optional+=(libmbedtls-dev)   # likewise
+  has_header mbedtls/md.h || optional+=(libmbedtls-dev)   # likewise, and for sparsecomm-aggregator as those below
+  has_header event2/http.h || optional+=(libevent-dev)
+  has_header nlohmann/json.hpp || optional+=(nlohmann-json3-dev)
+  has_header toml++/toml.h || optional+=(libtomlplusplus-dev)
+  has_header spdlog/version.h || optional+=(libspdlog-dev)
+  has_header fmt/core.h || optional+=(libfmt-dev)
   [ "$extra" != scale ] || has smpicxx || optional+=(libsimgrid-dev)  # make scale
   has ip || [ -x /sbin/ip ] || optional+=(iproute2)       # make lab
   if [ "$extra" = neon ]; then                            # make test-neon
@@ -42,6 +47,9 @@ look() {
     # Otherwise CMake downloads them.
     [ -e /usr/lib/aarch64-linux-gnu/libhwy.so ] || optional+=(libhwy-dev:arm64)
     [ -e /usr/lib/aarch64-linux-gnu/libgtest.a ] || optional+=(libgtest-dev:arm64)
+    [ -e /usr/lib/aarch64-linux-gnu/libmbedcrypto.a ] || optional+=(libmbedtls-dev:arm64)
+    # There is room for one libevent-dev, and its headers are those of both.
+    [ -e /usr/lib/aarch64-linux-gnu/libevent_extra-2.1.so.7 ] || optional+=(libevent-core-2.1-7:arm64 libevent-extra-2.1-7:arm64)
   fi
 }
 

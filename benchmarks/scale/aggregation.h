@@ -137,12 +137,14 @@ class MpiAggregator final : private InaHost::Outlet {
   MpiAggregator(MPI_Comm comm, int workers)
       : comm_(comm),
         workers_(workers),
-        host_(std::size_t{1} << 40, std::chrono::hours(24), *this),
+        host_({.memory = std::size_t{1} << 40, .round = std::chrono::hours(24)}, *this),
         outbox_(comm) {
     for (int i = 0; i < workers; ++i) {
-      host_.join(i, {.job = {},
-                     .workers = static_cast<std::uint16_t>(workers),
-                     .worker = static_cast<std::uint16_t>(i)});
+      host_.join(i,
+                 {.job = {},
+                  .workers = static_cast<std::uint16_t>(workers),
+                  .worker = static_cast<std::uint16_t>(i)},
+                 TimePoint{});
     }
   }
 
@@ -173,7 +175,9 @@ class MpiAggregator final : private InaHost::Outlet {
       bytes.assign(message.begin(), message.end());
     });
   }
-  void drop(int /*connection*/, std::string const& why) override { throw Error(why); }
+  void drop(int /*connection*/, InaHost::DropCause /*cause*/, std::string const& why) override {
+    throw Error(why);
+  }
 
   MPI_Comm comm_;
   int workers_;

@@ -35,6 +35,12 @@ macro(sparsecomm_fetch name url sha256)
   FetchContent_MakeAvailable(${name})
 endmacro()
 
+# Warnings in the headers of a download are not ours.
+function(sparsecomm_system_headers target)
+  get_target_property(include_dirs ${target} INTERFACE_INCLUDE_DIRECTORIES)
+  set_target_properties(${target} PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${include_dirs}")
+endfunction()
+
 find_package(hwy CONFIG QUIET)
 if(NOT TARGET hwy::hwy)
   sparsecomm_import_pkg_config(hwy::hwy libhwy)
@@ -47,8 +53,7 @@ if(NOT TARGET hwy::hwy)
   set(HWY_FORCE_STATIC_LIBS ON CACHE INTERNAL "")
   sparsecomm_fetch(highway https://github.com/google/highway/archive/refs/tags/1.2.0.tar.gz
     7e0be78b8318e8bdbf6fa545d2ecb4c90f947df03f7aadc42c1967f019e63343)
-  get_target_property(include_dirs hwy INTERFACE_INCLUDE_DIRECTORIES)
-  set_target_properties(hwy PROPERTIES INTERFACE_SYSTEM_INCLUDE_DIRECTORIES "${include_dirs}")
+  sparsecomm_system_headers(hwy)
   add_library(hwy::hwy ALIAS hwy)
 endif()
 
@@ -70,6 +75,65 @@ if(NOT TARGET MbedTLS::mbedcrypto)
   sparsecomm_fetch(mbedtls
     https://github.com/Mbed-TLS/mbedtls/releases/download/mbedtls-3.6.7/mbedtls-3.6.7.tar.bz2
     a7e8bcbec0e6f761b4af24f25677626b35f762f68eef79c08677a363212d11f6)
+endif()
+
+# For the rest of the aggregator: HTTP, JSON, its settings and its log. The libraries of headers are used as such, so that the
+# program needs none of them where it runs.
+find_path(LIBEVENT_INCLUDE_DIR event2/http.h)
+find_library(LIBEVENT_CORE_LIBRARY NAMES libevent_core.a event_core)
+find_library(LIBEVENT_EXTRA_LIBRARY NAMES libevent_extra.a event_extra)
+if(LIBEVENT_INCLUDE_DIR AND LIBEVENT_CORE_LIBRARY AND LIBEVENT_EXTRA_LIBRARY)
+  add_library(libevent::extra UNKNOWN IMPORTED GLOBAL)
+  set_target_properties(libevent::extra PROPERTIES
+    IMPORTED_LOCATION "${LIBEVENT_EXTRA_LIBRARY}"
+    INTERFACE_INCLUDE_DIRECTORIES "${LIBEVENT_INCLUDE_DIR}"
+    INTERFACE_LINK_LIBRARIES "${LIBEVENT_CORE_LIBRARY}")
+else()
+  foreach(part OPENSSL MBEDTLS BENCHMARK TESTS REGRESS SAMPLES THREAD_SUPPORT)
+    set(EVENT__DISABLE_${part} ON CACHE INTERNAL "")
+  endforeach()
+  set(EVENT__LIBRARY_TYPE STATIC CACHE INTERNAL "")
+  sparsecomm_fetch(libevent
+    https://github.com/libevent/libevent/releases/download/release-2.1.12-stable/libevent-2.1.12-stable.tar.gz
+    92e6de1be9ec176428fd2367677e61ceffc2ee1cb119035037a27d346b0403bb)
+  add_library(libevent::extra INTERFACE IMPORTED GLOBAL)
+  target_link_libraries(libevent::extra INTERFACE event_extra_static event_core_static)
+  target_include_directories(libevent::extra SYSTEM INTERFACE
+    ${libevent_SOURCE_DIR}/include ${libevent_BINARY_DIR}/include)
+endif()
+
+# Makes a target of headers that the system has; leaves it undefined where it has not.
+function(sparsecomm_import_headers target header)
+  string(MAKE_C_IDENTIFIER "SPARSECOMM_${target}_DIR" dir)
+  find_path(${dir} ${header})
+  if(${dir})
+    add_library(${target} INTERFACE IMPORTED GLOBAL)
+    target_include_directories(${target} SYSTEM INTERFACE ${${dir}})
+  endif()
+endfunction()
+
+sparsecomm_import_headers(nlohmann_json::nlohmann_json nlohmann/json.hpp)
+if(NOT TARGET nlohmann_json::nlohmann_json)
+  sparsecomm_fetch(nlohmann_json https://github.com/nlohmann/json/releases/download/v3.11.3/json.tar.xz
+    d6c65aca6b1ed68e7a182f4757257b107ae403032760ed6ef121c9d55e81757d)
+  sparsecomm_system_headers(nlohmann_json)
+endif()
+sparsecomm_import_headers(tomlplusplus::tomlplusplus toml++/toml.h)
+if(NOT TARGET tomlplusplus::tomlplusplus)
+  sparsecomm_fetch(tomlplusplus https://github.com/marzer/tomlplusplus/archive/refs/tags/v3.4.0.tar.gz
+    8517f65938a4faae9ccf8ebb36631a38c1cadfb5efa85d9a72e15b9e97d25155)
+  sparsecomm_system_headers(tomlplusplus_tomlplusplus)
+endif()
+# A distribution's spdlog takes fmt from a package of its own.
+sparsecomm_import_headers(fmt::fmt-header-only fmt/format.h)
+sparsecomm_import_headers(spdlog::spdlog_header_only spdlog/spdlog.h)
+if(TARGET spdlog::spdlog_header_only AND TARGET fmt::fmt-header-only)
+  target_compile_definitions(spdlog::spdlog_header_only INTERFACE
+    SPDLOG_HEADER_ONLY SPDLOG_FMT_EXTERNAL FMT_HEADER_ONLY)
+elseif(NOT TARGET spdlog::spdlog_header_only)
+  sparsecomm_fetch(spdlog https://github.com/gabime/spdlog/archive/refs/tags/v1.17.0.tar.gz
+    d8862955c6d74e5846b3f580b1605d2428b11d97a410d86e2fb13e857cd3a744)
+  sparsecomm_system_headers(spdlog_header_only)
 endif()
 
 # UCX's headers, where there are any: the system's, else those of the wheel libucx-cu13 beside the interpreter.

@@ -15,8 +15,8 @@ namespace {
 
 // Numbers of events beside those of connections.
 constexpr std::uint64_t of_listener = ~std::uint64_t{0};
-constexpr std::uint64_t of_stop = of_listener - 1;
-constexpr std::uint64_t of_ucx = of_listener - 2;
+constexpr std::uint64_t of_ucx = of_listener - 1;
+constexpr std::uint64_t of_watched = std::uint64_t{1} << 32;  // and more
 
 // By which UCX chooses among its ways; it is no limit.
 constexpr std::size_t usual_workers = 64;
@@ -27,8 +27,8 @@ constexpr int most_at_once = 16;
 // Of UCX, before the sockets have their turn.
 constexpr int most_polls = 32;
 
-// How often deadlines are looked at, while there are any.
-constexpr std::chrono::milliseconds tick{100};
+// How often deadlines are looked at, while there are any, and whether jobs are idle.
+constexpr std::chrono::milliseconds tick{100}, idle_tick{1000};
 
 bool control(FileDescriptor const& events, int operation, int file, std::uint32_t wanted,
              std::uint64_t number) {
@@ -41,6 +41,18 @@ Challenge draw_challenge() {
   ssize_t const drawn = ::getrandom(challenge.data(), challenge.size(), 0);
   require<Error>(drawn == std::ssize(challenge), "getrandom: ", system_text());
   return challenge;
+}
+
+InaLimits limits_of(AggregatorOptions const& options) {
+  return {.memory = options.memory,
+          .job_memory = options.job_memory == 0 ? options.memory : options.job_memory,
+          .round = options.limit,
+          .idle = options.idle,
+          .workers = options.connections};
+}
+
+std::string seconds_text(Duration time) {
+  return concat(std::chrono::duration<double>(time).count());
 }
 
 }  // namespace
@@ -77,14 +89,14 @@ void AggregatorServer::Connection::take(std::uint32_t instance,
 AggregatorServer::AggregatorServer(AggregatorOptions const& options, Log log)
     : options_(options),
       log_(std::move(log)),
-      host_(options.memory, options.limit, *this, options.connections, *options.policy),
+      host_(limits_of(options), *this, *options.policy),
       listener_(listen_at(options.listen)),
       events_(::epoll_create1(EPOLL_CLOEXEC)),
-      stop_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
+      posted_event_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       address_(local_address(listener_)),
       now_(steady_clock().now()) {
-  require<Error>(events_.open() && stop_.open(), "epoll or eventfd: ", system_text());
-  stop_when(stop_);
+  require<Error>(events_.open() && posted_event_.open(), "epoll or eventfd: ", system_text());
+  watch(posted_event_, [this] { take_posted(); });
   watch_listener(true);
   open_ucx();
 }
@@ -93,17 +105,19 @@ void AggregatorServer::open_ucx() {
   std::string why_not;
   ucx_ = open_ucx_messages(options_.messages, usual_workers, &why_not);
   if (!ucx_) {
-    if (!why_not.empty()) log_(concat("messages go over TCP: ", why_not));
+    if (!why_not.empty()) log(LogLevel::warning, concat("messages go over TCP: ", why_not));
     return;
   }
   require<Error>(control(events_, EPOLL_CTL_ADD, ucx_->file(), EPOLLIN, of_ucx),
                  "epoll_ctl: ", system_text());
-  log_("messages go over UCX with workers that have the same release, over TCP with others");
+  log(LogLevel::info,
+      "messages go over UCX with workers that have the same release, over TCP with others");
 }
 
-void AggregatorServer::stop_when(FileDescriptor const& readable) {
-  require<Error>(control(events_, EPOLL_CTL_ADD, readable.get(), EPOLLIN, of_stop),
+void AggregatorServer::watch(FileDescriptor const& file, std::function<void()> readable) {
+  require<Error>(control(events_, EPOLL_CTL_ADD, file.get(), EPOLLIN, of_watched + watched_.size()),
                  "epoll_ctl: ", system_text());
+  watched_.push_back(std::move(readable));
 }
 
 void AggregatorServer::watch_listener(bool on) {
@@ -115,35 +129,98 @@ void AggregatorServer::watch_listener(bool on) {
 }
 
 void AggregatorServer::stop() noexcept {
-  std::uint64_t const one = 1;
-  [[maybe_unused]] ssize_t const written = ::write(stop_.get(), &one, sizeof(one));
+  stop_.store(true, std::memory_order_relaxed);
+  ::eventfd_write(posted_event_.get(), 1);
+}
+
+void AggregatorServer::post(std::function<void()> task) {
+  {
+    std::lock_guard const lock(posted_mutex_);
+    posted_.push_back(std::move(task));
+  }
+  ::eventfd_write(posted_event_.get(), 1);
+}
+
+void AggregatorServer::take_posted() {
+  eventfd_t count = 0;
+  ::eventfd_read(posted_event_.get(), &count);
+  std::vector<std::function<void()>> tasks;
+  {
+    std::lock_guard const lock(posted_mutex_);
+    tasks.swap(posted_);
+  }
+  for (auto const& task : tasks) task();
+}
+
+void AggregatorServer::drain(Duration limit) {
+  drained_by_ = now_ + std::clamp(limit, Duration::zero(), longest_duration);
+  log(LogLevel::info, concat("draining: no more jobs are taken; it ends when the ", host_.jobs(),
+                             " that are here have ended, or in ", seconds_text(limit), " s"));
+}
+
+bool AggregatorServer::over() {
+  if (stop_.load(std::memory_order_relaxed)) return true;
+  if (!drained_by_ || (host_.jobs() > 0 && now_ < *drained_by_)) return false;
+  log(LogLevel::info, concat("drained; jobs that have not ended: ", host_.jobs()));
+  return true;
+}
+
+bool AggregatorServer::end_job(JobId const& job) {
+  return host_.end(job, InaHost::DropCause::ended, "the job was ended by an operator");
+}
+
+AggregatorReport AggregatorServer::report() const {
+  return {.counts = host_.counts(),
+          .begun_jobs = begun_jobs_,
+          .closed = closed_,
+          .jobs = host_.reports(),
+          .connections = open_,
+          .most_connections = options_.connections,
+          .memory = host_.admission().taken(),
+          .most_memory = options_.memory,
+          .now = now_,
+          .draining = drained_by_.has_value()};
+}
+
+void AggregatorServer::log(LogLevel level, std::string text,
+                           decltype(LogEntry::fields) fields) const {
+  log_({.level = level, .text = std::move(text), .fields = std::move(fields)});
 }
 
 void AggregatorServer::run() {
   std::array<epoll_event, 64> found;
   std::vector<std::size_t> ready;  // connections
   bool busy = false;
-  for (;;) {
+  while (!over()) {
     // Who has more messages than its turn took is served again without a wait.
-    bool const timed = busy || strangers_ > 0 || (!accepting_ && open_ < options_.connections);
+    bool const timed =
+        busy || strangers_ > 0 || drained_by_ || (!accepting_ && open_ < options_.connections);
     bool const at_once = !ready.empty() || (ucx_ && !ucx_->rest());
-    int const timeout = at_once ? 0 : timed ? int(tick.count()) : -1;
+    bool const reaping = open_ > 0 && options_.idle < longest_duration;
+    int const timeout = at_once   ? 0
+                        : timed   ? int(tick.count())
+                        : reaping ? int(idle_tick.count())
+                                  : -1;
     int const count = ::epoll_wait(events_.get(), found.data(), int(found.size()), timeout);
     require<Error>(count >= 0 || errno == EINTR, "epoll_wait: ", system_text());
     now_ = steady_clock().now();
     for (int i = 0; i < count; ++i) {
       auto const& event = found[static_cast<std::size_t>(i)];
-      if (event.data.u64 == of_stop) return;
-      if (event.data.u64 == of_listener) {
+      std::uint64_t const number = event.data.u64;
+      if (number == of_listener) {
         accept_all();
         continue;
       }
-      if (event.data.u64 == of_ucx) continue;
-      auto const& connection = connections_[event.data.u64];
+      if (number == of_ucx) continue;
+      if (number >= of_watched) {
+        watched_[number - of_watched]();
+        continue;
+      }
+      auto const& connection = connections_[number];
       if (!connection) continue;
       if ((event.events & EPOLLOUT) != 0) connection->path.flush();
       if ((event.events & ~std::uint32_t{EPOLLOUT}) == 0) continue;
-      if (!std::exchange(connection->readable, true)) ready.push_back(event.data.u64);
+      if (!std::exchange(connection->readable, true)) ready.push_back(number);
     }
     progress();  // before the sockets, whose end may overtake messages
     for (std::size_t const number : ready) serve(*connections_[number]);
@@ -177,13 +254,14 @@ void AggregatorServer::accept_all() {
     ++open_;
     ++strangers_;
   }
-  log_(concat("all ", options_.connections, " connections are taken; others wait"));
+  log(LogLevel::warning,
+      concat("all ", options_.connections, " connections are taken; others wait"));
   watch_listener(false);
 }
 
 // The system has no room for more. The listener stays readable, so it is not watched meanwhile.
 void AggregatorServer::refuse_for_a_while(std::string const& why) {
-  log_(concat(why, "; connections wait"));
+  log(LogLevel::error, concat(why, "; connections wait"));
   accept_again_ = now_ + std::chrono::seconds(1);
   watch_listener(false);
 }
@@ -201,6 +279,7 @@ void AggregatorServer::serve(Connection& connection) {
     }
   } catch (std::exception const& error) {
     connection.end = error.what();
+    if (connection.joined) connection.cause = CloseCause::protocol;
   }
 }
 
@@ -253,6 +332,7 @@ std::vector<std::byte> AggregatorServer::answer(Connection& connection) {
     return make_challenge(*connection.challenge);
   }
   auto const said = std::span<const std::byte>(connection.greeting).first(length);
+  connection.cause = CloseCause::token;
   Proof proof;
   std::ranges::copy(std::span(connection.greeting).subspan(length), proof.begin());
   std::string const owner =
@@ -264,14 +344,18 @@ std::vector<std::byte> AggregatorServer::answer(Connection& connection) {
 std::vector<std::byte> AggregatorServer::welcome(Connection& connection,
                                                  ParsedGreeting const& greeting,
                                                  std::string_view owner) {
+  connection.cause = CloseCause::refused;
+  require<Error>(!drained_by_ || host_.has(greeting.member.job),
+                 "the aggregator is draining and takes no more jobs; use another");
   auto const rest =
       std::span(connection.greeting).subspan(sizeof(InaGreeting), greeting.introduction_bytes);
   UcxOffer const own = take_offer(
       connection,
       {.introduction = std::string(reinterpret_cast<char const*>(rest.data()), rest.size()),
        .token = greeting.token});
-  host_.join(connection.number, greeting.member, owner);
+  host_.join(connection.number, greeting.member, now_, owner);
   connection.joined = true;
+  connection.cause = CloseCause::left;
   return make_answer(own);
 }
 
@@ -287,7 +371,8 @@ UcxOffer AggregatorServer::take_offer(Connection& connection, UcxOffer const& of
       throw;
     } catch (Error const& error) {
       problem = error.what();
-      log_(concat("messages of ", connection.peer, " go over TCP: ", problem));
+      log(LogLevel::warning, concat("messages of ", connection.peer, " go over TCP: ", problem),
+          {{"peer", connection.peer}});
     }
   }
   require<Error>(options_.messages.transport != MessageTransport::ucx,
@@ -315,8 +400,38 @@ void AggregatorServer::send_copy(int connection, std::uint32_t instance,
   connections_[static_cast<std::size_t>(connection)]->path.send_copy(instance, message);
 }
 
-void AggregatorServer::drop(int connection, std::string const& why) {
-  connections_[static_cast<std::size_t>(connection)]->end = why;
+void AggregatorServer::drop(int connection, InaHost::DropCause cause, std::string const& why) {
+  Connection& dropped = *connections_[static_cast<std::size_t>(connection)];
+  dropped.end = why;
+  dropped.cause = cause == InaHost::DropCause::replaced ? CloseCause::replaced
+                  : cause == InaHost::DropCause::idle   ? CloseCause::idle
+                                                        : CloseCause::ended;
+}
+
+void AggregatorServer::begun(InaJobReport const& job) {
+  ++begun_jobs_;
+  log(LogLevel::info,
+      concat("job ", name(job.id), " of ", job.workers, " workers has begun",
+             job.owner.empty() ? "" : ", with the token of ", job.owner),
+      {{"job", name(job.id)}, {"owner", job.owner}, {"workers", concat(job.workers)}});
+}
+
+void AggregatorServer::ended(InaJobReport const& job) {
+  std::string const seconds = seconds_text(now_ - job.begun);
+  log(LogLevel::info,
+      concat("job ", name(job.id), " has ended after ", job.counts.operations, " operations and ",
+             seconds, " s"),
+      {{"job", name(job.id)},
+       {"owner", job.owner},
+       {"operations", concat(job.counts.operations)},
+       {"received_bytes", concat(job.counts.received_bytes)},
+       {"sent_bytes", concat(job.counts.sent_bytes)},
+       {"seconds", seconds}});
+}
+
+void AggregatorServer::refused(JobId const& job, RefusalReason reason, std::string_view text) {
+  log(LogLevel::warning, concat("job ", name(job), ": ", text),
+      {{"job", name(job)}, {"reason", std::string(name(reason))}});
 }
 
 void AggregatorServer::close_silent(TimePoint now) {
@@ -324,8 +439,8 @@ void AggregatorServer::close_silent(TimePoint now) {
   for (auto const& connection : connections_) {
     if (!connection || !connection->stranger) continue;
     if (now - connection->since < options_.greeting || !connection->end.empty()) continue;
-    connection->end = concat("no greeting within ",
-                             std::chrono::duration<double>(options_.greeting).count(), " s");
+    connection->end = concat("no greeting within ", seconds_text(options_.greeting), " s");
+    connection->cause = CloseCause::silent;
   }
 }
 
@@ -334,9 +449,16 @@ void AggregatorServer::close_ended() {
   for (bool again = true; std::exchange(again, false);) {
     for (auto& connection : connections_) {
       if (!connection) continue;
-      if (connection->end.empty()) connection->end = connection->path.error();
+      if (connection->end.empty()) {
+        connection->end = connection->path.error();
+        if (connection->path.malformed()) connection->cause = CloseCause::protocol;
+      }
       if (connection->end.empty()) continue;
-      log_(concat("connection from ", connection->peer, " closed: ", connection->end));
+      auto const& entry = close_cause_table[static_cast<std::size_t>(connection->cause)];
+      ++closed_[static_cast<std::size_t>(connection->cause)];
+      log(connection->cause == CloseCause::left ? LogLevel::info : LogLevel::warning,
+          concat("connection from ", connection->peer, " closed: ", connection->end),
+          {{"peer", connection->peer}, {"cause", std::string(entry.name)}});
       if (connection->stranger) --strangers_;
       auto const closed = std::move(connection);
       --open_;

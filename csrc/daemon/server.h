@@ -9,7 +9,9 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <span>
 #include <string>
@@ -17,6 +19,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "daemon/log_entry.h"
 #include "ina/greeting.h"
 #include "ina/host.h"
 #include "ina/message_path.h"
@@ -30,8 +33,10 @@ using Authenticator =
 
 struct AggregatorOptions {
   std::string listen;                            // HOST:PORT; port 0: a free one
-  std::size_t memory = std::size_t{1} << 28;     // bytes, of all operations together
+  std::size_t memory = std::size_t{1} << 28;     // bytes, of the operations of all jobs
+  std::size_t job_memory = 0;                    // of one job; 0: all of it
   Duration limit = std::chrono::seconds(60);     // of a round of an operation
+  Duration idle = std::chrono::hours(1);         // after which a silent job is ended
   Duration greeting = std::chrono::seconds(10);  // within which a connection says who it is
   std::size_t connections = 1024;
   // UCX trusts those who connect.
@@ -40,10 +45,47 @@ struct AggregatorOptions {
   Authenticator authenticate = {};  // empty: no token is asked for
 };
 
+// Why a connection was closed.
+enum class CloseCause : std::uint8_t {
+  left,      // from outside
+  silent,    // no greeting within the time for it
+  greeting,  // nonsense, or another version
+  token,     // it has none that is known
+  refused,   // of no job that there may be
+  protocol,  // a message that is not valid
+  replaced,  // by another of the same worker
+  idle,      // its job was
+  ended,     // its job was, by an operator
+};
+struct CloseCauseEntry {
+  CloseCause cause;
+  std::string_view name;
+};
+inline constexpr CloseCauseEntry close_cause_table[] = {
+    {CloseCause::left, "left"},         {CloseCause::silent, "silent"},
+    {CloseCause::greeting, "greeting"}, {CloseCause::token, "token"},
+    {CloseCause::refused, "refused"},   {CloseCause::protocol, "protocol"},
+    {CloseCause::replaced, "replaced"}, {CloseCause::idle, "idle"},
+    {CloseCause::ended, "ended"},
+};
+constexpr std::span<const CloseCauseEntry> close_causes() { return close_cause_table; }
+
+// An aggregator as it is now; what is counted, since it was started.
+struct AggregatorReport {
+  InaCounts counts;
+  std::uint64_t begun_jobs = 0;
+  std::array<std::uint64_t, std::size(close_cause_table)> closed{};  // [CloseCause], connections
+  std::vector<InaJobReport> jobs;
+  std::size_t connections = 0, most_connections = 0;
+  std::size_t memory = 0, most_memory = 0;  // bytes that are admitted, and that may be
+  TimePoint now;
+  bool draining = false;
+  bool ready() const { return !draining && connections < most_connections; }
+};
+
+// Its functions are for the thread that serves, unless they say otherwise.
 class AggregatorServer final : private InaHost::Outlet {
  public:
-  using Log = std::function<void(std::string const& line)>;
-
   // Listens. Throws AddressError if that cannot be, and TransportUnavailable if messages are to go
   // over UCX, which cannot be used here.
   AggregatorServer(AggregatorOptions const& options, Log log);
@@ -57,10 +99,21 @@ class AggregatorServer final : private InaHost::Outlet {
   std::uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
   std::uint64_t received_bytes() const { return received_bytes_.load(std::memory_order_relaxed); }
 
-  // Serves until stop(), from any thread, or until the file of stop_when() is readable.
+  // Serves until stop(), or until it is drained.
   void run();
+  // From any thread.
   void stop() noexcept;
-  void stop_when(FileDescriptor const& readable);
+  // Has the thread that serves run it: from any thread. What is posted after run() has returned is
+  // dropped.
+  void post(std::function<void()> task);
+  // Calls it whenever the file is readable, which it is to change. The file outlives the server.
+  void watch(FileDescriptor const& file, std::function<void()> readable);
+
+  // Takes no more jobs, and has run() return when none is left, or `limit` has passed.
+  void drain(Duration limit);
+  // Drops the connections of a job, which goes on without this aggregator. False: there is none.
+  bool end_job(JobId const& job);
+  AggregatorReport report() const;
 
  private:
   struct Connection final : MessageSink {
@@ -84,14 +137,18 @@ class AggregatorServer final : private InaHost::Outlet {
     MessagePath path;
     std::uint64_t placed = 0;  // a bit for each instance: a message is on its way to its place
     bool readable = false;
-    std::string end;  // why it is to be closed; empty: it is not
+    std::string end;                          // why it is to be closed; empty: it is not
+    CloseCause cause = CloseCause::greeting;  // of an end now
   };
 
   void send(int connection, std::uint32_t instance, InaMessage const& message,
             std::shared_ptr<void const> memory) override;
   void send_copy(int connection, std::uint32_t instance,
                  std::span<const std::byte> message) override;
-  void drop(int connection, std::string const& why) override;
+  void drop(int connection, InaHost::DropCause cause, std::string const& why) override;
+  void begun(InaJobReport const& job) override;
+  void ended(InaJobReport const& job) override;
+  void refused(JobId const& job, RefusalReason reason, std::string_view text) override;
 
   void accept_all();
   void serve(Connection& connection);
@@ -106,18 +163,28 @@ class AggregatorServer final : private InaHost::Outlet {
   void close_silent(TimePoint now);
   void watch_listener(bool on);
   void refuse_for_a_while(std::string const& why);
+  void take_posted();
+  bool over();
+  void log(LogLevel level, std::string text, decltype(LogEntry::fields) fields = {}) const;
 
   AggregatorOptions const options_;
   Log const log_;
   InaHost host_;                      // outlives the bytes that connections still hold
   std::unique_ptr<UcxMessages> ucx_;  // null: over TCP only
-  FileDescriptor listener_, events_, stop_;
+  FileDescriptor listener_, events_, posted_event_;
+  std::mutex posted_mutex_;
+  std::vector<std::function<void()>> posted_;
+  std::atomic<bool> stop_ = false;
+  std::vector<std::function<void()>> watched_;
+  std::optional<TimePoint> drained_by_;  // it is draining
   std::string address_;
   bool accepting_ = false;
   std::vector<std::unique_ptr<Connection>> connections_;  // [number]
   std::size_t open_ = 0;
   std::atomic<std::uint64_t> sent_bytes_ = 0, received_bytes_ = 0;
   std::size_t strangers_ = 0;  // have not greeted yet
+  std::uint64_t begun_jobs_ = 0;
+  std::array<std::uint64_t, std::size(close_cause_table)> closed_{};  // [CloseCause]
   TimePoint now_;
   TimePoint accept_again_{};  // no connections are accepted before
 };

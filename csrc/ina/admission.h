@@ -1,7 +1,8 @@
-// The memory that the instances of an aggregator may take together.
+// The memory that the instances of an aggregator, or of one of its jobs, may take together.
 #pragma once
 
 #include <cstddef>
+#include <string_view>
 #include <utility>
 
 #include "base/error.h"
@@ -18,7 +19,10 @@ class NotAdmitted : public Error {
 // To be used by one thread, and to outlive what it grants.
 class Admission {
  public:
-  explicit Admission(std::size_t bytes) : bytes_(bytes) {}
+  // `remedy`: what else helps where an instance does not fit.
+  explicit Admission(std::size_t bytes,
+                     std::string_view remedy = "allow the aggregator more memory")
+      : bytes_(bytes), remedy_(remedy) {}
   Admission(Admission const&) = delete;
   Admission& operator=(Admission const&) = delete;
 
@@ -52,20 +56,21 @@ class Admission {
   Grant admit(InaPlan const& plan) {
     require_plan(plan);
     std::size_t const needed = instance_bytes(plan);
-    require<NotAdmitted>(needed <= free(), "in-network aggregation: ", plan.workers,
-                         " workers with ", int(plan.window), " blocks of ", plan.block_bytes,
-                         " bytes of ", name(plan.type), " need ", needed, " bytes, but ", free(),
-                         " of ", bytes_,
-                         " are free; use a smaller window, smaller blocks or fewer instances, or "
-                         "allow the aggregator more memory");
+    require<NotAdmitted>(
+        needed <= free(), "in-network aggregation: ", plan.workers, " workers with ",
+        int(plan.window), " blocks of ", plan.block_bytes, " bytes of ", name(plan.type), " need ",
+        needed, " bytes, but ", free(), " of ", bytes_,
+        " are free; use a smaller window, smaller blocks or fewer instances, or ", remedy_);
     return {*this, needed};
   }
 
   std::size_t bytes() const { return bytes_; }
   std::size_t free() const { return bytes_ - taken_; }
+  std::size_t taken() const { return taken_; }
 
  private:
   std::size_t bytes_;
+  std::string_view remedy_;
   std::size_t taken_ = 0;
 };
 

@@ -1,6 +1,7 @@
 #include "ina/aggregator.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -31,6 +32,7 @@ void InaAggregator::start(InaPlan const& plan, std::uint32_t operation, TimePoin
   failure_.clear();
   plans_differ_ = false;
   round_ = 0;
+  received_blocks_ = 0;
   round_blocks_ = plan.first_blocks();
   begin_round();
 }
@@ -106,6 +108,7 @@ void InaAggregator::take(int worker, ContributionView const& view) {
     plans_differ_ = plans_differ_ || view.plan != plan_;
   }
   if (plans_differ_) return;  // refused when all have come
+  received_blocks_ += static_cast<std::uint64_t>(std::popcount(view.header.bitmap));
   // Step 3.
   votes_ = merge(votes_, view.votes);
   // Step 2.
@@ -227,6 +230,7 @@ std::optional<InaMessage> InaAggregator::expire(TimePoint now) {
 InaMessage InaAggregator::refuse(RefusalReason reason, std::vector<int> accused,
                                  std::string const& text) {
   state_ = State::failed;
+  failure_reason_ = reason;
   failure_ = concat("in-network aggregation, operation ", operation_, ": ", text);
   refusal_ = encode_refusal(operation_,
                             {.reason = reason, .accused = std::move(accused), .text = failure_});

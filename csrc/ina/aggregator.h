@@ -76,10 +76,13 @@ class InaAggregator {
   bool failed() const { return state_ == State::failed; }
   // Why it has failed.
   std::string const& failure() const { return failure_; }
+  RefusalReason failure_reason() const { return failure_reason_; }
 
   InaPlan const& plan() const { return plan_; }
   std::uint32_t operation() const { return operation_; }
   std::uint32_t round() const { return round_; }
+  // Of this operation, from all workers, so far.
+  std::uint64_t received_blocks() const { return received_blocks_; }
   BlockList const& round_blocks() const { return round_blocks_; }
   BlockList const& votes() const { return votes_; }
 
@@ -120,9 +123,11 @@ class InaAggregator {
 
   State state_ = State::idle;
   std::string failure_;
+  RefusalReason failure_reason_{};
   std::vector<std::byte> refusal_;
 
   std::uint32_t round_ = 0;
+  std::uint64_t received_blocks_ = 0;
   BlockList round_blocks_;
   BlockList votes_;
   std::vector<Arrival> arrivals_;

@@ -1,6 +1,7 @@
 #include "ina/host.h"
 
 #include <algorithm>
+#include <chrono>
 #include <new>
 #include <utility>
 
@@ -16,6 +17,14 @@ bool same_layout(InaPlan const& a, InaPlan const& b) {
 
 }  // namespace
 
+std::string name(JobId const& job) {
+  std::string text;
+  for (std::uint64_t const half : job) {
+    for (int shift = 60; shift >= 0; shift -= 4) text += "0123456789abcdef"[half >> shift & 15];
+  }
+  return text;
+}
+
 InaHost::Member& InaHost::member_of(int connection) {
   auto const index = static_cast<std::size_t>(connection);
   require(connection >= 0 && index < members_.size() && members_[index].job != nullptr,
@@ -24,11 +33,11 @@ InaHost::Member& InaHost::member_of(int connection) {
 }
 
 // Step 1.
-void InaHost::join(int connection, JobMember const& member, std::string_view owner) {
+void InaHost::join(int connection, JobMember const& member, TimePoint now, std::string_view owner) {
   require(member.workers > 0 && member.worker < member.workers, "in-network aggregation: worker ",
           member.worker, " of ", member.workers, " workers, must be less");
-  require(member.workers <= most_workers_, "in-network aggregation: a job of ", member.workers,
-          " workers, must be at most ", most_workers_, ", the connections that there may be");
+  require(member.workers <= limits_.workers, "in-network aggregation: a job of ", member.workers,
+          " workers, must be at most ", limits_.workers, ", the connections that there may be");
   auto const known = jobs_.find(member.job);
   if (known != jobs_.end()) {
     require(known->second.owner == owner,
@@ -40,11 +49,19 @@ void InaHost::join(int connection, JobMember const& member, std::string_view own
     if (former >= 0) {
       std::string const why = concat("worker ", member.worker, " has connected once more");
       leave(former, why);
-      outlet_.drop(former, why);
+      outlet_.drop(former, DropCause::replaced, why);
     }
   }
-  Job& job = jobs_[member.job];  // perhaps a new one: the last to leave has taken it along
-  job.owner = owner;
+  // Perhaps a new one: the last to leave has taken it along.
+  auto const [place, is_new] = jobs_.try_emplace(member.job);
+  Job& job = place->second;
+  job.active = now;
+  if (is_new) {
+    job.owner = owner;
+    job.begun = now;
+    job.admission = std::make_shared<Admission>(limits_.job_memory,
+                                                "allow the aggregator more memory for a job");
+  }
   job.connections.resize(member.workers, -1);
   job.lost.resize(member.workers);
   job.connections[member.worker] = connection;
@@ -52,6 +69,7 @@ void InaHost::join(int connection, JobMember const& member, std::string_view own
   auto const index = static_cast<std::size_t>(connection);
   if (members_.size() <= index) members_.resize(index + 1);
   members_[index] = {.id = member.job, .job = &job, .worker = member.worker};
+  if (is_new) outlet_.begun(report(member.job, job));
 }
 
 void InaHost::leave(int connection, std::string const& why) {
@@ -62,13 +80,15 @@ void InaHost::leave(int connection, std::string const& why) {
   job.connections[member.worker] = -1;
   job.lost[member.worker] = why.empty() ? "it was closed" : why;
   if (std::ranges::all_of(job.connections, [](int other) { return other < 0; })) {
+    outlet_.ended(report(member.id, job));
     jobs_.erase(member.id);
     return;
   }
   int const worker = static_cast<int>(member.worker);
   for (auto& [number, instance] : job.instances) {
     if (instance.running()) {
-      answer(job, number, instance.memory->aggregator->lose(worker, job.lost[member.worker]));
+      answer(member.id, job, number,
+             instance.memory->aggregator->lose(worker, job.lost[member.worker]));
     }
     // Who takes its place begins where it likes.
     if (instance.current) instance.current->opened[member.worker] = false;
@@ -88,6 +108,7 @@ InaHost::Place InaHost::place(int connection, std::uint32_t instance, std::size_
                           "aggregation message: kind is ", int(header.kind), " and worker is ",
                           header.worker, ", must be 1 (contribution) and ", member.worker,
                           ", as whom the connection has joined");
+  member.job->active = now;
   Instance& at = member.job->instances[instance];
   at.begun.resize(member.job->connections.size());
   bool const known = at.current && at.current->number == header.operation;
@@ -134,7 +155,7 @@ bool InaHost::refuse_former(int connection, std::uint32_t number, InaHeader cons
                           ", which has been refused");
   operation.opened[member.worker] = true;
   member.job->instances[number].begun[member.worker] = header.operation;
-  outlet_.send_copy(connection, number, operation.refusal);
+  send_refusal(*member.job, connection, number, operation);
   if (operation.opened_by_all()) refused.erase(found);
   return true;
 }
@@ -158,7 +179,7 @@ InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader con
     require<MalformedFrame>(ahead < std::uint32_t{1} << 31, "aggregation message: operation ",
                             header.operation, " of worker ", member.worker, " after operation ",
                             header.operation - ahead, " in instance ", number);
-    start(job, number, header, plan, now);
+    start(member, number, header, plan, now);
   }
   require<MalformedFrame>(instance.running() || !instance.current->refusal.empty(),
                           "aggregation message: operation ", header.operation, " of worker ",
@@ -166,7 +187,7 @@ InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader con
   instance.current->opened[member.worker] = true;
   instance.begun[member.worker] = header.operation;
   if (!instance.current->refusal.empty()) {
-    outlet_.send_copy(connection, number, instance.current->refusal);
+    send_refusal(job, connection, number, *instance.current);
     return {};
   }
   InaAggregator& aggregator = *instance.memory->aggregator;
@@ -175,15 +196,16 @@ InaHost::Place InaHost::open(int connection, std::uint32_t number, InaHeader con
   // One that fits is received all the same, since the checksum over all of it tells a plan that was
   // changed on its way from one that differs.
   if (plan != instance.plan && bytes > spot.size()) {
-    answer(job, number, aggregator.receive_plan(worker, plan, now));
+    answer(member.id, job, number, aggregator.receive_plan(worker, plan, now));
     return {};
   }
   return {spot, instance.memory};
 }
 
 // Step 2.
-void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
-                    TimePoint now) {
+void InaHost::start(Member const& member, std::uint32_t number, InaHeader const& header,
+                    InaPlan const& plan, TimePoint now) {
+  Job& job = *member.job;
   Instance& instance = job.instances[number];
   bool const fits = instance.memory && same_layout(instance.plan, plan);
   if (instance.current && !instance.current->refusal.empty() &&
@@ -201,7 +223,7 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
     instance.memory.reset();
     std::string problem;
     try {
-      instance.memory = std::make_shared<Memory>(admission_.admit(plan), policy_, plan);
+      instance.memory = std::make_shared<Memory>(job.admission, admission_, policy_, plan);
     } catch (NotAdmitted const& error) {
       problem = error.what();
     } catch (std::bad_alloc const&) {
@@ -209,6 +231,8 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
                        instance_bytes(plan), " bytes left; give it less to admit");
     }
     if (!instance.memory) {
+      outlet_.refused(member.id, RefusalReason::not_admitted, problem);
+      count(job, [](InaCounts& counts) { ++counts.refused(RefusalReason::not_admitted); });
       current.refusal = encode_refusal(
           header.operation,
           {.reason = RefusalReason::not_admitted, .accused = {}, .text = std::move(problem)});
@@ -216,10 +240,11 @@ void InaHost::start(Job& job, std::uint32_t number, InaHeader const& header, Ina
     }
   }
   InaAggregator& aggregator = *instance.memory->aggregator;
-  aggregator.start(plan, header.operation, now, limit_);
+  aggregator.start(plan, header.operation, now, limits_.round);
+  instance.round_begun = now;
   for (std::size_t worker = 0; worker < job.lost.size() && aggregator.running(); ++worker) {
     if (job.lost[worker].empty()) continue;
-    answer(job, number, aggregator.lose(static_cast<int>(worker), job.lost[worker]));
+    answer(member.id, job, number, aggregator.lose(static_cast<int>(worker), job.lost[worker]));
   }
 }
 
@@ -227,28 +252,56 @@ void InaHost::receive(int connection, std::uint32_t instance, std::span<const st
                       TimePoint now) {
   Member const& member = member_of(connection);
   Job& job = *member.job;
-  Instance const& at = job.instances[instance];
+  Instance& at = job.instances[instance];
   // It has failed, and another may have begun, while the message was on its way.
+  count(job, [&](InaCounts& counts) { counts.received_bytes += message.size(); });
   if (!at.running() || at.begun[member.worker] != at.current->number) return;
-  answer(job, instance,
-         at.memory->aggregator->receive(static_cast<int>(member.worker), message, now));
+  InaAggregator& aggregator = *at.memory->aggregator;
+  auto const update = aggregator.receive(static_cast<int>(member.worker), message, now);
+  if (update && !aggregator.failed()) count_round(job, at, now);
+  answer(member.id, job, instance, update);
+}
+
+void InaHost::count_round(Job& job, Instance& instance, TimePoint now) {
+  Duration const time = now - std::exchange(instance.round_begun, now);
+  InaAggregator const& aggregator = *instance.memory->aggregator;
+  std::uint64_t const blocks = aggregator.received_blocks();
+  std::uint64_t const all = instance.plan.blocks() * instance.plan.workers;
+  count(job, [&](InaCounts& counts) {
+    counts.add_round(time);
+    if (!aggregator.done()) return;
+    ++counts.operations;
+    counts.blocks += blocks;
+    counts.zero_blocks += all - blocks;
+  });
+}
+
+void InaHost::send_refusal(Job& job, int connection, std::uint32_t number,
+                           Operation const& operation) {
+  count(job, [&](InaCounts& counts) { counts.sent_bytes += operation.refusal.size(); });
+  outlet_.send_copy(connection, number, operation.refusal);
 }
 
 // Step 4.
-void InaHost::answer(Job& job, std::uint32_t number, std::optional<InaMessage> const& message) {
+void InaHost::answer(JobId const& id, Job& job, std::uint32_t number,
+                     std::optional<InaMessage> const& message) {
   if (!message) return;
   Instance& instance = job.instances[number];
   bool const refused = instance.memory->aggregator->failed();
   if (refused) {
     auto const bytes = message->pieces()[0];
     instance.current->refusal.assign(bytes.begin(), bytes.end());
+    RefusalReason const reason = instance.memory->aggregator->failure_reason();
+    outlet_.refused(id, reason, instance.memory->aggregator->failure());
+    count(job, [reason](InaCounts& counts) { ++counts.refused(reason); });
   }
   for (std::size_t worker = 0; worker < job.connections.size(); ++worker) {
     int const connection = job.connections[worker];
     if (connection < 0 || !instance.current->opened[worker]) continue;
     if (refused) {
-      outlet_.send_copy(connection, number, instance.current->refusal);
+      send_refusal(job, connection, number, *instance.current);
     } else {
+      count(job, [&](InaCounts& counts) { counts.sent_bytes += message->size(); });
       outlet_.send(connection, number, *message, instance.memory);
     }
   }
@@ -256,14 +309,57 @@ void InaHost::answer(Job& job, std::uint32_t number, std::optional<InaMessage> c
 
 bool InaHost::expire(TimePoint now) {
   bool busy = false;
+  std::vector<JobId> idle;
   for (auto& [id, job] : jobs_) {
+    bool running = false;
     for (auto& [number, instance] : job.instances) {
       if (!instance.running()) continue;
-      answer(job, number, instance.memory->aggregator->expire(now));
-      busy = busy || instance.running();
+      answer(id, job, number, instance.memory->aggregator->expire(now));
+      running = running || instance.running();
     }
+    if (!running && now - job.active >= limits_.idle) idle.push_back(id);
+    busy = busy || running;
+  }
+  for (JobId const& id : idle) {
+    end(id, DropCause::idle,
+        concat("the job has sent nothing for ", std::chrono::duration<double>(limits_.idle).count(),
+               " s"));
   }
   return busy;
+}
+
+bool InaHost::end(JobId const& job, DropCause cause, std::string const& why) {
+  auto const found = jobs_.find(job);
+  if (found == jobs_.end()) return false;
+  InaJobReport const last = report(job, found->second);
+  std::vector<int> const connections = std::move(found->second.connections);
+  jobs_.erase(found);
+  for (int const connection : connections) {
+    if (connection < 0) continue;
+    members_[static_cast<std::size_t>(connection)] = {};
+    outlet_.drop(connection, cause, why);
+  }
+  outlet_.ended(last);
+  return true;
+}
+
+InaJobReport InaHost::report(JobId const& id, Job const& job) const {
+  auto const connected = std::ranges::count_if(job.connections, [](int one) { return one >= 0; });
+  return {.id = id,
+          .owner = job.owner,
+          .workers = job.connections.size(),
+          .connected = static_cast<std::size_t>(connected),
+          .begun = job.begun,
+          .active = job.active,
+          .memory = job.admission->taken(),
+          .counts = job.counts};
+}
+
+std::vector<InaJobReport> InaHost::reports() const {
+  std::vector<InaJobReport> reports;
+  reports.reserve(jobs_.size());
+  for (auto const& [id, job] : jobs_) reports.push_back(report(id, job));
+  return reports;
 }
 
 }  // namespace sparsecomm

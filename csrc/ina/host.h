@@ -27,6 +27,7 @@
 
 #include "base/clock.h"
 #include "ina/admission.h"
+#include "ina/counts.h"
 #include "ina/link.h"
 #include "ina/message.h"
 #include "ina/policy.h"
@@ -36,14 +37,37 @@ namespace sparsecomm {
 // Drawn at random for each group of workers.
 using JobId = std::array<std::uint64_t, 2>;
 
+// In 32 hexadecimal digits, as its members log it.
+std::string name(JobId const& job);
+
 struct JobMember {
   JobId job{};
   std::uint16_t workers = 1;
   std::uint16_t worker = 0;  // less than workers
 };
 
+struct InaLimits {
+  std::size_t memory = std::size_t{1} << 28;  // bytes, of the operations of all jobs
+  std::size_t job_memory = memory;            // of one job
+  Duration round = std::chrono::seconds(60);  // after which a refusal names who is missing
+  Duration idle = longest_duration;           // after which a job without operations is ended
+  std::size_t workers = 1024;                 // of a job
+};
+
+// A job as it is now.
+struct InaJobReport {
+  JobId id{};
+  std::string owner;
+  std::size_t workers = 0, connected = 0;
+  TimePoint begun, active;  // the latest: of a message
+  std::size_t memory = 0;   // bytes, admitted
+  InaCounts counts;
+};
+
 class InaHost {
  public:
+  enum class DropCause : std::uint8_t { replaced, idle, ended };
+
   // What the host says to connections, which its owner numbers from 0. It is not to call the host
   // back: a connection that breaks leaves later.
   class Outlet {
@@ -55,28 +79,28 @@ class InaHost {
     // The bytes do not stay.
     virtual void send_copy(int connection, std::uint32_t instance,
                            std::span<const std::byte> message) = 0;
-    // Another connection has taken this one's place; it has left.
-    virtual void drop(int connection, std::string const& why) = 0;
+    // It has left: another connection has taken its place, or its job was ended.
+    virtual void drop(int connection, DropCause cause, std::string const& why) = 0;
+
+    // What there is to log.
+    virtual void begun(InaJobReport const& /*job*/) {}
+    virtual void ended(InaJobReport const& /*job*/) {}
+    virtual void refused(JobId const& /*job*/, RefusalReason /*reason*/,
+                         std::string_view /*text*/) {}
 
    protected:
     ~Outlet() = default;
   };
 
-  // `limit`: of a round, after which a refusal names the workers that are missing. Jobs have at
-  // most `most_workers`; beside `memory` the host keeps up to 1 MiB of refusals of one, and 600
+  // Beside the memory that is admitted, the host keeps up to 1 MiB of refusals of a job, and 600
   // bytes for each of its workers.
-  InaHost(std::size_t memory, Duration limit, Outlet& outlet, std::size_t most_workers = 1024,
-          InaPolicy const& policy = vote_policy)
-      : admission_(memory),
-        limit_(limit),
-        most_workers_(most_workers),
-        outlet_(outlet),
-        policy_(policy) {}
+  InaHost(InaLimits const& limits, Outlet& outlet, InaPolicy const& policy = vote_policy)
+      : limits_(limits), admission_(limits.memory), outlet_(outlet), policy_(policy) {}
 
   // Step 1. A worker that is connected already is taken to be gone. `owner`: the name of whoever's
   // token it has; empty where none are asked for. Throws InvalidArgument if the member is not one
   // of a job of so many workers, the job has more than there may be, or another owner.
-  void join(int connection, JobMember const& member, std::string_view owner = {});
+  void join(int connection, JobMember const& member, TimePoint now, std::string_view owner = {});
   // `why` is told the other workers. Does nothing if the connection is in no job.
   void leave(int connection, std::string const& why);
 
@@ -90,18 +114,31 @@ class InaHost {
   void receive(int connection, std::uint32_t instance, std::span<const std::byte> message,
                TimePoint now);
 
-  // Ends the operations whose deadline has passed. Returns whether any are under way.
+  // Ends the operations whose deadline has passed, and the jobs that are idle for too long. Returns
+  // whether any operations are under way.
   bool expire(TimePoint now);
+  // Drops a job's connections. False: there is no such job.
+  bool end(JobId const& job, DropCause cause, std::string const& why);
 
   std::size_t jobs() const { return jobs_.size(); }
+  bool has(JobId const& job) const { return jobs_.contains(job); }
+  // By their identities.
+  std::vector<InaJobReport> reports() const;
+  // Of all jobs that there have been.
+  InaCounts const& counts() const { return counts_; }
   Admission const& admission() const { return admission_; }
 
  private:
   struct Memory {
-    // The grant comes before what it grants.
-    Memory(Admission::Grant granted, InaPolicy const& policy, InaPlan const& plan)
-        : grant(std::move(granted)), aggregator(policy.make_aggregator(plan)) {}
-    Admission::Grant grant;
+    // The grants come before what they grant.
+    Memory(std::shared_ptr<Admission> admission, Admission& of_all, InaPolicy const& policy,
+           InaPlan const& plan)
+        : job_admission(std::move(admission)),
+          job_grant(job_admission->admit(plan)),
+          grant(of_all.admit(plan)),
+          aggregator(policy.make_aggregator(plan)) {}
+    std::shared_ptr<Admission> job_admission;  // the job may end first
+    Admission::Grant job_grant, grant;
     std::unique_ptr<InaAggregator> aggregator;
   };
   struct Operation {
@@ -116,6 +153,7 @@ class InaHost {
     std::vector<std::optional<std::uint32_t>> begun;  // [worker]: the operation that it began last
     InaPlan plan;
     std::shared_ptr<Memory> memory;  // null until it is admitted
+    TimePoint round_begun;
 
     bool running() const { return current && memory && memory->aggregator->running(); }
   };
@@ -126,6 +164,9 @@ class InaHost {
     std::map<std::uint32_t, Instance> instances;
     // Refused before, and some workers have not begun them, with their instances.
     std::vector<std::pair<std::uint32_t, Operation>> refused;
+    std::shared_ptr<Admission> admission;
+    TimePoint begun, active;
+    InaCounts counts;
   };
   struct Member {
     JobId id{};
@@ -141,16 +182,25 @@ class InaHost {
   bool refuse_former(int connection, std::uint32_t number, InaHeader const& header);
   Place open(int connection, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
              std::size_t bytes, TimePoint now);
-  void start(Job& job, std::uint32_t number, InaHeader const& header, InaPlan const& plan,
-             TimePoint now);
-  void answer(Job& job, std::uint32_t number, std::optional<InaMessage> const& message);
+  void start(Member const& member, std::uint32_t number, InaHeader const& header,
+             InaPlan const& plan, TimePoint now);
+  void answer(JobId const& id, Job& job, std::uint32_t number,
+              std::optional<InaMessage> const& message);
+  void count_round(Job& job, Instance& instance, TimePoint now);
+  void send_refusal(Job& job, int connection, std::uint32_t number, Operation const& operation);
+  InaJobReport report(JobId const& id, Job const& job) const;
+  // Counts it for the job and for all.
+  void count(Job& job, auto const& change) {
+    change(job.counts);
+    change(counts_);
+  }
 
+  InaLimits limits_;
   Admission admission_;  // outlives the grants
-  Duration limit_;
-  std::size_t most_workers_;
   Outlet& outlet_;
   InaPolicy const& policy_;
   std::map<JobId, Job> jobs_;
+  InaCounts counts_;
   std::vector<Member> members_;  // [connection]; without a job: none
 };
 

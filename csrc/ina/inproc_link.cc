@@ -46,7 +46,9 @@ struct InprocAggregators::Hub {
   struct Aggregator final : InaHost::Outlet {
     Aggregator(Hub& its_hub, int its_number, std::size_t memory, Duration limit,
                InaPolicy const& policy)
-        : hub(its_hub), number(its_number), host(memory, limit, *this, most_workers, policy) {}
+        : hub(its_hub),
+          number(its_number),
+          host({.memory = memory, .round = limit, .workers = most_workers}, *this, policy) {}
 
     void send(int connection, std::uint32_t instance, InaMessage const& message,
               std::shared_ptr<void const> /*memory*/) override {
@@ -56,7 +58,7 @@ struct InprocAggregators::Hub {
                    std::span<const std::byte> message) override {
       hub.deliver(number, connection, instance, Bytes(message.begin(), message.end()));
     }
-    void drop(int connection, std::string const& why) override {
+    void drop(int connection, InaHost::DropCause /*cause*/, std::string const& why) override {
       hub.lose(number, connection, why);
     }
 
@@ -237,7 +239,8 @@ std::shared_ptr<AggregatorLink> InprocAggregators::connect(JobMember const& memb
   worker->losses.resize(hub_->aggregators.size());
   worker->rank = member.worker;
   hub_->workers.push_back(std::move(worker));
-  for (auto const& aggregator : hub_->aggregators) aggregator->host.join(number, member);
+  TimePoint const now = hub_->runtime.clock().now();
+  for (auto const& aggregator : hub_->aggregators) aggregator->host.join(number, member, now);
   return std::make_shared<InprocLink>(hub_, number);
 }
 

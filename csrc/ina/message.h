@@ -96,6 +96,21 @@ enum class RefusalReason : std::uint32_t {
   late = 4,
   not_admitted = 5,
 };
+struct RefusalReasonEntry {
+  RefusalReason reason;
+  std::string_view name;
+};
+inline constexpr RefusalReasonEntry refusal_reason_table[] = {
+    {RefusalReason::mismatch, "mismatch"},
+    {RefusalReason::invalid, "invalid"},
+    {RefusalReason::lost, "lost"},
+    {RefusalReason::late, "late"},
+    {RefusalReason::not_admitted, "not_admitted"},
+};
+constexpr std::span<const RefusalReasonEntry> refusal_reasons() { return refusal_reason_table; }
+constexpr std::string_view name(RefusalReason reason) {
+  return refusal_reason_table[static_cast<std::size_t>(reason) - 1].name;
+}
 
 struct Refusal {
   RefusalReason reason;

@@ -52,6 +52,9 @@ class MessagePath {
     return ucx_ && !ucx_->error().empty() ? ucx_->error() : stream_.error();
   }
 
+  // That is since what the other side has sent is not valid.
+  bool malformed() const { return stream_.malformed() || (ucx_ && ucx_->malformed()); }
+
   // As MessageStream says, and UcxConnection.
   void send(std::uint32_t instance, InaMessage const& message,
             std::shared_ptr<void const> memory = nullptr) {

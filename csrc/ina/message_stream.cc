@@ -139,6 +139,7 @@ bool MessageStream::receive(MessageSink& sink) {
     }
   } catch (MalformedFrame const& error) {
     error_ = error.what();
+    malformed_ = true;
     return false;
   }
 }

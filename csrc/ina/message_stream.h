@@ -37,6 +37,8 @@ class MessageStream {
 
   // Why no more can be sent or received; empty while all is well.
   std::string const& error() const { return error_; }
+  // That is since what the other side has sent is not valid.
+  bool malformed() const { return malformed_; }
 
   // Writes as much as the socket takes; flush() goes on with the rest. The bytes must stay until
   // then; `memory`, if any, is held so long.
@@ -71,6 +73,7 @@ class MessageStream {
 
   int file_;
   std::string error_;
+  bool malformed_ = false;
 
   std::vector<Outgoing> queue_;  // a ring
   std::size_t first_ = 0, count_ = 0;

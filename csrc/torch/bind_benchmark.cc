@@ -5,11 +5,13 @@
 #include <thread>
 #include <utility>
 
+#include "benchmark/load.h"
 #include "benchmark/policies.h"
 #include "bindings.h"
 #include "daemon/server.h"
 #include "ina/tcp_link.h"
 #include "interpreter.h"
+#include "python_duration.h"
 #include "stall_log.h"
 
 namespace py = pybind11;
@@ -20,7 +22,7 @@ namespace {
 // An aggregator in a thread of this process.
 class ServingAggregator {
  public:
-  ServingAggregator(AggregatorOptions const& options, AggregatorServer::Log log)
+  ServingAggregator(AggregatorOptions const& options, Log log)
       : log_(std::move(log)), server_(options, log_), thread_([this] { serve(); }) {}
   ServingAggregator(ServingAggregator const&) = delete;
   ServingAggregator& operator=(ServingAggregator const&) = delete;
@@ -40,7 +42,8 @@ class ServingAggregator {
       server_.run();
     } catch (std::exception const& error) {
       error_ = std::current_exception();
-      log_(concat("the aggregator has stopped: ", error.what()));
+      log_(
+          {.level = LogLevel::error, .text = concat("the aggregator has stopped: ", error.what())});
     }
   }
   void end() {
@@ -50,7 +53,7 @@ class ServingAggregator {
     thread_.join();
   }
 
-  AggregatorServer::Log log_;
+  Log log_;
   AggregatorServer server_;
   std::exception_ptr error_;
   std::thread thread_;
@@ -66,7 +69,10 @@ void bind_benchmark(py::module_& module) {
              options.listen = std::move(listen);
              options.memory = memory;
              options.policy = &policy_named(policy);
-             return std::make_unique<ServingAggregator>(options, log_of_python(std::move(log)));
+             return std::make_unique<ServingAggregator>(
+                 options, [write = log_of_python(std::move(log))](LogEntry const& entry) {
+                   write(entry.text);
+                 });
            }),
            py::kw_only(), py::arg("listen"), py::arg("memory"), py::arg("policy"), py::arg("log"))
       .def_property_readonly("address",
@@ -84,6 +90,29 @@ void bind_benchmark(py::module_& module) {
         return addresses;
       },
       py::arg("addresses"), py::arg("policy"));
+  module.def(
+      "load_aggregators",
+      [](AggregatorAddresses const& addresses, int jobs, int workers, std::uint64_t elements,
+         double zero, PythonDuration time) {
+        LoadOptions const options{.jobs = jobs,
+                                  .workers = workers,
+                                  .elements = elements,
+                                  .zero = zero,
+                                  .time = time.value};
+        std::vector<JobLoad> loads;
+        {
+          InterpreterRelease const release;
+          loads = load_aggregators(addresses, options);
+        }
+        py::list found;
+        for (JobLoad const& load : loads) {
+          found.append(py::make_tuple(name(load.job), load.reductions,
+                                      std::chrono::duration<double>(load.time).count()));
+        }
+        return found;
+      },
+      py::arg("addresses"), py::kw_only(), py::arg("jobs"), py::arg("workers"), py::arg("elements"),
+      py::arg("zero"), py::arg("time"));
   module.def("aggregation_policies", [] {
     py::list names;
     for (PolicyEntry const& entry : policies()) names.append(entry.name);

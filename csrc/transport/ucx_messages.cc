@@ -37,6 +37,7 @@ struct Peer {
   ucp_ep_h endpoint = nullptr;
   std::uint64_t token = 0, peer_token = 0;
   std::string error;
+  bool malformed = false;
   std::size_t sends = 0, receives = 0;  // under way
   std::size_t borrowed = 0;             // sends of bytes that nobody holds
   std::size_t copied = 0;               // bytes that wait in copies
@@ -167,6 +168,7 @@ class MessageConnection final : public UcxConnection {
   }
 
   std::string const& error() const override { return peer_.error; }
+  bool malformed() const override { return peer_.malformed; }
   bool flushed() const override { return peer_.sends == 0; }
 
   void send(std::uint32_t instance, std::span<const std::span<const std::byte>> pieces,
@@ -308,6 +310,9 @@ ucs_status_t MessageEngine::arrived(void* user, void const* bytes, std::size_t h
                             opening_bytes);
     engine.place(peer, header, opening, data, length,
                  (param->recv_attr & UCP_AM_RECV_ATTR_FLAG_RNDV) != 0);
+  } catch (MalformedFrame const& error) {
+    peer.malformed = peer.error.empty();
+    peer.fail(error.what());
   } catch (std::exception const& error) {
     peer.fail(error.what());
   }

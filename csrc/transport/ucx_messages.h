@@ -26,6 +26,8 @@ class UcxConnection {
 
   // Why no more can be sent or received; empty while all is well.
   virtual std::string const& error() const = 0;
+  // That is since what the peer has sent is not valid.
+  virtual bool malformed() const = 0;
   // The bytes must stay until flushed(), or as long as `memory` is held if there is some.
   virtual void send(std::uint32_t instance, std::span<const std::span<const std::byte>> pieces,
                     std::shared_ptr<void const> memory) = 0;

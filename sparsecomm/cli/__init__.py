@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import bench, codecs, doctor, ina, kernels, plan
+from sparsecomm.cli import aggregator, bench, codecs, doctor, ina, kernels, load, plan
 
 
 class Parser(argparse.ArgumentParser):
@@ -58,12 +58,15 @@ def make_parser() -> argparse.ArgumentParser:
     bench.add_allreduce(subjects)
     bench.add_transport(subjects)
     ina.add_ina(subjects)
+    load.add_load(subjects)
     codecs.add_codecs(subjects)
     kernels.add_kernels(subjects)
 
     plan.add_plan(commands)
 
     doctor.add_doctor(commands)
+
+    aggregator.add_aggregator(commands)
 
     info = commands.add_parser(
         "info",

@@ -8,6 +8,7 @@
 #include <array>
 #include <csignal>
 #include <random>
+#include <utility>
 
 #include "daemon/command_line.h"
 #include "ina/socket.h"
@@ -267,6 +268,77 @@ TEST(AggregatorServer, ConnectionsBeyondTheMostWaitForOthersToEnd) {
   EXPECT_EQ(read_raw(third, milliseconds(300)), "");
   first = FileDescriptor();
   EXPECT_EQ(read_raw(third, seconds(20), sizeof(InaAnswer)).size(), sizeof(InaAnswer));
+}
+
+TEST(AggregatorServer, DrainsWhenItsJobsHaveEnded) {
+  RunningServer server;
+  std::vector<std::string> const addresses{server.address()};
+  auto first = connect_aggregators(addresses, member(0, 2), within(seconds(10)));
+  server.call([](AggregatorServer& self) { self.drain(std::chrono::hours(1)); });
+  EXPECT_TRUE(server.call([](AggregatorServer& self) { return self.report().draining; }));
+  EXPECT_NE(refusal(server, member(0, 1, {7, 7}), {}).find("draining"), std::string::npos);
+  // A worker of a job that is there may still come.
+  auto second = connect_aggregators(addresses, member(1, 2), within(seconds(10)));
+  first.reset();
+  EXPECT_FALSE(server.ends_within(milliseconds(300)));
+  second.reset();
+  EXPECT_TRUE(server.ends_within(seconds(20)));
+}
+
+TEST(AggregatorServer, DrainsNoLongerThanItsLimit) {
+  RunningServer server;
+  std::vector<std::string> const addresses{server.address()};
+  auto const link = connect_aggregators(addresses, member(0, 1), within(seconds(10)));
+  server.call([](AggregatorServer& self) { self.drain(milliseconds(100)); });
+  EXPECT_TRUE(server.ends_within(seconds(20)));
+  EXPECT_NE(server.log().find("not ended: 1"), std::string::npos) << server.log();
+}
+
+TEST(AggregatorServer, AnOperatorEndsAJobAndOthersDoNotNotice) {
+  RunningServer server;
+  auto const one = connect_to(server.address(), within(seconds(5)));
+  auto const other = connect_to(server.address(), within(seconds(5)));
+  for (auto const& [socket, job] : {std::pair(&one, JobId{1, 1}), {&other, {2, 2}}}) {
+    write_raw(*socket, greeting(0, 1, job));
+    EXPECT_EQ(read_raw(*socket, seconds(20), sizeof(InaAnswer)).size(), sizeof(InaAnswer));
+  }
+  EXPECT_TRUE(server.call([](AggregatorServer& self) { return self.end_job({1, 1}); }));
+  EXPECT_FALSE(server.call([](AggregatorServer& self) { return self.end_job({1, 1}); }));
+  EXPECT_EQ(read_raw(one), "");
+  auto const report = server.call([](AggregatorServer& self) { return self.report(); });
+  ASSERT_EQ(report.jobs.size(), 1u);
+  EXPECT_EQ(report.jobs[0].id, (JobId{2, 2}));
+  EXPECT_EQ(report.begun_jobs, 2u);
+  EXPECT_EQ(report.closed[std::size_t(CloseCause::ended)], 1u);
+  EXPECT_EQ(report.connections, 1u);
+}
+
+TEST(AggregatorServer, CountsWhyConnectionsWereClosed) {
+  AggregatorOptions options = with_tokens();
+  options.greeting = milliseconds(300);
+  options.idle = milliseconds(600);
+  RunningServer server(options);
+  auto const silent = connect_to(server.address(), within(seconds(5)));
+  auto const nonsense = connect_to(server.address(), within(seconds(5)));
+  write_raw(nonsense, std::array<char, sizeof(InaGreeting)>{"nonsense"});
+  EXPECT_NE(refusal(server, member(0, 2), prover("guessed")), "");
+  std::vector<std::string> const addresses{server.address()};
+  auto const one = prover("token of one");
+  auto const idle = connect_aggregators(addresses, member(0, 2), within(seconds(10)), {}, one);
+  EXPECT_NE(refusal(server, member(1, 3), one), "");
+  auto const closed = [&](CloseCause cause) {
+    return server.call([](AggregatorServer& self) { return self.report(); })
+        .closed[std::size_t(cause)];
+  };
+  Deadline const deadline = within(seconds(20));
+  for (CloseCause const cause : {CloseCause::silent, CloseCause::greeting, CloseCause::token,
+                                 CloseCause::refused, CloseCause::idle}) {
+    while (closed(cause) == 0) {
+      ASSERT_GT(deadline.remaining(), Duration::zero()) << int(cause);
+      std::this_thread::sleep_for(milliseconds(20));
+    }
+    EXPECT_EQ(closed(cause), 1u) << int(cause);
+  }
 }
 
 TEST(AggregatorServer, MemoryDoesNotGrowWithWhatIsAnnounced) {
@@ -530,8 +602,31 @@ TEST(HostPort, Parses) {
   }
 }
 
-AggregatorCommand parse(std::vector<char const*> arguments) {
-  return parse_command_line(arguments);
+AggregatorCommand parse(std::vector<char const*> arguments,
+                        std::vector<WrittenSetting> const& written = {}) {
+  return parse_command_line(arguments, [&](std::string const& /*file*/) { return written; });
+}
+
+TEST(AggregatorCommandLine, GoesBeforeTheFile) {
+  std::vector<WrittenSetting> const written = {{"listen", ":1", "a.toml:1"},
+                                               {"memory", "1MiB", "a.toml:2"},
+                                               {"log-format", "json", "a.toml:3"}};
+  auto const command = parse({"--memory", "2MiB", "--config", "a.toml"}, written);
+  EXPECT_EQ(command.options.listen, ":1");
+  EXPECT_EQ(command.options.memory, std::size_t{2} << 20);
+  EXPECT_EQ(command.log.format, LogFormat::json);
+  for (WrittenSetting const& bad : {WrittenSetting{"speed", "9", "a.toml:7"},
+                                    {"memory", "much", "a.toml:7"},
+                                    {"log-level", "loud", "a.toml:7"}}) {
+    try {
+      parse({"--listen", ":1", "--config", "a.toml"}, {bad});
+      ADD_FAILURE() << bad.name;
+    } catch (InvalidArgument const& error) {
+      std::string const text = error.what();
+      EXPECT_NE(text.find("a.toml:7"), std::string::npos) << text;
+      EXPECT_NE(text.find(bad.name == "speed" ? "speed" : bad.value), std::string::npos) << text;
+    }
+  }
 }
 
 TEST(AggregatorCommandLine, Parses) {

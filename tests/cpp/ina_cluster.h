@@ -5,11 +5,13 @@
 
 #include <chrono>
 #include <functional>
+#include <future>
 #include <memory>
 #include <span>
 #include <string>
 #include <string_view>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include "daemon/server.h"
@@ -28,11 +30,14 @@ class RunningServer {
  public:
   explicit RunningServer(AggregatorOptions options = {}) {
     if (options.listen.empty()) options.listen = "127.0.0.1:0";
-    server_ = std::make_unique<AggregatorServer>(options, [this](std::string const& line) {
+    server_ = std::make_unique<AggregatorServer>(options, [this](LogEntry const& entry) {
       std::lock_guard const lock(mutex_);
-      log_ += line + "\n";
+      log_ += entry.text + "\n";
     });
-    thread_ = std::thread([this] { server_->run(); });
+    thread_ = std::thread([this] {
+      server_->run();
+      ended_.set_value();
+    });
   }
   ~RunningServer() { stop(); }
   void stop() {
@@ -42,6 +47,15 @@ class RunningServer {
     server_.reset();
   }
   std::string address() const { return server_->address(); }
+  // In the thread that serves.
+  template <class Task>
+  auto call(Task task) {
+    std::packaged_task<std::invoke_result_t<Task, AggregatorServer&>()> called(
+        [&] { return task(*server_); });
+    server_->post([&] { called(); });
+    return called.get_future().get();
+  }
+  bool ends_within(Duration time) { return has_ended_.wait_for(time) == std::future_status::ready; }
   std::string log() const {
     std::lock_guard const lock(mutex_);
     return log_;
@@ -51,6 +65,8 @@ class RunningServer {
   mutable std::mutex mutex_;
   std::string log_;
   std::unique_ptr<AggregatorServer> server_;
+  std::promise<void> ended_;
+  std::future<void> has_ended_ = ended_.get_future();
   std::thread thread_;
 };
 

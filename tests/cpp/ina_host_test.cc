@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <map>
+#include <optional>
 #include <tuple>
 #include <utility>
 
@@ -28,12 +29,21 @@ class InaHostTest : public ::testing::Test, protected InaHost::Outlet {
                  std::span<const std::byte> message) override {
     said_[{connection, instance}].emplace_back(message.begin(), message.end());
   }
-  void drop(int connection, std::string const& why) override { dropped_[connection] = why; }
+  void drop(int connection, InaHost::DropCause /*cause*/, std::string const& why) override {
+    dropped_[connection] = why;
+  }
+  void begun(InaJobReport const& job) override { begun_.push_back(job.id); }
+  void ended(InaJobReport const& job) override { ended_.push_back(job); }
+  void refused(JobId const& /*job*/, RefusalReason reason, std::string_view /*text*/) override {
+    reasons_.push_back(reason);
+  }
 
   void join(int connection, JobId job, int worker, int workers) {
-    host_.join(connection, {.job = job,
-                            .workers = static_cast<std::uint16_t>(workers),
-                            .worker = static_cast<std::uint16_t>(worker)});
+    host_.join(connection,
+               {.job = job,
+                .workers = static_cast<std::uint16_t>(workers),
+                .worker = static_cast<std::uint16_t>(worker)},
+               now_);
   }
 
   InaHost::Place place(int connection, std::uint32_t instance, Bytes const& bytes) {
@@ -68,10 +78,13 @@ class InaHostTest : public ::testing::Test, protected InaHost::Outlet {
 
   static constexpr InaPlan plan{.elements = 100, .block_bytes = 64, .workers = 2, .window = 4};
 
-  InaHost host_{1 << 20, limit, *this};
+  InaHost host_{{.memory = 1 << 20, .round = limit}, *this};
   TimePoint now_{std::chrono::hours(1)};
   std::map<std::pair<int, std::uint32_t>, std::vector<Bytes>> said_;
   std::map<int, std::string> dropped_;
+  std::vector<JobId> begun_;
+  std::vector<InaJobReport> ended_;
+  std::vector<RefusalReason> reasons_;
   std::vector<std::shared_ptr<void const>> held_;
   std::map<int, InaWorker> workers_;
   std::map<int, Bytes> data_;
@@ -90,8 +103,8 @@ constexpr InaPolicy counting_policy = {
 
 TEST_F(InaHostTest, NothingIsMadeOfWhatIsNotAdmitted) {
   made = 0;
-  InaHost host(1 << 20, limit, *this, 1024, counting_policy);
-  host.join(0, {.job = job_a, .workers = 2, .worker = 0});
+  InaHost host({.memory = 1 << 20, .round = limit}, *this, counting_policy);
+  host.join(0, {.job = job_a, .workers = 2, .worker = 0}, now_);
   InaPlan huge = plan;
   huge.block_bytes = most_block_bytes;
   huge.window = most_blocks;
@@ -141,6 +154,122 @@ TEST_F(InaHostTest, MemoryIsAdmittedOnceForALayoutAndGivenBackWithTheJob) {
   host_.leave(1, "");
   EXPECT_EQ(host_.jobs(), 0u);
   EXPECT_EQ(host_.admission().free(), std::size_t{1} << 20);
+}
+
+// One worker reduces `blocks` blocks, of which all but the first are zero.
+TEST_F(InaHostTest, CountsWhatAJobDoesAndWhatAllDo) {
+  InaPlan alone = plan;
+  alone.workers = 1;
+  alone.elements = 16 * 8;  // 8 blocks, two rounds
+  join(0, job_a, 0, 1);
+  EXPECT_EQ(begun_, std::vector{job_a});
+  Bytes data(alone.bytes());
+  data[0] = std::byte{1};
+  std::size_t received = 0;
+  std::optional<InaMessage> next = workers_[0].start(alone, 0, 1, data, data, now_, limit);
+  while (next) {
+    Bytes const bytes = assemble(*next);
+    received += bytes.size();
+    now_ += std::chrono::milliseconds(2);
+    deliver(0, 0, bytes);
+    next = workers_[0].receive(told(0).at(0), now_);
+  }
+  ASSERT_TRUE(workers_[0].done());
+  InaJobReport const report = host_.reports().at(0);
+  EXPECT_EQ(report.id, job_a);
+  EXPECT_EQ(report.connected, 1u);
+  EXPECT_EQ(report.memory, instance_bytes(alone));
+  EXPECT_EQ(report.active, now_);
+  for (InaCounts const& counts : {report.counts, host_.counts()}) {
+    EXPECT_EQ(counts.operations, 1u);
+    EXPECT_EQ(counts.blocks, 1u);
+    EXPECT_EQ(counts.zero_blocks, 7u);
+    EXPECT_EQ(counts.received_bytes, received);
+    EXPECT_GT(counts.sent_bytes, 64u);
+  }
+  InaPlan huge = alone;
+  huge.block_bytes = most_block_bytes;
+  huge.window = most_blocks;
+  deliver(0, 0, opening(0, 2, huge));
+  EXPECT_EQ(reasons_, std::vector{RefusalReason::not_admitted});
+  host_.leave(0, "");
+  ASSERT_EQ(ended_.size(), 1u);
+  EXPECT_EQ(ended_[0].counts.operations, 1u);
+  EXPECT_EQ(ended_[0].counts.refused(RefusalReason::not_admitted), 1u);
+  EXPECT_EQ(host_.counts().operations, 1u);
+  EXPECT_TRUE(host_.reports().empty());
+}
+
+TEST_F(InaHostTest, RoundsAreCountedByTheTimeThatTheyTake) {
+  join(0, job_a, 0, 2);
+  join(1, job_a, 1, 2);
+  deliver(0, 0, opening(0, 1, plan));
+  now_ += std::chrono::milliseconds(20);
+  deliver(1, 0, opening(1, 1, plan));
+  InaCounts const& counts = host_.counts();
+  EXPECT_DOUBLE_EQ(counts.round_seconds, .02);
+  for (std::size_t i = 0; i < counts.rounds.size(); ++i) {
+    bool const its_place = i < InaCounts::round_bounds.size() && InaCounts::round_bounds[i] == .03;
+    EXPECT_EQ(counts.rounds[i], its_place ? 1u : 0u) << i;
+  }
+}
+
+TEST_F(InaHostTest, AJobGetsNoMoreMemoryThanOneMayHave) {
+  std::size_t const of_one = instance_bytes(plan);
+  InaHost host({.memory = 1 << 20, .job_memory = of_one, .round = limit}, *this);
+  auto const begin = [&](int connection, std::uint32_t instance, InaPlan const& wanted) {
+    auto const bytes = opening(0, instance + 1, wanted);
+    host.place(connection, instance, bytes.size(), std::span(bytes).first(opening_bytes), now_);
+  };
+  host.join(0, {.job = job_a, .workers = 2, .worker = 0}, now_);
+  host.join(1, {.job = job_b, .workers = 2, .worker = 0}, now_);
+  begin(0, 0, plan);
+  EXPECT_TRUE(reasons_.empty());
+  begin(0, 1, plan);
+  EXPECT_EQ(reasons_, std::vector{RefusalReason::not_admitted});
+  begin(1, 0, plan);  // another has its own
+  EXPECT_EQ(reasons_.size(), 1u);
+  EXPECT_EQ(host.admission().taken(), 2 * of_one);
+}
+
+TEST_F(InaHostTest, IdleJobsAreEnded) {
+  constexpr Duration idle = std::chrono::seconds(30);
+  InaHost host({.memory = 1 << 20, .round = std::chrono::hours(1), .idle = idle}, *this);
+  host.join(0, {.job = job_a, .workers = 2, .worker = 0}, now_);
+  host.join(1, {.job = job_b, .workers = 2, .worker = 0}, now_);
+  now_ += idle / 2;
+  auto const bytes = opening(0, 1, plan);
+  auto const to = host.place(1, 0, bytes.size(), std::span(bytes).first(opening_bytes), now_);
+  ASSERT_EQ(to.bytes.size(), bytes.size());
+  now_ += idle / 2 - std::chrono::nanoseconds(1);
+  host.expire(now_);
+  EXPECT_EQ(host.jobs(), 2u);
+  now_ += std::chrono::nanoseconds(1);
+  host.expire(now_);
+  EXPECT_EQ(host.jobs(), 1u);
+  EXPECT_EQ(dropped_.count(0), 1u);
+  EXPECT_EQ(ended_.size(), 1u);
+  // One that waits in an operation is not idle.
+  now_ += idle;
+  EXPECT_TRUE(host.expire(now_));
+  EXPECT_EQ(host.jobs(), 1u);
+}
+
+TEST_F(InaHostTest, AJobThatIsEndedAccusesNobody) {
+  join(0, job_a, 0, 2);
+  join(1, job_a, 1, 2);
+  deliver(0, 0, opening(0, 1, plan));
+  held_.clear();
+  EXPECT_FALSE(host_.end(job_b, InaHost::DropCause::ended, "an operator"));
+  EXPECT_TRUE(host_.end(job_a, InaHost::DropCause::ended, "an operator"));
+  EXPECT_EQ(dropped_.size(), 2u);
+  EXPECT_TRUE(told(0).empty());
+  EXPECT_EQ(host_.admission().taken(), 0u);
+  host_.leave(0, "");  // as whoever owns the connection does
+  host_.leave(1, "");
+  EXPECT_EQ(ended_.size(), 1u);
+  join(2, job_a, 0, 2);  // it may come back
+  EXPECT_EQ(host_.jobs(), 1u);
 }
 
 TEST_F(InaHostTest, WhatIsBeingWrittenKeepsItsMemory) {

@@ -118,14 +118,15 @@ inline void ina_host(std::span<const std::byte> in, bool repaired) {
       check(message.size() <= most_message_bytes(ina_plan()), "an update that is too long");
     }
     void send_copy(int, std::uint32_t, std::span<const std::byte>) override {}
-    void drop(int, std::string const&) override {}
+    void drop(int, InaHost::DropCause, std::string const&) override {}
   };
   TimePoint now{std::chrono::hours(1)};
   constexpr std::size_t memory = 1 << 16;
   Silent outlet;
-  InaHost host(memory, std::chrono::seconds(1), outlet);
+  InaHost host({.memory = memory, .round = std::chrono::seconds(1)}, outlet);
   for (std::uint16_t i = 0; i < 3; ++i) {
-    host.join(i, {.job = {i / 2u, 0}, .workers = 2, .worker = static_cast<std::uint16_t>(i % 2)});
+    host.join(i, {.job = {i / 2u, 0}, .workers = 2, .worker = static_cast<std::uint16_t>(i % 2)},
+              now);
   }
   for_each_message(in, repaired, [&](std::uint8_t sender, std::vector<std::byte> const& message) {
     int const connection = sender % 2;
@@ -140,7 +141,8 @@ inline void ina_host(std::span<const std::byte> in, bool repaired) {
     } catch (MalformedFrame const& error) {
       host.leave(connection, error.what());
       host.join(connection,
-                {.job = {0, 0}, .workers = 2, .worker = static_cast<std::uint16_t>(connection)});
+                {.job = {0, 0}, .workers = 2, .worker = static_cast<std::uint16_t>(connection)},
+                now);
     }
     check(host.jobs() == 2, "a job has gone");
     now += std::chrono::milliseconds(10);

@@ -41,7 +41,7 @@ def greet(address: tuple[str, int], worker: int, workers: int) -> socket.socket:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_it_serves_until_a_signal(number: signal.Signals) -> None:
     with (
-        aggregator("--memory", "1MiB") as (process, address),
+        aggregator("--memory", "1MiB", "--drain", "0.2") as (process, address),
         greet(address, 0, 2),
         greet(address, 1, 2) as other,
     ):
@@ -54,7 +54,7 @@ def test_a_connection_that_ends_is_logged() -> None:
     with aggregator() as (process, address):
         greet(address, 0, 1).close()
         assert process.stderr is not None
-        assert "connection from 127.0.0.1:" in process.stderr.readline()
+        assert any("connection from 127.0.0.1:" in process.stderr.readline() for _ in range(3))
 
 
 def test_the_address_may_be_taken_at_once_after_a_kill() -> None:
@@ -91,14 +91,25 @@ def test_help_names_every_argument() -> None:
     done = subprocess.run([COMMAND, "--help"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     for argument in (
-        "--listen",
-        "--memory",
-        "--limit",
+        "--check",
+        "--config",
         "--connections",
+        "--control",
+        "--drain",
+        "--http",
+        "--idle",
+        "--job-memory",
+        "--limit",
+        "--listen",
+        "--log-file",
+        "--log-format",
+        "--log-level",
+        "--memory",
+        "--tokens",
         "--transport",
         "--ucx-library",
     ):
-        assert argument in done.stdout
+        assert f"  {argument}" in done.stdout
 
 
 def challenged(address: tuple[str, int], token: str) -> str:

@@ -2,6 +2,7 @@
 
 #include <sys/resource.h>
 #include <sys/signalfd.h>
+#include <unistd.h>
 
 #include <csignal>
 #include <cstdio>
@@ -9,14 +10,23 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "daemon/command_line.h"
+#include "daemon/program/control_socket.h"
+#include "daemon/program/http_server.h"
+#include "daemon/program/log.h"
+#include "daemon/program/service.h"
+#include "daemon/program/settings_file.h"
 #include "daemon/program/tokens.h"
 #include "daemon/server.h"
 #include "transport/process.h"
 
 namespace sparsecomm {
 namespace {
+
+constexpr std::size_t other_descriptors = 32 + 2 * HttpServer::most_connections;
 
 // Readable once a signal has come that ends the program.
 FileDescriptor watch_signals() {
@@ -29,6 +39,11 @@ FileDescriptor watch_signals() {
   return FileDescriptor(::signalfd(-1, &signals, SFD_CLOEXEC | SFD_NONBLOCK));
 }
 
+bool take_signal(FileDescriptor const& signals) {
+  signalfd_siginfo signal;
+  return ::read(signals.get(), &signal, sizeof(signal)) == sizeof(signal);
+}
+
 // As many files as the system lets this program have.
 void raise_file_limit() {
   rlimit limit{};
@@ -37,19 +52,30 @@ void raise_file_limit() {
   ::setrlimit(RLIMIT_NOFILE, &limit);
 }
 
+// A socket's file, which goes with the program.
+class ControlFile {
+ public:
+  explicit ControlFile(std::string path) : path_(std::move(path)) {}
+  ControlFile(ControlFile const&) = delete;
+  ControlFile& operator=(ControlFile const&) = delete;
+  ~ControlFile() { ::unlink(path_.c_str()); }
+
+ private:
+  std::string const path_;
+};
+
 int serve(std::span<char const* const> arguments) {
-  AggregatorCommand command = parse_command_line(arguments);
+  AggregatorCommand command = parse_command_line(arguments, read_settings);
   if (command.help) {
     std::fputs(aggregator_usage().c_str(), stdout);
     return 0;
   }
   raise_file_limit();
-  std::string const problem = descriptor_problem(command.options.connections + 16);
+  std::string const problem = descriptor_problem(command.options.connections + other_descriptors);
   require<Error>(problem.empty(), "--connections ", command.options.connections, ": ", problem);
-  FileDescriptor const signals = watch_signals();  // first, so that UCX's threads do not take them
-  auto const log = [](std::string const& line) {
-    std::fprintf(stderr, "sparsecomm-aggregator: %s\n", line.c_str());
-  };
+  FileDescriptor const signals = watch_signals();  // first, so that no other thread takes them
+  ProgramLog program_log(command.log);
+  Log const log = [&](LogEntry const& entry) { program_log.write(entry); };
   std::optional<TokenFile> tokens;
   if (!command.tokens.empty()) {
     tokens.emplace(command.tokens, log);
@@ -57,9 +83,33 @@ int serve(std::span<char const* const> arguments) {
       return tokens->owner_of(message, proof);
     };
   }
+  if (command.check) return 0;
   AggregatorServer server(command.options, log);
-  server.stop_when(signals);
+  server.watch(signals, [&, draining = false]() mutable {
+    while (take_signal(signals)) {
+      if (std::exchange(draining, true)) return server.stop();
+      server.drain(command.drain);
+    }
+  });
+  std::vector<HttpListener> listeners;
+  std::optional<ControlFile> control;
+  std::string http;
+  if (!command.http.empty()) {
+    listeners.push_back({.socket = listen_at(command.http)});
+    http = local_address(listeners.back().socket);
+  }
+  if (!command.control.empty()) {
+    listeners.push_back({.socket = listen_at_path(command.control), .control = true});
+    control.emplace(command.control);
+  }
+  Service const service(server, [&] { return tokens ? tokens->size() : 0; }, command.drain);
+  std::optional<HttpServer> watched;
+  if (!listeners.empty()) {
+    watched.emplace(std::move(listeners),
+                    [&](HttpRequest const& request) { return service.answer(request); });
+  }
   std::printf("listening at %s\n", server.address().c_str());
+  if (!http.empty()) std::printf("http at %s\n", http.c_str());
   std::fflush(stdout);
   server.run();
   return 0;

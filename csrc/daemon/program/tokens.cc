@@ -37,7 +37,7 @@ Proof hmac_sha256(std::string_view key, std::span<const std::byte> message) {
   return proof;
 }
 
-TokenFile::TokenFile(std::string path, std::function<void(std::string const&)> log)
+TokenFile::TokenFile(std::string path, Log log)
     : path_(std::move(path)),
       log_(std::move(log)),
       stamp_(stamp_of(path_)),  // first: what is changed meanwhile is read again
@@ -54,6 +54,7 @@ std::string TokenFile::owner_of(std::span<const std::byte> message, Proof const&
 
 void TokenFile::refresh() {
   std::string found;
+  LogLevel level = LogLevel::info;
   try {
     Stamp const stamp = stamp_of(path_);
     if (stamp == stamp_) return;
@@ -62,8 +63,9 @@ void TokenFile::refresh() {
     found = concat("--tokens ", path_, " has changed: ", tokens_.size(), " tokens");
   } catch (Error const& error) {
     found = concat(error.what(), "; the tokens stay as they were");
+    level = LogLevel::error;
   }
-  if (std::exchange(logged_, found) != found) log_(found);
+  if (std::exchange(logged_, found) != found) log_({.level = level, .text = found});
 }
 
 TokenFile::Stamp TokenFile::stamp_of(std::string const& path) {

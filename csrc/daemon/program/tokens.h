@@ -4,12 +4,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
 #include <span>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "daemon/log_entry.h"
 #include "ina/greeting.h"
 
 namespace sparsecomm {
@@ -24,12 +24,13 @@ class TokenFile {
   static constexpr std::size_t least_token = 16, most_name = 64, most_bytes = std::size_t{1} << 20;
 
   // Throws InvalidArgument that names the file, the line and what is wrong with it.
-  TokenFile(std::string path, std::function<void(std::string const&)> log);
+  TokenFile(std::string path, Log log);
 
   // The name of the owner of the token that the proof was made with; empty: none has it. Takes as
   // long whichever it is. Reads the file again if it has changed; what cannot be used is logged,
   // and the tokens stay as they were. O(tokens).
   std::string owner_of(std::span<const std::byte> message, Proof const& proof);
+  std::size_t size() const { return tokens_.size(); }
 
  private:
   struct Token {
@@ -43,7 +44,7 @@ class TokenFile {
   void refresh();
 
   std::string const path_;
-  std::function<void(std::string const&)> const log_;
+  Log const log_;
   Stamp stamp_;
   std::vector<Token> tokens_;
   std::string logged_;  // last, so that who connects often does not fill the log
