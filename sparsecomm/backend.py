@@ -59,7 +59,7 @@ def backend_stats(group: dist.ProcessGroup | None = None) -> dict[str, Any]:
 
     Returns:
         ``sent_bytes``, ``received_bytes`` and ``messages`` (sent) of this rank, also to and from
-        aggregators, and ``lost_aggregators``, which maps the address of each that is no longer used
+        aggregators, and ``lost_aggregators``, which maps the address of each that is not used now
         to the reason; as of the last operation.
 
     Raises:

@@ -175,7 +175,7 @@ class Communicator:
         return self.engine.counters()
 
     def lost_aggregators(self) -> dict[str, str]:
-        """The aggregators no longer used, as of the last operation: address and reason."""
+        """The aggregators that are not used now, as of the last operation: address and reason."""
         return self.engine.lost_aggregators()
 
     def close(self) -> None:

@@ -272,7 +272,7 @@ class CompressionState:
         ``exposed_seconds``, which no backward pass hid: from when the last bucket of a step had
         come to when the last group's result was written (on a CUDA device: enqueued).
 
-        ``lost_aggregators`` maps the address of each aggregator no longer used to the reason.
+        ``lost_aggregators`` maps the address of each aggregator that is not used now to the reason.
 
         ``last_step`` is a dict with these figures of the last step of all groups, but for
         ``steps``, and with ``observed_seconds`` and, where a plan chose in every group,

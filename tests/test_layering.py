@@ -41,6 +41,10 @@ THIRD_PARTY = {
     "cuda_runtime.h": {"kernels"},
     "mpi.h": {"transport"},
     "mbedtls": {"daemon"},
+    "event2": {"daemon"},
+    "nlohmann": {"daemon"},
+    "spdlog": {"daemon"},
+    "toml++": {"daemon"},
     "ucp": {"transport"},
     "ucs": {"transport"},
 } | {name: {"torch"} for name in TORCH}

@@ -115,6 +115,10 @@ class MpiAggregatorLink final : public AggregatorLink {
             message.bytes};
   }
   void close(int /*aggregator*/, std::string const& /*why*/) override {}
+  void reconnect(int /*aggregator*/, JobMember const& /*member*/,
+                 Deadline const& /*deadline*/) override {
+    throw Error("simulated aggregators are not lost");
+  }
   void interrupt() noexcept override {}
 
   // Of what has come.

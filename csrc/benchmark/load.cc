@@ -47,7 +47,12 @@ class Load {
       std::vector<std::jthread> threads;
       for (JobLoad& load : loads_) {
         for (int worker = 0; worker < options_.workers; ++worker) {
-          threads.emplace_back([this, &load, worker] { work(load, worker); });
+          try {
+            threads.emplace_back([this, &load, worker] { work(load, worker); });
+          } catch (...) {
+            fail();
+            connected_.arrive_and_drop();
+          }
         }
       }
     }
@@ -70,10 +75,14 @@ class Load {
       connected_.arrive_and_wait();
       if (!failed_.load()) reduce(client, load, worker);
     } catch (...) {
+      fail();
       if (waits) connected_.arrive_and_drop();
-      std::lock_guard const lock(mutex_);
-      if (!failed_.exchange(true)) error_ = std::current_exception();
     }
+  }
+
+  void fail() {
+    std::lock_guard const lock(mutex_);
+    if (!failed_.exchange(true)) error_ = std::current_exception();
   }
 
   // The first worker ends the job: its first element is not zero in the last reduction.
@@ -85,7 +94,8 @@ class Load {
     TimePoint const begin = steady_clock().now();
     std::uint64_t reductions = 0;
     while (output[0] == 0) {
-      if (worker == 0 && steady_clock().now() - begin >= options_.time) input[0] = 1;
+      bool const over = failed_.load() || steady_clock().now() - begin >= options_.time;
+      if (worker == 0 && over) input[0] = 1;
       output[0] = 0;
       client.reduce(plan, std::as_bytes(std::span(input)),
                     std::as_writable_bytes(std::span(output)),

@@ -93,6 +93,7 @@ else()
     set(EVENT__DISABLE_${part} ON CACHE INTERNAL "")
   endforeach()
   set(EVENT__LIBRARY_TYPE STATIC CACHE INTERNAL "")
+  set(CMAKE_POLICY_VERSION_MINIMUM 3.5)  # it asks for less than CMake 4 takes
   sparsecomm_fetch(libevent
     https://github.com/libevent/libevent/releases/download/release-2.1.12-stable/libevent-2.1.12-stable.tar.gz
     92e6de1be9ec176428fd2367677e61ceffc2ee1cb119035037a27d346b0403bb)
@@ -127,10 +128,13 @@ endif()
 # A distribution's spdlog takes fmt from a package of its own.
 sparsecomm_import_headers(fmt::fmt-header-only fmt/format.h)
 sparsecomm_import_headers(spdlog::spdlog_header_only spdlog/spdlog.h)
-if(TARGET spdlog::spdlog_header_only AND TARGET fmt::fmt-header-only)
-  target_compile_definitions(spdlog::spdlog_header_only INTERFACE
-    SPDLOG_HEADER_ONLY SPDLOG_FMT_EXTERNAL FMT_HEADER_ONLY)
-elseif(NOT TARGET spdlog::spdlog_header_only)
+if(TARGET spdlog::spdlog_header_only)
+  target_compile_definitions(spdlog::spdlog_header_only INTERFACE SPDLOG_HEADER_ONLY)
+  find_path(SPDLOG_BUNDLED_FMT spdlog/fmt/bundled/core.h)
+  if(TARGET fmt::fmt-header-only AND NOT SPDLOG_BUNDLED_FMT)
+    target_compile_definitions(spdlog::spdlog_header_only INTERFACE SPDLOG_FMT_EXTERNAL FMT_HEADER_ONLY)
+  endif()
+else()
   sparsecomm_fetch(spdlog https://github.com/gabime/spdlog/archive/refs/tags/v1.17.0.tar.gz
     d8862955c6d74e5846b3f580b1605d2428b11d97a410d86e2fb13e857cd3a744)
   sparsecomm_system_headers(spdlog_header_only)

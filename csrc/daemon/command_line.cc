@@ -25,6 +25,15 @@ Duration parse_seconds(std::string_view name, std::string_view text, double leas
       std::chrono::duration<double>(parse_number(name, text, least, most)));
 }
 
+std::string parse_address(std::string_view name, std::string_view text) {
+  try {
+    HostPort::parse(text);
+  } catch (InvalidArgument const& error) {
+    throw InvalidArgument(concat(name, ": ", error.what()));
+  }
+  return std::string(text);
+}
+
 constexpr double day = 86400;
 
 template <class T>
@@ -61,20 +70,19 @@ constexpr Setting settings[] = {
      "where workers connect; no host: all IPv4 addresses of this machine,\n"
      "[::]: those of IPv6 too; port 0: a free one, which the first line of the\n"
      "output names",
-     [](AggregatorCommand& command, std::string_view, std::string_view text) {
-       HostPort::parse(text);
-       command.options.listen = text;
+     [](AggregatorCommand& command, std::string_view name, std::string_view text) {
+       command.options.listen = parse_address(name, text);
      }},
     {"memory", "SIZE",
      "what operations may take together, in bytes, KiB, MiB or GiB; a job\n"
      "takes up to 1 MiB beside that, and 600 bytes for each worker\n"
      "(default: 256MiB)",
-     [](AggregatorCommand& command, std::string_view, std::string_view text) {
-       command.options.memory = parse_bytes(text);
+     [](AggregatorCommand& command, std::string_view name, std::string_view text) {
+       command.options.memory = parse_bytes(name, text);
      }},
     {"job-memory", "SIZE", "what one job may take of it (default: all)",
-     [](AggregatorCommand& command, std::string_view, std::string_view text) {
-       command.options.job_memory = parse_bytes(text);
+     [](AggregatorCommand& command, std::string_view name, std::string_view text) {
+       command.options.job_memory = parse_bytes(name, text);
      }},
     {"limit", "SECONDS",
      "after which an operation fails that a worker does not go on with;\n"
@@ -121,9 +129,8 @@ constexpr Setting settings[] = {
      "where GET /metrics (for Prometheus), /healthz and /readyz are answered;\n"
      "port 0: a free one, which the second line of the output names\n"
      "(default: nowhere)",
-     [](AggregatorCommand& command, std::string_view, std::string_view text) {
-       HostPort::parse(text);
-       command.http = text;
+     [](AggregatorCommand& command, std::string_view name, std::string_view text) {
+       command.http = parse_address(name, text);
      }},
     {"control", "PATH",
      "of a Unix socket for the command sparsecomm aggregator ctl, for the\n"
@@ -178,7 +185,7 @@ Duration parse_drain(std::string_view name, std::string_view text) {
   return parse_seconds(name, text, 0, 365 * day);
 }
 
-std::size_t parse_bytes(std::string_view text) {
+std::size_t parse_bytes(std::string_view name, std::string_view text) {
   constexpr std::pair<std::string_view, int> units[] = {{"KiB", 10}, {"MiB", 20}, {"GiB", 30}};
   std::string_view digits = text;
   int shift = 0;
@@ -191,7 +198,7 @@ std::size_t parse_bytes(std::string_view text) {
   auto const [end, error] = std::from_chars(digits.data(), digits.data() + digits.size(), value);
   require(error == std::errc{} && end == digits.data() + digits.size() && value > 0 &&
               value <= std::numeric_limits<std::size_t>::max() >> shift,
-          "a size is \"", text, "\", must be a number of bytes, or of KiB, MiB or GiB: 256MiB");
+          name, " is \"", text, "\", must be a number of bytes, or of KiB, MiB or GiB: 256MiB");
   return value << shift;
 }
 

@@ -49,6 +49,6 @@ std::string aggregator_usage();
 // The limit of a drain, in seconds.
 Duration parse_drain(std::string_view name, std::string_view text);
 // "268435456", "256MiB", "1GiB", "64KiB".
-std::size_t parse_bytes(std::string_view text);
+std::size_t parse_bytes(std::string_view name, std::string_view text);
 
 }  // namespace sparsecomm

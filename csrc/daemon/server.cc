@@ -133,12 +133,14 @@ void AggregatorServer::stop() noexcept {
   ::eventfd_write(posted_event_.get(), 1);
 }
 
-void AggregatorServer::post(std::function<void()> task) {
+bool AggregatorServer::post(std::function<void()> task) {
   {
     std::lock_guard const lock(posted_mutex_);
+    if (ended_) return false;
     posted_.push_back(std::move(task));
   }
   ::eventfd_write(posted_event_.get(), 1);
+  return true;
 }
 
 void AggregatorServer::take_posted() {
@@ -153,7 +155,8 @@ void AggregatorServer::take_posted() {
 }
 
 void AggregatorServer::drain(Duration limit) {
-  drained_by_ = now_ + std::clamp(limit, Duration::zero(), longest_duration);
+  TimePoint const by = now_ + std::clamp(limit, Duration::zero(), longest_duration);
+  drained_by_ = std::min(by, drained_by_.value_or(by));
   log(LogLevel::info, concat("draining: no more jobs are taken; it ends when the ", host_.jobs(),
                              " that are here have ended, or in ", seconds_text(limit), " s"));
 }
@@ -188,6 +191,14 @@ void AggregatorServer::log(LogLevel level, std::string text,
 }
 
 void AggregatorServer::run() {
+  serve_all();
+  std::vector<std::function<void()>> dropped;
+  std::lock_guard const lock(posted_mutex_);
+  ended_ = true;
+  dropped.swap(posted_);
+}
+
+void AggregatorServer::serve_all() {
   std::array<epoll_event, 64> found;
   std::vector<std::size_t> ready;  // connections
   bool busy = false;
@@ -288,8 +299,10 @@ void AggregatorServer::greet(Connection& connection) {
   ssize_t const read = ::recv(connection.socket.get(), left.data(), left.size(), 0);
   if (read <= 0) {
     connection.readable = false;
-    bool const later = read < 0 && (errno == EAGAIN || errno == EINTR);
-    if (!later) connection.end = "it has ended without a greeting";
+    if (read < 0 && (errno == EAGAIN || errno == EINTR)) return;
+    // One that was challenged has no token, most likely.
+    connection.cause = connection.challenge ? CloseCause::token : CloseCause::left;
+    connection.end = "it has ended without a greeting";
     return;
   }
   connection.greeted += static_cast<std::size_t>(read);

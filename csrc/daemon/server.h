@@ -47,10 +47,10 @@ struct AggregatorOptions {
 
 // Why a connection was closed.
 enum class CloseCause : std::uint8_t {
-  left,      // from outside
+  left,      // from outside, with or without a greeting
   silent,    // no greeting within the time for it
   greeting,  // nonsense, or another version
-  token,     // it has none that is known
+  token,     // it has none that is known, or shows none
   refused,   // of no job that there may be
   protocol,  // a message that is not valid
   replaced,  // by another of the same worker
@@ -103,13 +103,14 @@ class AggregatorServer final : private InaHost::Outlet {
   void run();
   // From any thread.
   void stop() noexcept;
-  // Has the thread that serves run it: from any thread. What is posted after run() has returned is
-  // dropped.
-  void post(std::function<void()> task);
+  // Has the thread that serves run it: from any thread. False: run() has returned, and it is not
+  // run; what was posted shortly before may be dropped too.
+  bool post(std::function<void()> task);
   // Calls it whenever the file is readable, which it is to change. The file outlives the server.
   void watch(FileDescriptor const& file, std::function<void()> readable);
 
-  // Takes no more jobs, and has run() return when none is left, or `limit` has passed.
+  // Takes no more jobs, and has run() return when none is left, or `limit` has passed, or that of
+  // a former call.
   void drain(Duration limit);
   // Drops the connections of a job, which goes on without this aggregator. False: there is none.
   bool end_job(JobId const& job);
@@ -163,6 +164,7 @@ class AggregatorServer final : private InaHost::Outlet {
   void close_silent(TimePoint now);
   void watch_listener(bool on);
   void refuse_for_a_while(std::string const& why);
+  void serve_all();
   void take_posted();
   bool over();
   void log(LogLevel level, std::string text, decltype(LogEntry::fields) fields = {}) const;
@@ -174,6 +176,7 @@ class AggregatorServer final : private InaHost::Outlet {
   FileDescriptor listener_, events_, posted_event_;
   std::mutex posted_mutex_;
   std::vector<std::function<void()>> posted_;
+  bool ended_ = false;  // run() has returned
   std::atomic<bool> stop_ = false;
   std::vector<std::function<void()>> watched_;
   std::optional<TimePoint> drained_by_;  // it is draining

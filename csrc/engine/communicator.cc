@@ -340,14 +340,13 @@ class Communicator::InProgress {
 
 // A rank whose operation comes to nothing before it has begun joins all the same: others wait.
 void Communicator::execute(Operation& operation, bool cancelled, Interrupt* interrupt) {
-  if (joining_) {
+  if (joining_ && joining_->due(*aggregators_)) {
     try {
       execute_one(*joining_, false, interrupt);
     } catch (...) {
       operation.roll_back();
       throw;
     }
-    joining_.reset();
   }
   execute_one(operation, cancelled, interrupt);
 }

@@ -130,6 +130,9 @@ struct CommunicatorOptions {
   // Told of each aggregator that is lost, once, by the thread that runs an operation.
   std::function<void(std::string const&)> log_aggregator = {};
   InaPolicy const* aggregator_policy = &vote_policy;
+  // Operations between the first loss of an aggregator and the first attempt to use it again; the
+  // same on all ranks.
+  int aggregator_retry = 64;
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
   Runtime runtime = {};  // of the communicator's threads and waits
@@ -253,7 +256,7 @@ class Communicator final : private Commit {
   Clock const& clock_;
   pid_t owner_;
   std::unique_ptr<Interruptibles> interruptibles_;
-  std::unique_ptr<JoinAggregators> joining_;  // null where there is nothing to join any more
+  std::unique_ptr<JoinAggregators> joining_;  // null where there is nothing to join
   std::unique_ptr<InaClient> aggregators_;
   // Of the thread that runs an operation.
   FrameAllgather gather_;

@@ -39,6 +39,25 @@ void InaClient::keep(std::uint64_t aggregators, std::string const& why) {
   log_losses();
 }
 
+void InaClient::use_again(std::uint64_t aggregators) {
+  for (int i = 0; i < link_->size(); ++i) {
+    std::uint64_t const bit = std::uint64_t{1} << i;
+    if ((left_ & bit) != 0) continue;
+    if ((aggregators & bit) == 0) {
+      link_->close(i, "another rank does not reach it");
+      continue;
+    }
+    left_ |= bit;
+    std::string const& address = link_->address(i);
+    {
+      std::lock_guard const lock(lost_mutex_);
+      std::erase_if(lost_, [&](AggregatorLoss const& loss) { return loss.address == address; });
+      logged_ = lost_.size();
+    }
+    log(concat("aggregator ", address, " answers again, and is used"));
+  }
+}
+
 void InaClient::leave() noexcept {
   left_ = 0;
   for (int i = 0; i < link_->size(); ++i) {
@@ -60,16 +79,20 @@ void InaClient::forget(int aggregator, std::string const& why) {
 void InaClient::log_losses() noexcept {
   int const others = std::popcount(left_);
   for (; logged_ < lost_.size(); ++logged_) {
-    if (!log_) continue;
     auto const& [address, why] = lost_[logged_];
-    try {
-      log_(concat("aggregator ", address, " is lost: ", why, "; ",
-                  others == 0   ? "none is left, and the ranks reduce without aggregators"
-                  : others == 1 ? "its work goes to the one that is left"
-                                : concat("its work goes to the ", others, " that are left")));
-    } catch (std::exception const&) {
-      // Whoever logs may fail; the operation is not affected.
-    }
+    log(concat("aggregator ", address, " is lost: ", why, "; ",
+               others == 0   ? "none is left, and the ranks reduce without aggregators"
+               : others == 1 ? "its work goes to the one that is left"
+                             : concat("its work goes to the ", others, " that are left")));
+  }
+}
+
+void InaClient::log(std::string const& text) noexcept {
+  if (!log_) return;
+  try {
+    log_(text);
+  } catch (std::exception const&) {
+    // Whoever logs may fail; the operation is not affected.
   }
 }
 

@@ -77,6 +77,9 @@ class InaClient {
   std::uint64_t left() const { return left_; }
   // Does without the others from now on. Workers must use the same ones.
   void keep(std::uint64_t aggregators, std::string const& why);
+  // Uses these too from now on, lost ones to which the link has connected again. The connections to
+  // others that are lost end. Workers must use the same ones.
+  void use_again(std::uint64_t aggregators);
   // Ends all connections, which tells the other workers; allocates nothing.
   void leave() noexcept;
   // Those that are not left, each once, in the order in which they were lost. On any thread.
@@ -108,6 +111,7 @@ class InaClient {
   void lose(int aggregator, std::string const& why);
   void forget(int aggregator, std::string const& why);
   void log_losses() noexcept;
+  void log(std::string const& text) noexcept;
   void send_rest(Deadline const& deadline);
   void collect_written();
   void abandon(std::string const& why);

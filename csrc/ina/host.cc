@@ -38,6 +38,8 @@ void InaHost::join(int connection, JobMember const& member, TimePoint now, std::
           member.worker, " of ", member.workers, " workers, must be less");
   require(member.workers <= limits_.workers, "in-network aggregation: a job of ", member.workers,
           " workers, must be at most ", limits_.workers, ", the connections that there may be");
+  require(std::ranges::find(ended_, member.job) == ended_.end(),
+          "in-network aggregation: an operator has ended that job here");
   auto const known = jobs_.find(member.job);
   if (known != jobs_.end()) {
     require(known->second.owner == owner,
@@ -262,6 +264,7 @@ void InaHost::receive(int connection, std::uint32_t instance, std::span<const st
   answer(member.id, job, instance, update);
 }
 
+// Times are those of the caller's turns: a round that begins and ends within one takes none.
 void InaHost::count_round(Job& job, Instance& instance, TimePoint now) {
   Duration const time = now - std::exchange(instance.round_begun, now);
   InaAggregator const& aggregator = *instance.memory->aggregator;
@@ -334,6 +337,10 @@ bool InaHost::end(JobId const& job, DropCause cause, std::string const& why) {
   InaJobReport const last = report(job, found->second);
   std::vector<int> const connections = std::move(found->second.connections);
   jobs_.erase(found);
+  if (cause == DropCause::ended) {
+    ended_.push_back(last.id);  // its workers try to come back
+    if (ended_.size() > most_ended) ended_.pop_front();
+  }
   for (int const connection : connections) {
     if (connection < 0) continue;
     members_[static_cast<std::size_t>(connection)] = {};

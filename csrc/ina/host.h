@@ -16,6 +16,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <deque>
 #include <map>
 #include <memory>
 #include <optional>
@@ -99,7 +100,8 @@ class InaHost {
 
   // Step 1. A worker that is connected already is taken to be gone. `owner`: the name of whoever's
   // token it has; empty where none are asked for. Throws InvalidArgument if the member is not one
-  // of a job of so many workers, the job has more than there may be, or another owner.
+  // of a job of so many workers, the job has more than there may be, or another owner, or an
+  // operator has ended it.
   void join(int connection, JobMember const& member, TimePoint now, std::string_view owner = {});
   // `why` is told the other workers. Does nothing if the connection is in no job.
   void leave(int connection, std::string const& why);
@@ -177,6 +179,7 @@ class InaHost {
   // A worker that is refused may be this many operations ahead of one that has not begun them, all
   // instances of a job together.
   static constexpr std::size_t most_refused = 128;
+  static constexpr std::size_t most_ended = 1024;
 
   Member& member_of(int connection);
   bool refuse_former(int connection, std::uint32_t number, InaHeader const& header);
@@ -200,6 +203,7 @@ class InaHost {
   Outlet& outlet_;
   InaPolicy const& policy_;
   std::map<JobId, Job> jobs_;
+  std::deque<JobId> ended_;  // by operators: the latest
   InaCounts counts_;
   std::vector<Member> members_;  // [connection]; without a job: none
 };

@@ -195,6 +195,14 @@ class InprocLink final : public AggregatorLink {
     leave(aggregator, why);
   }
 
+  void reconnect(int aggregator, JobMember const& member, Deadline const& /*deadline*/) override {
+    std::lock_guard const lock(hub_->mutex);
+    auto& again = *hub_->aggregators[index(aggregator)];
+    require<Error>(!again.stopped, "aggregator ", address(aggregator), " does not answer");
+    again.host.join(number_, member, hub_->runtime.clock().now());
+    worker_.losses[index(aggregator)].clear();
+  }
+
   void interrupt() noexcept override {
     std::lock_guard const lock(hub_->mutex);
     worker_.interrupted = true;

@@ -26,8 +26,7 @@ class InprocAggregators {
 
   // The aggregator is gone: its connections are lost.
   void kill(int aggregator);
-  // The same, and another one is in its place, which knows nothing of it: for links made from now
-  // on.
+  // The same, and another one is in its place, which knows nothing of it.
   void restart(int aggregator);
   // The aggregator takes messages and does nothing any more.
   void stop(int aggregator);

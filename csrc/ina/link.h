@@ -12,6 +12,8 @@
 
 namespace sparsecomm {
 
+struct JobMember;  // ina/host.h
+
 // One thread at a time uses a link, but for interrupt(). Endpoints are numbered from 0 to
 // size() - 1. An aggregator runs several operations of a worker at once if they have instances of
 // their own, numbered from 0 to most_instances - 1.
@@ -54,6 +56,9 @@ class AggregatorLink : public Interruptible {
 
   // Ends the connection without an event, and forgets what has not been sent.
   virtual void close(int aggregator, std::string const& why) = 0;
+  // Connects to one that is gone, and joins the job there. Throws Error, naming it, if that cannot
+  // be, after which it is still gone; and as next().
+  virtual void reconnect(int aggregator, JobMember const& member, Deadline const& deadline) = 0;
 };
 
 }  // namespace sparsecomm

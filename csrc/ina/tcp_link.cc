@@ -102,30 +102,37 @@ class Link final : public UnconnectedLink {
   }
 
   void connect(JobMember const& member, Deadline const& deadline) override {
-    Wanted wanted(*this, deadline);
-    Deadline const limit(steady_clock(),
-                         std::chrono::round<std::chrono::milliseconds>(deadline.remaining()),
-                         &wanted);
     told_ = {};
+    // What they have of UCX goes before it.
     for (auto& endpoint : endpoints_) endpoint = std::make_unique<Endpoint>(endpoint->address);
     ucx_ = open_ucx_messages(options_, endpoints_.size());
-    for (std::size_t i = 0; i < endpoints_.size(); ++i) {
-      Endpoint& endpoint = *endpoints_[i];
-      require_wanted();
-      endpoint.open(connect_to(endpoint.address, limit));
-      try {
-        join(endpoint, member, limit);
-      } catch (Interrupted const&) {
-        throw;
-      } catch (Error const& error) {
-        throw AddressError(concat("aggregator ", endpoint.address, ": ", error.what()));
-      }
-      watch(endpoint.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, i);
-    }
+    for (int i = 0; i < size(); ++i) reconnect(i, member, deadline);
     bool const used = std::ranges::any_of(
         endpoints_, [](auto const& endpoint) { return endpoint->path->over_ucx(); });
     if (!used) ucx_.reset();
     if (ucx_) watch(ucx_->file(), EPOLLIN, no_endpoint);
+  }
+
+  void reconnect(int aggregator, JobMember const& member, Deadline const& deadline) override {
+    Wanted wanted(*this, deadline);
+    Deadline const limit(steady_clock(),
+                         std::chrono::round<std::chrono::milliseconds>(deadline.remaining()),
+                         &wanted);
+    auto const number = static_cast<std::size_t>(aggregator);
+    if (told_.endpoint == &at(aggregator)) told_ = {};
+    auto made = std::make_unique<Endpoint>(at(aggregator).address);
+    Endpoint& endpoint = *(endpoints_[number] = std::move(made));
+    require_wanted();
+    endpoint.open(connect_to(endpoint.address, limit));
+    try {
+      join(endpoint, member, limit);
+      watch(endpoint.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, number);
+    } catch (Interrupted const&) {
+      throw;
+    } catch (Error const& error) {
+      endpoint.lose(error.what());
+      throw AddressError(concat("aggregator ", endpoint.address, ": ", error.what()));
+    }
   }
 
   int size() const override { return static_cast<int>(endpoints_.size()); }

@@ -13,6 +13,7 @@ from urllib.parse import quote, urlencode
 from sparsecomm.cli.bench import positive
 
 TIMEOUT = 10.0  # s, of an answer
+LEAST_DIGITS = 4  # that name a job
 COLUMNS = {  # of a job, as the aggregator names them
     "id": "job",
     "owner": "owner",
@@ -76,7 +77,9 @@ def add_aggregator(commands: Any) -> None:
     kill = actions.add_parser(
         "kill", help="end a job here; its ranks go on without this aggregator"
     )
-    kill.add_argument("job", metavar="JOB", help="as jobs names it, or its first digits")
+    kill.add_argument(
+        "job", type=first_digits, metavar="JOB", help="as jobs names it, or its first digits"
+    )
     kill.set_defaults(run=kill_job, parser=kill)
 
     drain = actions.add_parser(
@@ -89,6 +92,14 @@ def add_aggregator(commands: Any) -> None:
         help="end after this long whatever is left (default: the aggregator's --drain)",
     )
     drain.set_defaults(run=drain_aggregator, parser=drain)
+
+
+def first_digits(text: str) -> str:
+    if len(text) < LEAST_DIGITS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} has {len(text)} digits, must have {LEAST_DIGITS} or more"
+        )
+    return text
 
 
 def ask(path: str, method: str, target: str) -> Any:

@@ -141,7 +141,7 @@ def run_load(options: argparse.Namespace) -> int:
             for jobs in options.jobs:
                 try:
                     row = measure(options, addresses, jobs, zero, process, http)
-                except RuntimeError as error:
+                except (RuntimeError, ValueError) as error:
                     print(f"sparsecomm bench aggregator: {error}", file=sys.stderr)
                     return 1
                 rows.append(row)
@@ -175,8 +175,11 @@ def watch(process: subprocess.Popen[str] | None, http: str) -> Iterator[Peak]:
     def look() -> None:
         assert process is not None
         while not over.wait(SAMPLE):
-            with urllib.request.urlopen(f"http://{http}/metrics") as response:
-                found = METRIC.search(response.read().decode())
+            try:
+                with urllib.request.urlopen(f"http://{http}/metrics", timeout=SAMPLE) as response:
+                    found = METRIC.search(response.read().decode())
+            except OSError:
+                continue  # it is busy
             assert found is not None
             peak.admitted = max(peak.admitted, int(found[1]))
             status = Path(f"/proc/{process.pid}/status").read_text()

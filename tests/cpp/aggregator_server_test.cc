@@ -7,6 +7,7 @@
 
 #include <array>
 #include <csignal>
+#include <functional>
 #include <random>
 #include <utility>
 
@@ -313,32 +314,62 @@ TEST(AggregatorServer, AnOperatorEndsAJobAndOthersDoNotNotice) {
   EXPECT_EQ(report.connections, 1u);
 }
 
-TEST(AggregatorServer, CountsWhyConnectionsWereClosed) {
-  AggregatorOptions options = with_tokens();
-  options.greeting = milliseconds(300);
-  options.idle = milliseconds(600);
+// One connection is closed in the end, for that cause.
+void expect_closed(AggregatorOptions const& options, CloseCause cause,
+                   std::function<void(RunningServer&)> const& connect) {
   RunningServer server(options);
-  auto const silent = connect_to(server.address(), within(seconds(5)));
-  auto const nonsense = connect_to(server.address(), within(seconds(5)));
-  write_raw(nonsense, std::array<char, sizeof(InaGreeting)>{"nonsense"});
-  EXPECT_NE(refusal(server, member(0, 2), prover("guessed")), "");
-  std::vector<std::string> const addresses{server.address()};
-  auto const one = prover("token of one");
-  auto const idle = connect_aggregators(addresses, member(0, 2), within(seconds(10)), {}, one);
-  EXPECT_NE(refusal(server, member(1, 3), one), "");
-  auto const closed = [&](CloseCause cause) {
-    return server.call([](AggregatorServer& self) { return self.report(); })
-        .closed[std::size_t(cause)];
-  };
+  connect(server);
   Deadline const deadline = within(seconds(20));
-  for (CloseCause const cause : {CloseCause::silent, CloseCause::greeting, CloseCause::token,
-                                 CloseCause::refused, CloseCause::idle}) {
-    while (closed(cause) == 0) {
-      ASSERT_GT(deadline.remaining(), Duration::zero()) << int(cause);
-      std::this_thread::sleep_for(milliseconds(20));
-    }
-    EXPECT_EQ(closed(cause), 1u) << int(cause);
+  for (;;) {
+    auto const report = server.call([](AggregatorServer& self) { return self.report(); });
+    if (report.closed[std::size_t(cause)] == 1) return;
+    ASSERT_FALSE(deadline.passed()) << int(cause);
+    std::this_thread::sleep_for(milliseconds(20));
   }
+}
+
+TEST(AggregatorServer, CountsWhyConnectionsWereClosed) {
+  auto const connected = [](RunningServer const& server) {
+    return connect_to(server.address(), within(seconds(5)));
+  };
+  AggregatorOptions hasty;
+  hasty.greeting = milliseconds(200);
+  FileDescriptor socket;
+  expect_closed(hasty, CloseCause::silent, [&](auto& server) { socket = connected(server); });
+  expect_closed({}, CloseCause::left, [&](auto& server) { connected(server); });
+  expect_closed({}, CloseCause::greeting, [&](auto& server) {
+    socket = connected(server);
+    write_raw(socket, std::array<char, sizeof(InaGreeting)>{"nonsense"});
+  });
+  expect_closed(with_tokens(), CloseCause::token, [](auto& server) {
+    EXPECT_NE(refusal(server, member(0, 2), prover("guessed")), "");
+  });
+  expect_closed(with_tokens(), CloseCause::token,
+                [](auto& server) { EXPECT_NE(refusal(server, member(0, 2), {}), ""); });
+  expect_closed({}, CloseCause::refused,
+                [](auto& server) { EXPECT_NE(refusal(server, member(0, 1025), {}), ""); });
+  AggregatorOptions impatient;
+  impatient.idle = milliseconds(200);
+  expect_closed(impatient, CloseCause::idle, [&](auto& server) {
+    socket = connected(server);
+    write_raw(socket, greeting(0, 1));
+  });
+  expect_closed({}, CloseCause::protocol, [&](auto& server) {
+    socket = connected(server);
+    write_raw(socket, greeting(0, 1));
+    write_raw(socket, std::array<char, 256>{});
+  });
+}
+
+TEST(AggregatorServer, WhatIsPostedAfterItsEndIsRefused) {
+  AggregatorOptions options;
+  options.listen = "127.0.0.1:0";
+  AggregatorServer server(options, [](LogEntry const&) {});
+  bool ran = false;
+  EXPECT_TRUE(server.post([&] { server.drain(Duration::zero()); }));
+  server.run();
+  EXPECT_FALSE(server.post([&] { ran = true; }));
+  EXPECT_FALSE(ran);
 }
 
 TEST(AggregatorServer, MemoryDoesNotGrowWithWhatIsAnnounced) {

@@ -310,6 +310,10 @@ class HastyLink final : public AggregatorLink {
     return {Event::Kind::message, 0, instance, answer_};
   }
   void close(int /*aggregator*/, std::string const& why) override { closed_ = why; }
+  void reconnect(int /*aggregator*/, JobMember const& /*member*/,
+                 Deadline const& /*deadline*/) override {
+    throw Error("it is gone");
+  }
   void interrupt() noexcept override {}
 
  private:

@@ -61,6 +61,7 @@ class Cluster {
                                      .worker = static_cast<std::uint16_t>(rank)});
       options.aggregators = links[rank] = std::make_shared<FaultyLink>(link, scene, rank);
       options.aggregator_streams = streams;
+      options.aggregator_retry = retry;
       options.log_aggregator = [this, rank](std::string const& line) {
         witnesses[rank].log.push_back(line);
       };
@@ -103,6 +104,7 @@ class Cluster {
   SeededSimulation simulation;
   InprocAggregators hub;
   std::uint64_t job = 0;
+  int retry = steps;  // none within this test
   FaultScene scene;
   std::vector<std::shared_ptr<FaultyLink>> links;
   std::vector<Witness> witnesses;
@@ -206,7 +208,7 @@ TEST_P(InaFailureTest, AnAggregatorMayBeLostAtAnyMessage) {
   check_everywhere(GetParam(), Kind::lost);
 }
 
-// Those who were connected go on without it, and new communicators with it.
+// Those who were connected go on without it at first, and new communicators with it.
 TEST_P(InaFailureTest, AnAggregatorMayRestartAtAnyMessage) {
   Shape const shape = GetParam();
   at_every_message(messages_of_a_step(shape), [&](int message) {
@@ -224,6 +226,34 @@ TEST_P(InaFailureTest, AnAggregatorMayRestartAtAnyMessage) {
       EXPECT_TRUE(witness.lost.empty());
       for (auto const& counts : witness.messages) {
         EXPECT_EQ(counts, std::vector(std::size_t(shape.aggregators), streams * 3 * 2));
+      }
+    }
+  });
+}
+
+// Lost in one step, and done without in the next, it is used again in those that follow.
+TEST_P(InaFailureTest, OneThatIsBackIsUsedAgainByAllRanks) {
+  Shape const shape = GetParam();
+  at_every_message(messages_of_a_step(shape), [&](int message) {
+    for (auto const& [kind, rank] :
+         {std::pair(Kind::restart, LinkFault::every_rank), {Kind::lost, culprit}}) {
+      LinkFault const fault{
+          .kind = kind, .aggregator = shape.aggregators / 2, .rank = rank, .message = message};
+      SCOPED_TRACE(describe(shape, fault));
+      Cluster cluster(shape, fault);
+      cluster.retry = 1;
+      run_all(cluster, shape, {}, message % 2 == 0);
+      for (Witness const& witness : cluster.witnesses) {
+        EXPECT_EQ(witness.error, "");
+        EXPECT_EQ(witness.applied, steps);
+        EXPECT_TRUE(witness.lost.empty());
+        ASSERT_EQ(witness.log.size(), 2u);
+        EXPECT_NE(witness.log[1].find("answers again"), std::string::npos) << witness.log[1];
+        auto const used = [&](int step) {
+          return witness.messages[std::size_t(step)][std::size_t(fault.aggregator)];
+        };
+        EXPECT_EQ(used(2), 0);
+        EXPECT_EQ(used(3), streams * 3 * 2);
       }
     }
   });

@@ -268,7 +268,8 @@ TEST_F(InaHostTest, AJobThatIsEndedAccusesNobody) {
   host_.leave(0, "");  // as whoever owns the connection does
   host_.leave(1, "");
   EXPECT_EQ(ended_.size(), 1u);
-  join(2, job_a, 0, 2);  // it may come back
+  EXPECT_THROW(join(2, job_a, 0, 2), InvalidArgument);  // it is not to come back
+  join(2, job_b, 0, 2);
   EXPECT_EQ(host_.jobs(), 1u);
 }
 

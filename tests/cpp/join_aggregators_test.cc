@@ -4,7 +4,9 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <barrier>
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <set>
@@ -204,6 +206,97 @@ TEST(JoinAggregators, TheNextOperationJoinsAnew) {
       },
       patient_options(), std::nullopt, with_lists(alike(2, {server.address(), address})));
   expect_no_errors(errors);
+}
+
+// Reduces as often as it takes until an attempt to take aggregators again has been made.
+void reduce_until_an_attempt(Communicator& communicator) {
+  for (int step = 0; step <= CommunicatorOptions{}.aggregator_retry; ++step) {
+    auto const sum = std::make_shared<Summed>(communicator);
+    communicator.run(sum);
+    ASSERT_EQ(sum->data, std::vector<float>(sum->data.size(), 2)) << step;
+  }
+}
+
+// An aggregator of two, or the only one, is lost, and another is started at its address meanwhile.
+void lose_and_restart(std::vector<AggregatorOptions> options, AggregatorOptions again,
+                      Surroundings const& given,
+                      std::function<void(Communicator&, std::uint64_t all)> const& check) {
+  std::vector<std::unique_ptr<RunningServer>> servers;
+  std::vector<std::string> list;
+  for (AggregatorOptions const& one : options) {
+    servers.push_back(std::make_unique<RunningServer>(one));
+    list.push_back(servers.back()->address());
+  }
+  again.listen = list.back();
+  Surroundings around = given;
+  around.equip = [&, equip = given.equip](CommunicatorOptions& wanted, std::uint64_t seed, int rank,
+                                          int size) {
+    with_lists(alike(2, list)).equip(wanted, seed, rank, size);
+    if (equip) equip(wanted, seed, rank, size);
+  };
+  std::uint64_t const all = ~std::uint64_t{0} >> (64 - list.size());
+  std::barrier together(2);
+  auto const errors = run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        auto const on_rank_0 = [&](auto const& task) {
+          together.arrive_and_wait();
+          if (communicator.rank() == 0) task();
+          together.arrive_and_wait();
+        };
+        communicator.run(std::make_shared<Summed>(communicator));
+        on_rank_0([&] { servers.back()->stop(); });
+        auto const sum = std::make_shared<Summed>(communicator);
+        communicator.run(sum);
+        EXPECT_EQ(sum->data.front(), 2.0F);
+        EXPECT_EQ(communicator.services().aggregators->left(), all >> 1);
+        EXPECT_EQ(communicator.lost_aggregators().size(), 1u);
+        on_rank_0([&] { servers.back() = std::make_unique<RunningServer>(again); });
+        reduce_until_an_attempt(communicator);
+        check(communicator, all);
+      },
+      patient_options(), std::nullopt, around);
+  expect_no_errors(errors);
+}
+
+TEST(JoinAggregators, OneThatIsBackIsUsedAgain) {
+  for (int const count : {1, 2}) {
+    std::mutex mutex;
+    std::vector<std::string> said;
+    Surroundings around;
+    around.equip = [&](CommunicatorOptions& options, std::uint64_t, int, int) {
+      options.aggregator_addresses.log = [&](std::string const& text) {
+        std::lock_guard const lock(mutex);
+        said.push_back(text);
+      };
+    };
+    lose_and_restart(std::vector<AggregatorOptions>(std::size_t(count)), {}, around,
+                     [](Communicator& communicator, std::uint64_t all) {
+                       EXPECT_EQ(communicator.services().aggregators->left(), all);
+                       EXPECT_TRUE(communicator.lost_aggregators().empty());
+                       auto const before = communicator.counters().sent_bytes.back();
+                       auto const sum = std::make_shared<Summed>(communicator);
+                       communicator.run(sum);
+                       EXPECT_EQ(sum->data.front(), 2.0F);
+                       EXPECT_GT(communicator.counters().sent_bytes.back(), before);
+                     });
+    ASSERT_EQ(said.size(), 4u);  // lost, and back, on both ranks
+    EXPECT_NE(said.back().find("answers again"), std::string::npos) << said.back();
+  }
+}
+
+TEST(JoinAggregators, OneThatNotAllRanksReachIsNotUsedAgain) {
+  AggregatorOptions asking;
+  asking.authenticate = [](std::span<const std::byte>, Proof const&) { return "a team"; };
+  Surroundings around;
+  around.equip = [](CommunicatorOptions& options, std::uint64_t, int rank, int) {
+    if (rank != 0) return;
+    options.aggregator_addresses.prove = [](std::span<const std::byte>) { return Proof{}; };
+  };
+  lose_and_restart({{}, {}}, asking, around, [](Communicator& communicator, std::uint64_t all) {
+    EXPECT_EQ(communicator.services().aggregators->left(), all >> 1);
+    EXPECT_EQ(communicator.lost_aggregators().size(), 1u);
+  });
 }
 
 // Ends what a rank waits for while it connects.

@@ -25,6 +25,9 @@ class WrappedLink : public AggregatorLink {
   }
   Event next(Deadline const& deadline) override { return inner_->next(deadline); }
   void close(int aggregator, std::string const& why) override { inner_->close(aggregator, why); }
+  void reconnect(int aggregator, JobMember const& member, Deadline const& deadline) override {
+    inner_->reconnect(aggregator, member, deadline);
+  }
   void interrupt() noexcept override { inner_->interrupt(); }
 
  protected:

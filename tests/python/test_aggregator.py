@@ -54,7 +54,7 @@ def test_a_connection_that_ends_is_logged() -> None:
     with aggregator() as (process, address):
         greet(address, 0, 1).close()
         assert process.stderr is not None
-        assert any("connection from 127.0.0.1:" in process.stderr.readline() for _ in range(3))
+        assert any("connection from 127.0.0.1:" in process.stderr.readline() for _ in range(4))
 
 
 def test_the_address_may_be_taken_at_once_after_a_kill() -> None:

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from aggregators import aggregator, aggregators
 from models import flat, make_ddp, make_model, train
-from patience import LONG, LONG_TIME
+from patience import LONG, LONG_TIME, wait_until
 from ranks import run_ranks
 
 import sparsecomm
@@ -145,6 +146,49 @@ def _lose(address: str, process: int) -> None:
 def test_blocks_are_summed_by_the_ranks_once_aggregators_are_lost() -> None:
     with aggregator() as (process, address):
         run_ranks(2, _lose, address, process.pid)
+
+
+def _come_back(address: str, process: int, automatic: bool) -> None:
+    with connected((address,)) as communicator, ExitStack() as stack:
+        algorithm = "auto" if automatic else INA
+
+        def reduce(times: int = 1) -> None:
+            for _ in range(times):
+                tensor = own_tensor()
+                sparsecomm.allreduce(tensor, algorithm, communicator=communicator)
+                assert (tensor == total_of_ranks()).all()
+
+        reduce()
+        if dist.get_rank() == 0:
+            os.kill(process, signal.SIGKILL)
+            wait_until(lambda: not listens(address))
+        dist.barrier()
+        sparsecomm.allreduce(own_tensor(), INA, communicator=communicator)
+        assert [*communicator.lost_aggregators()] == [address]
+        if dist.get_rank() == 0:
+            stack.enter_context(aggregator(listen=address))
+        dist.barrier()
+        reduce(70)
+        assert communicator.lost_aggregators() == {}
+        sent = communicator.counters()["sent_bytes"]
+        sparsecomm.allreduce(own_tensor(), INA, communicator=communicator)
+        assert communicator.counters()["sent_bytes"] > sent
+        dist.barrier()
+
+
+def listens(address: str) -> bool:
+    host, port = address.rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port))).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_an_aggregator_that_was_lost_is_used_again_once_it_is_back(automatic: bool) -> None:
+    with aggregator() as (process, address):
+        run_ranks(2, _come_back, address, process.pid, automatic)
 
 
 @pytest.mark.parametrize(

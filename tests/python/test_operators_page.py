@@ -286,7 +286,9 @@ def test_kubernetes_resources_fit_together(tmp_path: Path) -> None:
     for port in kinds["Service"]["spec"]["ports"]:
         assert ports[port["targetPort"]] == port["port"]
     for probe, path in (("livenessProbe", "/healthz"), ("readinessProbe", "/readyz")):
-        assert container[probe]["httpGet"] == {"path": path, "port": "http"}
+        command = container[probe]["exec"]["command"]
+        assert command[0] == "curl"
+        assert command[-1] == f"http://localhost{path}"
         assert container[probe]["timeoutSeconds"] > 1  # /healthz waits for so long
     annotations = stateful["template"]["metadata"]["annotations"]
     assert annotations["prometheus.io/port"] == str(ports["http"])

@@ -36,16 +36,15 @@ FileDescriptor listen_at_path(std::string const& path) {
     require<AddressError>(S_ISSOCK(there.st_mode), "--control ", path,
                           ": something is there that is no socket; name another path");
     FileDescriptor const other = make_socket();
-    bool const answers = ::connect(other.get(), named, sizeof(address)) == 0 || errno == EAGAIN;
-    require<AddressError>(!answers, "--control ", path,
-                          ": another aggregator listens there; name another path");
+    bool const stale = ::connect(other.get(), named, sizeof(address)) != 0 && errno == ECONNREFUSED;
+    require<AddressError>(stale, "--control ", path,
+                          ": another program listens there; name another path");
     check(::unlink(path.c_str()) == 0);
   }
   FileDescriptor socket = make_socket();
   check(socket.open());
+  check(::fchmod(socket.get(), S_IRUSR | S_IWUSR) == 0);  // which Linux gives the file
   check(::bind(socket.get(), named, sizeof(address)) == 0);
-  // Nobody can connect before it listens.
-  check(::chmod(path.c_str(), S_IRUSR | S_IWUSR) == 0);
   check(::listen(socket.get(), queue) == 0);
   return socket;
 }

@@ -21,6 +21,7 @@ namespace {
 
 constexpr std::size_t most_headers = 8192, most_body = 1024;  // bytes of a request
 constexpr timeval sweep_period{.tv_sec = 1, .tv_usec = 0};
+constexpr timeval farewell{.tv_sec = 0, .tv_usec = 200'000};
 
 template <auto Release>
 struct Releasing {
@@ -70,6 +71,7 @@ struct HttpServer::Loop {
       bound = evhttp_accept_socket_with_handle(http.get(), listener.socket.get());
       require<Error>(bound != nullptr, "evhttp_accept_socket: ", system_text());
       listener.socket.release();
+      evconnlistener_set_error_cb(evhttp_bound_socket_get_listener(bound), pause);
     }
 
     void sweep(TimePoint now) {
@@ -93,6 +95,10 @@ struct HttpServer::Loop {
       }
       return events;
     }
+    // The system has no room for more connections; a sweep goes on.
+    static void pause(evconnlistener* listener, void* /*self*/) {
+      evconnlistener_disable(listener);
+    }
     static void answer(evhttp_request* request, void* self) {
       auto const& door = *static_cast<Door*>(self);
       door.loop.answer(request, door.control);
@@ -113,7 +119,7 @@ struct HttpServer::Loop {
     for (HttpListener& listener : listeners) {
       doors.push_back(std::make_unique<Door>(*this, std::move(listener)));
     }
-    stopping.reset(event_new(base.get(), stop.get(), EV_READ, on_stop, base.get()));
+    stopping.reset(event_new(base.get(), stop.get(), EV_READ, on_stop, this));
     sweeping.reset(event_new(base.get(), -1, EV_PERSIST, on_sweep, this));
     require<Error>(stopping && sweeping && event_add(stopping.get(), nullptr) == 0 &&
                        event_add(sweeping.get(), &sweep_period) == 0,
@@ -122,8 +128,12 @@ struct HttpServer::Loop {
 
   void run() noexcept { event_base_dispatch(base.get()); }
 
-  static void on_stop(evutil_socket_t /*file*/, short /*what*/, void* base) {
-    event_base_loopbreak(static_cast<event_base*>(base));
+  // What has been answered is sent: a drain may end the program at once.
+  static void on_stop(evutil_socket_t /*file*/, short /*what*/, void* self) {
+    auto const& loop = *static_cast<Loop*>(self);
+    bool idle = true;
+    for (auto const& door : loop.doors) idle = idle && door->connections.empty();
+    event_base_loopexit(loop.base.get(), idle ? nullptr : &farewell);
   }
   static void on_sweep(evutil_socket_t /*file*/, short /*what*/, void* self) {
     for (auto const& door : static_cast<Loop*>(self)->doors) door->sweep(steady_clock().now());

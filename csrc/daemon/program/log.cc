@@ -1,10 +1,12 @@
 #include "daemon/program/log.h"
 
-#include <spdlog/logger.h>
+#include <spdlog/async.h>
+#include <spdlog/async_logger.h>
 #include <spdlog/pattern_formatter.h>
 #include <spdlog/sinks/basic_file_sink.h>
 #include <spdlog/sinks/stdout_sinks.h>
 
+#include <algorithm>
 #include <exception>
 #include <nlohmann/json.hpp>
 #include <utility>
@@ -22,9 +24,9 @@ spdlog::level::level_enum level_of(LogLevel level) {
 }
 
 spdlog::sink_ptr make_sink(std::string const& file) {
-  if (file.empty()) return std::make_shared<spdlog::sinks::stderr_sink_mt>();
+  if (file.empty()) return std::make_shared<spdlog::sinks::stderr_sink_st>();
   try {
-    return std::make_shared<spdlog::sinks::basic_file_sink_mt>(file);
+    return std::make_shared<spdlog::sinks::basic_file_sink_st>(file);
   } catch (spdlog::spdlog_ex const& error) {
     throw InvalidArgument(concat("--log-file ", file, ": ", error.what()));
   }
@@ -46,11 +48,19 @@ std::string members_of(LogEntry const& entry) {
   return text.substr(1, text.size() - 2);
 }
 
+// What others send may be part of it, and is not to steer a terminal.
+std::string printable(std::string text) {
+  std::ranges::replace_if(text, [](unsigned char c) { return c < ' ' || c == 0x7f; }, '?');
+  return text;
+}
+
 }  // namespace
 
 ProgramLog::ProgramLog(LogSettings const& settings)
     : format_(settings.format),
-      logger_(std::make_unique<spdlog::logger>("", make_sink(settings.file))) {
+      writer_(std::make_shared<spdlog::details::thread_pool>(most_waiting, 1)),
+      logger_(std::make_shared<spdlog::async_logger>(
+          "", make_sink(settings.file), writer_, spdlog::async_overflow_policy::overrun_oldest)) {
   logger_->set_formatter(std::make_unique<spdlog::pattern_formatter>(
       pattern_of(format_), spdlog::pattern_time_type::utc));
   logger_->set_level(level_of(settings.least));
@@ -61,6 +71,7 @@ ProgramLog::ProgramLog(LogSettings const& settings)
 ProgramLog::~ProgramLog() = default;
 
 void ProgramLog::write(LogEntry const& entry) {
+  if (!logger_->should_log(level_of(entry.level))) return;
   std::lock_guard const lock(mutex_);
   TimePoint const now = steady_clock().now();
   if (now - second_ >= std::chrono::seconds(1)) {
@@ -72,7 +83,7 @@ void ProgramLog::write(LogEntry const& entry) {
            .text = concat(count, " lines were left out, over ", most_lines, " in a second")});
     }
   }
-  if (++lines_ > most_lines) {
+  if (++lines_ > most_lines && entry.level < LogLevel::error) {
     ++left_out_;
   } else {
     write_at_once(entry);
@@ -81,7 +92,7 @@ void ProgramLog::write(LogEntry const& entry) {
 
 void ProgramLog::write_at_once(LogEntry const& entry) {
   logger_->log(level_of(entry.level), "{}",
-               format_ == LogFormat::json ? members_of(entry) : entry.text);
+               format_ == LogFormat::json ? members_of(entry) : printable(entry.text));
 }
 
 }  // namespace sparsecomm

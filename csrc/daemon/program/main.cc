@@ -111,8 +111,14 @@ int serve(std::span<char const* const> arguments) {
   std::printf("listening at %s\n", server.address().c_str());
   if (!http.empty()) std::printf("http at %s\n", http.c_str());
   std::fflush(stdout);
-  server.run();
-  return 0;
+  log({.text = concat("listening at ", server.address())});
+  try {
+    server.run();
+    return 0;
+  } catch (std::exception const& error) {
+    log({.level = LogLevel::error, .text = concat("it has failed: ", error.what())});
+    return 1;
+  }
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include "base/error.h"
+#include "daemon/program/number_text.h"
 
 namespace sparsecomm {
 namespace {
@@ -16,7 +17,7 @@ class Metrics {
     text_ += concat("# HELP ", name_, " ", help, "\n# TYPE ", name_, " ", type, "\n");
   }
   // One of a family that has begun.
-  void add(std::string_view suffix, std::string_view labels, auto value) {
+  void add(std::string_view suffix, std::string_view labels, auto const& value) {
     text_ += concat(name_, suffix, labels.empty() ? "" : "{", labels, labels.empty() ? "" : "}",
                     " ", value, "\n");
   }
@@ -41,10 +42,11 @@ void add_rounds(Metrics& metrics, InaCounts const& counts) {
   for (std::size_t i = 0; i < counts.rounds.size(); ++i) {
     sum += counts.rounds[i];
     bool const last = i == InaCounts::round_bounds.size();
-    metrics.add("_bucket", last ? "le=\"+Inf\"" : concat("le=\"", InaCounts::round_bounds[i], "\""),
-                sum);
+    metrics.add(
+        "_bucket",
+        last ? "le=\"+Inf\"" : concat("le=\"", number_text(InaCounts::round_bounds[i]), "\""), sum);
   }
-  metrics.add("_sum", "", counts.round_seconds);
+  metrics.add("_sum", "", number_text(counts.round_seconds));
   metrics.add("_count", "", sum);
 }
 

@@ -66,13 +66,14 @@ auto Service::ask(Task task) const {
   // Held by the task too, which may run after nobody waits any more.
   auto const result = std::make_shared<std::promise<Result>>();
   auto answered = result->get_future();
-  server_.post([this, result, task = std::move(task)] {
+  bool const posted = server_.post([this, result, task = std::move(task)] {
     try {
       result->set_value(task(server_));
     } catch (...) {
       result->set_exception(std::current_exception());
     }
   });
+  require<Unanswered>(posted, "the aggregator is ending");
   require<Unanswered>(answered.wait_for(std::chrono::seconds(1)) == std::future_status::ready,
                       "the thread that serves has not answered within 1 s");
   return answered.get();
