@@ -120,6 +120,10 @@ class Hosts:
         state = "up" if up else "down"
         _call("ip", "-n", self._switch, "link", "set", _port(index), state)
 
+    def set_rate(self, index: int, rate: str) -> None:
+        """Makes a host's link as fast as that in each direction; it had a rate before."""
+        self._limit(index, parse_rate(rate), "change")
+
     def _plug_in(self, index: int) -> None:
         namespace, address, port = self._namespaces[index], self.addresses[index], _port(index)
         switch = ("ip", "-n", self._switch, "link")
@@ -128,15 +132,20 @@ class Hosts:
         _call("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", INTERFACE)
         for interface in ("lo", INTERFACE):
             _call("ip", "-n", namespace, "link", "set", interface, "up")
-        if self.bits_per_second is None:
-            return
-        bytes_per_second = self.bits_per_second / 8
+        if self.bits_per_second is not None:
+            self._limit(index, self.bits_per_second, "add")
+
+    def _limit(self, index: int, bits_per_second: float, how: str) -> None:
+        bytes_per_second = bits_per_second / 8
         burst = max(65536, int(bytes_per_second * BURST_SECONDS))
         limit = burst + int(bytes_per_second * QUEUE_SECONDS)
-        bucket = ("tbf", "rate", f"{self.bits_per_second:.0f}bit", "burst", str(burst))
-        for end, interface in ((namespace, INTERFACE), (self._switch, port)):
+        bucket = ("tbf", "rate", f"{bits_per_second:.0f}bit", "burst", str(burst))
+        for end, interface in (
+            (self._namespaces[index], INTERFACE),
+            (self._switch, _port(index)),
+        ):
             _call(
-                *("tc", "-n", end, "qdisc", "add", "dev", interface, "root"),
+                *("tc", "-n", end, "qdisc", how, "dev", interface, "root"),
                 *(*bucket, "limit", str(limit)),
             )
 
