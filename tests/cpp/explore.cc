@@ -1,5 +1,6 @@
 // Simulates steps in which a rank fails, one for each seed, which draws the algorithm, the number
-// of ranks, and which of them fails at which of its messages and how: `make explore`.
+// of ranks, and which of them fails at which of its messages and how: `make explore`. Or
+// allreduces through aggregators, of which one fails, or a rank does, in the same way.
 #include <pthread.h>
 #include <sched.h>
 
@@ -14,18 +15,20 @@
 #include <thread>
 #include <tuple>
 
+#include "failing_aggregators.h"
 #include "simulated_failures.h"
 
 namespace sparsecomm::test {
 namespace {
 
 struct ExploreOptions {
+  bool of_aggregators = false;
   std::uint64_t first = 0, seeds = 10000;
   double minutes = 60;
 };
 
 constexpr char const* usage =
-    "usage: explore [--seed FIRST] [--seeds COUNT] [--minutes LIMIT]\n"
+    "usage: explore [--faults ranks|aggregators] [--seed FIRST] [--seeds COUNT] [--minutes LIMIT]\n"
     "Exit status 1: some seed has violated a contract; `explore --seed IT --seeds 1` repeats it.\n";
 
 template <class T>
@@ -42,7 +45,11 @@ ExploreOptions parse_options(std::vector<std::string_view> const& words) {
   require(words.size() % 2 == 0, "an option without a value; ", usage);
   for (std::size_t i = 0; i < words.size(); i += 2) {
     std::string_view const name = words[i], value = words[i + 1];
-    if (name == "--seed") {
+    if (name == "--faults") {
+      options.of_aggregators = value == "aggregators";
+      require(options.of_aggregators || value == "ranks", name, " is \"", value,
+              "\", must be ranks or aggregators");
+    } else if (name == "--seed") {
       options.first = parse_number<std::uint64_t>(name, value);
     } else if (name == "--seeds") {
       options.seeds = parse_number<std::uint64_t>(name, value);
@@ -112,19 +119,60 @@ class Explorer {
       std::uint64_t const seed = next_++;
       if (seed - options_.first >= options_.seeds) return;
       if (std::chrono::steady_clock::now() >= end_) return;
-      FailingRun const run = draw(seed);
-      std::string violation;
-      try {
-        violation = find_violation(run, simulate_failure(run));
-      } catch (std::exception const& error) {
-        violation = error.what();
-      }
+      std::string const violation =
+          options_.of_aggregators ? violation_of_aggregators(seed) : violation_of_ranks(seed);
       ++done_;
       if (violation.empty()) continue;
       ++violations_;
       std::lock_guard const lock(mutex_);
-      std::cout << describe(run) << ": " << violation << "\n" << std::flush;
+      std::cout << violation << "\n" << std::flush;
     }
+  }
+
+  // Empty: none.
+  template <class Simulate>
+  static std::string violation_of(std::string const& run, Simulate const& simulate) {
+    std::string violation;
+    try {
+      violation = simulate();
+    } catch (std::exception const& error) {
+      violation = error.what();
+    }
+    return violation.empty() ? "" : concat(run, ": ", violation);
+  }
+
+  std::string violation_of_ranks(std::uint64_t seed) {
+    FailingRun const run = draw(seed);
+    return violation_of(describe(run), [&] { return find_violation(run, simulate_failure(run)); });
+  }
+
+  static std::string violation_of_aggregators(std::uint64_t seed) {
+    using Kind = LinkFault::Kind;
+    constexpr Kind kinds[] = {Kind::lost,     Kind::restart,   Kind::silent, Kind::corrupt,
+                              Kind::truncate, Kind::duplicate, Kind::former, Kind::die};
+    std::mt19937_64 random(seed);
+    auto const below = [&](int most) { return static_cast<int>(random() % std::uint64_t(most)); };
+    FailingAggregators::Shape const shape{.ranks = 2 + below(4), .aggregators = 1 + below(3)};
+    LinkFault fault{.kind = kinds[below(std::size(kinds))],
+                    .aggregator = below(shape.aggregators),
+                    .rank = below(shape.ranks),
+                    .operation = 1 + below(FailingAggregators::steps - 1),
+                    .message = below(FailingAggregators::messages_of_a_step),
+                    .byte = below(160)};
+    // One rank dies at a time, and an aggregator restarts for all.
+    bool const of_all = fault.kind != Kind::die && (fault.kind == Kind::restart || below(2) == 0);
+    if (of_all) fault.rank = LinkFault::every_rank;
+    int const retry = 1 + below(3);
+    bool const integers = below(2) == 0;
+    return violation_of(concat("seed ", seed, ": ", describe(shape, fault), ", retry ", retry),
+                        [&] {
+                          FailingAggregators run(shape, fault, seed);
+                          run.retry = retry;
+                          for (std::exception_ptr const& error : run.run({}, integers)) {
+                            if (error) std::rethrow_exception(error);
+                          }
+                          return find_violation(run);
+                        });
   }
 
   FailingRun draw(std::uint64_t seed) {

@@ -4,128 +4,29 @@
 #include <atomic>
 #include <functional>
 
-#include "aggregated_steps.h"
-#include "faulty_link.h"
-#include "ina/inproc_link.h"
-#include "simulated_ranks.h"
+#include "failing_aggregators.h"
 
 namespace sparsecomm::test {
 namespace {
 
 using Kind = LinkFault::Kind;
+using Cluster = FailingAggregators;
+using Shape = FailingAggregators::Shape;
 
-constexpr int streams = 2;
-constexpr int steps = 4;
+constexpr int steps = FailingAggregators::steps;
 constexpr int culprit = 1;  // a rank
-constexpr std::size_t memory = std::size_t{16} << 20;
 
-// Three rounds of each stream.
-std::size_t numel_for(int aggregators) {
-  return std::size_t(aggregators) * streams * 5 * (small_messages().block_bytes / 4) - 3;
-}
+std::uint64_t seed_of(LinkFault const& fault) { return std::uint64_t(fault.message); }
 
-struct Shape {
-  int ranks, aggregators;
-};
-
-// What a rank has seen.
-struct Witness {
-  int applied = 0;
-  std::string error;
-  std::vector<int> accused;
-  bool aborted_later = false;
-  std::vector<std::string> log;
-  std::vector<AggregatorLoss> lost;
-  std::vector<std::vector<int>> messages;  // [step][aggregator]
-};
-
-class Cluster {
- public:
-  // The fault's message is the seed.
-  Cluster(Shape shape, LinkFault const& fault)
-      : simulation(static_cast<std::uint64_t>(fault.message)),
-        hub(shape.aggregators, memory, std::chrono::minutes(10), vote_policy, simulation),
-        links(std::size_t(shape.ranks)),
-        witnesses(std::size_t(shape.ranks)) {
-    scene.fault = fault;
-    scene.kill = [this](int aggregator) { hub.kill(aggregator); };
-    scene.restart = [this](int aggregator) { hub.restart(aggregator); };
-    scene.stop = [this](int aggregator) { hub.stop(aggregator); };
-  }
-
-  Surroundings surroundings() {
-    Surroundings around;
-    around.equip = [this](CommunicatorOptions& options, std::uint64_t /*run*/, int rank, int size) {
-      auto const link = hub.connect({.job = {job, 0},
-                                     .workers = static_cast<std::uint16_t>(size),
-                                     .worker = static_cast<std::uint16_t>(rank)});
-      options.aggregators = links[rank] = std::make_shared<FaultyLink>(link, scene, rank);
-      options.aggregator_streams = streams;
-      options.aggregator_retry = retry;
-      options.log_aggregator = [this, rank](std::string const& line) {
-        witnesses[rank].log.push_back(line);
-      };
-    };
-    return around;
-  }
-
-  template <class T>
-  void run(Communicator& communicator, std::size_t numel) {
-    int const rank = communicator.rank();
-    Witness& witness = witnesses[rank];
-    auto const operation = std::make_shared<AggregatedSum<T>>(communicator, small_messages());
-    for (int step = 0; step < steps; ++step) {
-      auto const input = aggregated_input<T>(rank, communicator.size(), step, numel);
-      auto data = input;
-      operation->bind(data);
-      links[rank]->begin();
-      try {
-        communicator.run(operation);
-        EXPECT_EQ(data, aggregated_sum<T>(communicator.size(), step, numel))
-            << "on rank " << rank << " in step " << step;
-        ++witness.applied;
-      } catch (Aborted const&) {
-        witness.aborted_later = true;
-      } catch (Error const& error) {
-        EXPECT_EQ(witness.error, "") << "then: " << error.what();
-        witness.error = error.what();
-        auto const* const peer_error = dynamic_cast<PeerError const*>(&error);
-        if (peer_error) witness.accused = peer_error->ranks();
-        EXPECT_EQ(data, input);
-      }
-      for (int i = 0; i < links[rank]->size(); ++i) {
-        witness.messages.resize(std::size_t(step) + 1);
-        witness.messages.back().push_back(links[rank]->messages(i));
-      }
-    }
-    witness.lost = communicator.lost_aggregators();
-  }
-
-  SeededSimulation simulation;
-  InprocAggregators hub;
-  std::uint64_t job = 0;
-  int retry = steps;  // none within this test
-  FaultScene scene;
-  std::vector<std::shared_ptr<FaultyLink>> links;
-  std::vector<Witness> witnesses;
-  Duration time{};
-};
-
-void run_all(Cluster& cluster, Shape shape, CommunicatorOptions const& options, bool integers) {
-  auto const body = [&](Communicator& communicator) {
-    if (integers) return cluster.run<std::int32_t>(communicator, numel_for(shape.aggregators));
-    cluster.run<float>(communicator, numel_for(shape.aggregators));
-  };
-  TimePoint const begin = cluster.simulation.now();
-  expect_no_errors(
-      simulate_ranks(cluster.simulation, shape.ranks, body, options, {}, cluster.surroundings()));
-  cluster.time = cluster.simulation.now() - begin;
+void run_all(Cluster& cluster, CommunicatorOptions const& options, bool integers) {
+  expect_no_errors(cluster.run(options, integers));
+  for (Witness const& witness : cluster.witnesses) EXPECT_EQ(witness.problem, "");
 }
 
 // From and to each aggregator, on each rank, in each step.
 int messages_of_a_step(Shape shape) {
-  Cluster cluster(shape, {});
-  run_all(cluster, shape, {}, false);
+  Cluster cluster(shape, {}, 0);
+  run_all(cluster, {}, false);
   int const messages = cluster.witnesses[0].messages[0][0];
   for (Witness const& witness : cluster.witnesses) {
     EXPECT_EQ(witness.error, "");
@@ -135,25 +36,20 @@ int messages_of_a_step(Shape shape) {
       EXPECT_EQ(counts, std::vector(std::size_t(shape.aggregators), messages));
     }
   }
-  EXPECT_EQ(messages, streams * 3 * 2);
+  EXPECT_EQ(messages, Cluster::messages_of_a_step);
   return messages;
-}
-
-std::string describe(Shape shape, LinkFault const& fault) {
-  return concat(shape.ranks, " ranks, ", shape.aggregators, " aggregators, ", name(fault.kind),
-                " at message ", fault.message, ", byte ", fault.byte, ", of rank ", fault.rank);
 }
 
 // All ranks have the sums, of this and later operations, do without the aggregator and go on with
 // the others.
 void check_aggregator(Cluster& cluster, Shape shape) {
   LinkFault const fault = cluster.scene.fault;
-  run_all(cluster, shape, {}, fault.message % 2 == 0);
+  run_all(cluster, {}, fault.message % 2 == 0);
   bool const waits = fault.kind == Kind::silent;
   Duration const patience = waits ? InaClient::default_patience : Duration::zero();
   EXPECT_LT(cluster.time, patience + std::chrono::seconds(1));
   EXPECT_GE(cluster.scene.met.load(), 1);
-  std::string const address = concat("inproc:", fault.aggregator);
+  std::string const address = cluster.address();
   for (Witness const& witness : cluster.witnesses) {
     EXPECT_EQ(witness.error, "");
     EXPECT_EQ(witness.applied, steps);
@@ -172,7 +68,7 @@ void check_aggregator(Cluster& cluster, Shape shape) {
 
 void check_aggregator(Shape shape, LinkFault const& fault) {
   SCOPED_TRACE(describe(shape, fault));
-  Cluster cluster(shape, fault);
+  Cluster cluster(shape, fault, seed_of(fault));
   check_aggregator(cluster, shape);
 }
 
@@ -215,17 +111,17 @@ TEST_P(InaFailureTest, AnAggregatorMayRestartAtAnyMessage) {
     LinkFault const fault{
         .kind = Kind::restart, .aggregator = shape.aggregators / 2, .message = message};
     SCOPED_TRACE(describe(shape, fault));
-    Cluster cluster(shape, fault);
+    Cluster cluster(shape, fault, seed_of(fault));
     check_aggregator(cluster, shape);
     ++cluster.job;
     cluster.scene.fault = {};
     cluster.witnesses.assign(std::size_t(shape.ranks), {});
-    run_all(cluster, shape, {}, false);
+    run_all(cluster, {}, false);
     for (Witness const& witness : cluster.witnesses) {
       EXPECT_EQ(witness.applied, steps);
       EXPECT_TRUE(witness.lost.empty());
       for (auto const& counts : witness.messages) {
-        EXPECT_EQ(counts, std::vector(std::size_t(shape.aggregators), streams * 3 * 2));
+        EXPECT_EQ(counts, std::vector(std::size_t(shape.aggregators), Cluster::messages_of_a_step));
       }
     }
   });
@@ -240,9 +136,9 @@ TEST_P(InaFailureTest, OneThatIsBackIsUsedAgainByAllRanks) {
       LinkFault const fault{
           .kind = kind, .aggregator = shape.aggregators / 2, .rank = rank, .message = message};
       SCOPED_TRACE(describe(shape, fault));
-      Cluster cluster(shape, fault);
+      Cluster cluster(shape, fault, seed_of(fault));
       cluster.retry = 1;
-      run_all(cluster, shape, {}, message % 2 == 0);
+      run_all(cluster, {}, message % 2 == 0);
       for (Witness const& witness : cluster.witnesses) {
         EXPECT_EQ(witness.error, "");
         EXPECT_EQ(witness.applied, steps);
@@ -253,7 +149,7 @@ TEST_P(InaFailureTest, OneThatIsBackIsUsedAgainByAllRanks) {
           return witness.messages[std::size_t(step)][std::size_t(fault.aggregator)];
         };
         EXPECT_EQ(used(2), 0);
-        EXPECT_EQ(used(3), streams * 3 * 2);
+        EXPECT_EQ(used(3), Cluster::messages_of_a_step);
       }
     }
   });
@@ -301,8 +197,8 @@ TEST_P(InaFailureTest, ARankThatDiesAtAnyMessageIsNamed) {
   at_every_message(messages_of_a_step(shape), [&](int message) {
     LinkFault const fault{.kind = Kind::die, .rank = culprit, .message = message};
     SCOPED_TRACE(describe(shape, fault));
-    Cluster cluster(shape, fault);
-    run_all(cluster, shape, {}, false);
+    Cluster cluster(shape, fault, seed_of(fault));
+    run_all(cluster, {}, false);
     EXPECT_LT(cluster.time, std::chrono::seconds(2));
     expect_accused(cluster, shape);
   });
@@ -314,11 +210,11 @@ TEST_P(InaFailureTest, ARankThatStallsAtAnyMessageIsNamedAtTheDeadline) {
   at_every_message(messages_of_a_step(shape), [&](int message) {
     LinkFault const fault{.kind = Kind::stall, .rank = culprit, .message = message};
     SCOPED_TRACE(describe(shape, fault));
-    Cluster cluster(shape, fault);
+    Cluster cluster(shape, fault, seed_of(fault));
     CommunicatorOptions options;
     options.timeout = std::chrono::seconds(10);
     cluster.scene.stall = [&] { cluster.simulation.sleep(3 * options.timeout); };
-    run_all(cluster, shape, options, false);
+    run_all(cluster, options, false);
     expect_accused(cluster, shape);
   });
 }
