@@ -47,6 +47,7 @@ class RunningServer {
     server_.reset();
   }
   std::string address() const { return server_->address(); }
+  AggregatorServer& server() { return *server_; }
   // In the thread that serves.
   template <class Task>
   auto call(Task task) {

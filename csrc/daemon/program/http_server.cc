@@ -43,10 +43,10 @@ struct Connection {
       : events((bufferevent_incref(its_events), its_events)), since(steady_clock().now()) {}
 
   // The server has let it go, or its time is over.
-  bool ended(TimePoint now) const {
+  bool ended(TimePoint now, Duration limit) const {
     bufferevent_event_cb on_event = nullptr;
     bufferevent_getcb(events.get(), nullptr, nullptr, &on_event, nullptr);
-    return on_event == nullptr || now - since > std::chrono::seconds(HttpServer::limit);
+    return on_event == nullptr || now - since > limit;
   }
 
   Owned<bufferevent, bufferevent_decref> events;
@@ -62,7 +62,7 @@ struct HttpServer::Loop {
       require<Error>(http != nullptr, "evhttp_new: no memory");
       evhttp_set_max_headers_size(http.get(), most_headers);
       evhttp_set_max_body_size(http.get(), most_body);
-      evhttp_set_timeout(http.get(), limit);
+      evhttp_set_timeout(http.get(), static_cast<int>(loop.limit.count()));
       ev_uint16_t allowed = 0;
       for (Method const& method : methods) allowed |= method.type;
       evhttp_set_allowed_methods(http.get(), allowed);
@@ -75,8 +75,8 @@ struct HttpServer::Loop {
     }
 
     void sweep(TimePoint now) {
-      std::erase_if(connections, [now](Connection const& connection) {
-        if (!connection.ended(now)) return false;
+      std::erase_if(connections, [&](Connection const& connection) {
+        if (!connection.ended(now, loop.limit)) return false;
         ::shutdown(bufferevent_getfd(connection.events.get()), SHUT_RDWR);
         return true;
       });
@@ -111,8 +111,9 @@ struct HttpServer::Loop {
     evhttp_bound_socket* bound = nullptr;
   };
 
-  Loop(std::vector<HttpListener> listeners, HttpHandler its_handler)
+  Loop(std::vector<HttpListener> listeners, HttpHandler its_handler, std::chrono::seconds its_limit)
       : handler(std::move(its_handler)),
+        limit(its_limit),
         base(event_base_new()),
         stop(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
     require<Error>(base && stop.open(), "libevent or eventfd: ", system_text());
@@ -166,14 +167,16 @@ struct HttpServer::Loop {
   }
 
   HttpHandler const handler;
+  std::chrono::seconds const limit;  // of a connection
   Owned<event_base, event_base_free> base;
   FileDescriptor stop;
   std::vector<std::unique_ptr<Door>> doors;
   Owned<event, event_free> stopping, sweeping;
 };
 
-HttpServer::HttpServer(std::vector<HttpListener> listeners, HttpHandler handler)
-    : loop_(std::make_unique<Loop>(std::move(listeners), std::move(handler))),
+HttpServer::HttpServer(std::vector<HttpListener> listeners, HttpHandler handler,
+                       std::chrono::seconds limit)
+    : loop_(std::make_unique<Loop>(std::move(listeners), std::move(handler), limit)),
       thread_([this] { loop_->run(); }) {}
 
 HttpServer::~HttpServer() {

@@ -1,6 +1,7 @@
 // An HTTP server for a few small answers, by libevent, with a thread of its own.
 #pragma once
 
+#include <chrono>
 #include <functional>
 #include <memory>
 #include <string>
@@ -36,10 +37,10 @@ struct HttpListener {
 // listener `most_connections` are served at once, and others wait.
 class HttpServer {
  public:
-  static constexpr int limit = 10;  // s
   static constexpr std::size_t most_connections = 64;
 
-  HttpServer(std::vector<HttpListener> listeners, HttpHandler handler);
+  HttpServer(std::vector<HttpListener> listeners, HttpHandler handler,
+             std::chrono::seconds limit = std::chrono::seconds(10));
   HttpServer(HttpServer const&) = delete;
   HttpServer& operator=(HttpServer const&) = delete;
   ~HttpServer();
