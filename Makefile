@@ -160,7 +160,7 @@ endurance: setup ## make 10,000 communicators, and 200,000 steps, which must lea
 # The loops over memory, and what is made of them; and the aggregator, which SmartNICs run. Without the test that delivers messages
 # in every order: all of that is computing, which takes 40 times as long under the emulator.
 NEON_TESTS := kernels_test fused_test top_k_test block_scan_test half_test parallel_test sparse_test wire_test values_test qsgd_test \
-  $(filter-out ina_exhaustive_test,$(patsubst tests/cpp/%.cc,%,$(wildcard tests/cpp/ina_*_test.cc))) message_stream_test aggregator_server_test
+  $(filter-out ina_exhaustive_test,$(patsubst tests/cpp/%.cc,%,$(wildcard tests/cpp/ina_*_test.cc tests/cpp/aggregator_*_test.cc))) message_stream_test
 
 test-neon: setup $(VENV)/.neon ## run tests of the kernels for NEON and of the aggregator, compiled for aarch64, under an emulator
 	cmake -S csrc -B build/neon -G Ninja -DCMAKE_TOOLCHAIN_FILE=$(CURDIR)/csrc/cmake/aarch64.cmake \
