@@ -5,21 +5,15 @@
 #include <barrier>
 #include <exception>
 #include <mutex>
-#include <random>
 #include <span>
 #include <thread>
 
 #include "base/error.h"
+#include "engine/join_aggregators.h"
 #include "ina/client.h"
 
 namespace sparsecomm {
 namespace {
-
-JobId draw_job() {
-  std::random_device device;
-  auto const draw = [&] { return std::uint64_t{device()} << 32 | device(); };
-  return {draw(), draw()};
-}
 
 // Ones in the first blocks, zeros in the others. The first element is the workers' own.
 std::vector<float> make_input(InaPlan const& plan, double zero) {

@@ -82,7 +82,6 @@ MessageSink::Place AggregatorServer::Connection::place(std::uint32_t instance, s
 void AggregatorServer::Connection::take(std::uint32_t instance,
                                         std::span<const std::byte> message) {
   placed &= ~(std::uint64_t{1} << instance);
-  server.received_bytes_.fetch_add(message.size(), std::memory_order_relaxed);
   if (end.empty()) server.host_.receive(number, instance, message, server.now_);
 }
 
@@ -191,11 +190,17 @@ void AggregatorServer::log(LogLevel level, std::string text,
 }
 
 void AggregatorServer::run() {
+  // However it ends, nobody is to wait for an answer.
+  struct End {
+    ~End() {
+      std::vector<std::function<void()>> dropped;
+      std::lock_guard const lock(server.posted_mutex_);
+      server.ended_ = true;
+      dropped.swap(server.posted_);
+    }
+    AggregatorServer& server;
+  } const end{*this};
   serve_all();
-  std::vector<std::function<void()>> dropped;
-  std::lock_guard const lock(posted_mutex_);
-  ended_ = true;
-  dropped.swap(posted_);
 }
 
 void AggregatorServer::serve_all() {
@@ -402,14 +407,12 @@ void AggregatorServer::progress() {
 
 void AggregatorServer::send(int connection, std::uint32_t instance, InaMessage const& message,
                             std::shared_ptr<void const> memory) {
-  sent_bytes_.fetch_add(message.size(), std::memory_order_relaxed);
   connections_[static_cast<std::size_t>(connection)]->path.send(instance, message,
                                                                 std::move(memory));
 }
 
 void AggregatorServer::send_copy(int connection, std::uint32_t instance,
                                  std::span<const std::byte> message) {
-  sent_bytes_.fetch_add(message.size(), std::memory_order_relaxed);
   connections_[static_cast<std::size_t>(connection)]->path.send_copy(instance, message);
 }
 

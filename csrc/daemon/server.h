@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <iterator>
 #include <memory>
 #include <mutex>
@@ -16,6 +17,8 @@
 #include <span>
 #include <string>
 #include <string_view>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -95,10 +98,6 @@ class AggregatorServer final : private InaHost::Outlet {
   // In digits, with the port that was chosen.
   std::string const& address() const { return address_; }
 
-  // Bytes of all messages of operations, without their envelopes.
-  std::uint64_t sent_bytes() const { return sent_bytes_.load(std::memory_order_relaxed); }
-  std::uint64_t received_bytes() const { return received_bytes_.load(std::memory_order_relaxed); }
-
   // Serves until stop(), or until it is drained.
   void run();
   // From any thread.
@@ -106,6 +105,17 @@ class AggregatorServer final : private InaHost::Outlet {
   // Has the thread that serves run it: from any thread. False: run() has returned, and it is not
   // run; what was posted shortly before may be dropped too.
   bool post(std::function<void()> task);
+  // What a task returns that is posted so. Holds std::future_error if it is not run.
+  template <class Task>
+  auto ask(Task task) {
+    // Held by what is posted, which may run after nobody waits any more.
+    using Answer = std::invoke_result_t<Task, AggregatorServer&>;
+    auto const asked = std::make_shared<std::packaged_task<Answer()>>(
+        [this, task = std::move(task)]() mutable { return task(*this); });
+    auto result = asked->get_future();
+    post([asked] { (*asked)(); });
+    return result;
+  }
   // Calls it whenever the file is readable, which it is to change. The file outlives the server.
   void watch(FileDescriptor const& file, std::function<void()> readable);
 
@@ -184,7 +194,6 @@ class AggregatorServer final : private InaHost::Outlet {
   bool accepting_ = false;
   std::vector<std::unique_ptr<Connection>> connections_;  // [number]
   std::size_t open_ = 0;
-  std::atomic<std::uint64_t> sent_bytes_ = 0, received_bytes_ = 0;
   std::size_t strangers_ = 0;  // have not greeted yet
   std::uint64_t begun_jobs_ = 0;
   std::array<std::uint64_t, std::size(close_cause_table)> closed_{};  // [CloseCause]

@@ -16,14 +16,13 @@ std::string text_of(AggregatorLink const& link) {
   return text;
 }
 
-// Unlike those of other groups of ranks.
+}  // namespace
+
 JobId draw_job() {
   std::random_device device;
   auto const draw = [&] { return std::uint64_t{device()} << 32 | device(); };
   return {draw(), draw()};
 }
-
-}  // namespace
 
 JoinAggregators::JoinAggregators(AggregatorAddresses const& given, int retry)
     : unconnected_(make_tcp_link(given.addresses, given.messages, given.prove)),

@@ -30,6 +30,9 @@ class AggregatorsUnavailable : public Error {
   using Error::Error;
 };
 
+// Unlike those of other groups of ranks.
+JobId draw_job();
+
 class JoinAggregators final : public Operation {
  public:
   // `retry`: CommunicatorOptions::aggregator_retry. Throws InvalidArgument where an address is not

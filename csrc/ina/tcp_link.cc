@@ -106,7 +106,7 @@ class Link final : public UnconnectedLink {
     // What they have of UCX goes before it.
     for (auto& endpoint : endpoints_) endpoint = std::make_unique<Endpoint>(endpoint->address);
     ucx_ = open_ucx_messages(options_, endpoints_.size());
-    for (int i = 0; i < size(); ++i) reconnect(i, member, deadline);
+    for (int i = 0; i < size(); ++i) open(i, member, deadline);
     bool const used = std::ranges::any_of(
         endpoints_, [](auto const& endpoint) { return endpoint->path->over_ucx(); });
     if (!used) ucx_.reset();
@@ -114,25 +114,10 @@ class Link final : public UnconnectedLink {
   }
 
   void reconnect(int aggregator, JobMember const& member, Deadline const& deadline) override {
-    Wanted wanted(*this, deadline);
-    Deadline const limit(steady_clock(),
-                         std::chrono::round<std::chrono::milliseconds>(deadline.remaining()),
-                         &wanted);
-    auto const number = static_cast<std::size_t>(aggregator);
     if (told_.endpoint == &at(aggregator)) told_ = {};
-    auto made = std::make_unique<Endpoint>(at(aggregator).address);
-    Endpoint& endpoint = *(endpoints_[number] = std::move(made));
-    require_wanted();
-    endpoint.open(connect_to(endpoint.address, limit));
-    try {
-      join(endpoint, member, limit);
-      watch(endpoint.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET, number);
-    } catch (Interrupted const&) {
-      throw;
-    } catch (Error const& error) {
-      endpoint.lose(error.what());
-      throw AddressError(concat("aggregator ", endpoint.address, ": ", error.what()));
-    }
+    auto fresh = std::make_unique<Endpoint>(at(aggregator).address);
+    endpoints_[static_cast<std::size_t>(aggregator)] = std::move(fresh);
+    open(aggregator, member, deadline);
   }
 
   int size() const override { return static_cast<int>(endpoints_.size()); }
@@ -269,6 +254,27 @@ class Link final : public UnconnectedLink {
     Link const& link_;
     Deadline const& deadline_;
   };
+
+  // Connects an endpoint that is as it was made, and joins the job there.
+  void open(int aggregator, JobMember const& member, Deadline const& deadline) {
+    Wanted wanted(*this, deadline);
+    Deadline const limit(steady_clock(),
+                         std::chrono::round<std::chrono::milliseconds>(deadline.remaining()),
+                         &wanted);
+    Endpoint& endpoint = at(aggregator);
+    require_wanted();
+    endpoint.open(connect_to(endpoint.address, limit));
+    try {
+      join(endpoint, member, limit);
+      watch(endpoint.socket.get(), EPOLLIN | EPOLLOUT | EPOLLRDHUP | EPOLLET,
+            static_cast<std::uint64_t>(aggregator));
+    } catch (Interrupted const&) {
+      throw;
+    } catch (Error const& error) {
+      endpoint.lose(error.what());
+      throw AddressError(concat("aggregator ", endpoint.address, ": ", error.what()));
+    }
+  }
 
   // Greets, and agrees on the way of messages.
   void join(Endpoint& endpoint, JobMember const& member, Deadline const& deadline) {

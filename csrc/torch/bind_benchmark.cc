@@ -28,7 +28,11 @@ class ServingAggregator {
   ServingAggregator& operator=(ServingAggregator const&) = delete;
   ~ServingAggregator() { end(); }
 
-  AggregatorServer const& server() const { return server_; }
+  std::string const& address() const { return server_.address(); }
+  InaCounts counts() {
+    InterpreterRelease const release;  // for the thread's log
+    return server_.ask([](AggregatorServer& server) { return server.report().counts; }).get();
+  }
 
   // Throws what has ended the server.
   void stop() {
@@ -76,12 +80,11 @@ void bind_benchmark(py::module_& module) {
            }),
            py::kw_only(), py::arg("listen"), py::arg("memory"), py::arg("policy"), py::arg("log"))
       .def_property_readonly("address",
-                             [](ServingAggregator const& self) { return self.server().address(); })
-      .def_property_readonly(
-          "sent_bytes", [](ServingAggregator const& self) { return self.server().sent_bytes(); })
-      .def_property_readonly(
-          "received_bytes",
-          [](ServingAggregator const& self) { return self.server().received_bytes(); })
+                             [](ServingAggregator const& self) { return self.address(); })
+      .def_property_readonly("sent_bytes",
+                             [](ServingAggregator& self) { return self.counts().sent_bytes; })
+      .def_property_readonly("received_bytes",
+                             [](ServingAggregator& self) { return self.counts().received_bytes; })
       .def("stop", &ServingAggregator::stop);
   module.def(
       "under_policy",
@@ -106,8 +109,7 @@ void bind_benchmark(py::module_& module) {
         }
         py::list found;
         for (JobLoad const& load : loads) {
-          found.append(py::make_tuple(name(load.job), load.reductions,
-                                      std::chrono::duration<double>(load.time).count()));
+          found.append(py::make_tuple(name(load.job), load.reductions, seconds(load.time)));
         }
         return found;
       },

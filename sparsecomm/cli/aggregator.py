@@ -72,7 +72,7 @@ def add_aggregator(commands: Any) -> None:
 
     jobs = actions.add_parser("jobs", help="list the jobs")
     jobs.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    jobs.set_defaults(run=list_jobs, parser=jobs)
+    jobs.set_defaults(run=run_action, act=list_jobs, parser=jobs)
 
     kill = actions.add_parser(
         "kill", help="end a job here; its ranks go on without this aggregator"
@@ -80,7 +80,7 @@ def add_aggregator(commands: Any) -> None:
     kill.add_argument(
         "job", type=first_digits, metavar="JOB", help="as jobs names it, or its first digits"
     )
-    kill.set_defaults(run=kill_job, parser=kill)
+    kill.set_defaults(run=run_action, act=kill_job, parser=kill)
 
     drain = actions.add_parser(
         "drain", help="take no more jobs, and end when those that are here have ended"
@@ -91,7 +91,7 @@ def add_aggregator(commands: Any) -> None:
         metavar="SECONDS",
         help="end after this long whatever is left (default: the aggregator's --drain)",
     )
-    drain.set_defaults(run=drain_aggregator, parser=drain)
+    drain.set_defaults(run=run_action, act=drain_aggregator, parser=drain)
 
 
 def first_digits(text: str) -> str:
@@ -125,22 +125,21 @@ def ask(path: str, method: str, target: str) -> Any:
     return json.loads(body)
 
 
-def attempt(path: str, method: str, target: str) -> Any:
-    """As :func:`ask`; ``None`` after an error, which is printed."""
+def run_action(options: argparse.Namespace) -> int:
+    """What the arguments say; 1 after an error, which is printed."""
     try:
-        return ask(path, method, target)
+        options.act(options)
     except ControlError as error:
         print(f"sparsecomm aggregator ctl: {error}", file=sys.stderr)
-        return None
-
-
-def list_jobs(options: argparse.Namespace) -> int:
-    answer = attempt(options.control, "GET", "/jobs")
-    if answer is None:
         return 1
+    return 0
+
+
+def list_jobs(options: argparse.Namespace) -> None:
+    answer = ask(options.control, "GET", "/jobs")
     if options.json:
         print(json.dumps(answer, indent=2))
-        return 0
+        return
     rows = [list(COLUMNS.values())]
     rows += [[text_of(job[name]) for name in COLUMNS] for job in answer["jobs"]]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -148,36 +147,25 @@ def list_jobs(options: argparse.Namespace) -> int:
         print(
             "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
         )
-    return 0
 
 
 def text_of(value: Any) -> str:
     return f"{value:.1f}" if isinstance(value, float) else str(value) or "-"
 
 
-def kill_job(options: argparse.Namespace) -> int:
-    answer = attempt(options.control, "GET", "/jobs")
-    if answer is None:
-        return 1
-    found = [job["id"] for job in answer["jobs"] if job["id"].startswith(options.job)]
+def kill_job(options: argparse.Namespace) -> None:
+    jobs = [job["id"] for job in ask(options.control, "GET", "/jobs")["jobs"]]
+    found = [job for job in jobs if job.startswith(options.job)]
     if len(found) != 1:
-        jobs = ", ".join(job["id"] for job in answer["jobs"]) or "none"
-        print(
-            f"sparsecomm aggregator ctl: {len(found)} jobs begin with {options.job}, must be one "
-            f"of: {jobs}",
-            file=sys.stderr,
+        raise ControlError(
+            f"{len(found)} jobs begin with {options.job}, must be one of: "
+            f"{', '.join(jobs) or 'none'}"
         )
-        return 1
-    if attempt(options.control, "DELETE", f"/jobs/{quote(found[0])}") is None:
-        return 1
+    ask(options.control, "DELETE", f"/jobs/{quote(found[0])}")
     print(f"ended job {found[0]}; its ranks go on without this aggregator")
-    return 0
 
 
-def drain_aggregator(options: argparse.Namespace) -> int:
+def drain_aggregator(options: argparse.Namespace) -> None:
     query = "" if options.limit is None else "?" + urlencode({"limit": options.limit})
-    answer = attempt(options.control, "POST", "/drain" + query)
-    if answer is None:
-        return 1
+    answer = ask(options.control, "POST", "/drain" + query)
     print(f"draining: {answer['draining']} jobs, at most {answer['limit_seconds']:g} s")
-    return 0

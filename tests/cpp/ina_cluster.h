@@ -11,7 +11,6 @@
 #include <string>
 #include <string_view>
 #include <thread>
-#include <type_traits>
 #include <vector>
 
 #include "daemon/server.h"
@@ -51,10 +50,7 @@ class RunningServer {
   // In the thread that serves.
   template <class Task>
   auto call(Task task) {
-    std::packaged_task<std::invoke_result_t<Task, AggregatorServer&>()> called(
-        [&] { return task(*server_); });
-    server_->post([&] { called(); });
-    return called.get_future().get();
+    return server_->ask(task).get();
   }
   bool ends_within(Duration time) { return has_ended_.wait_for(time) == std::future_status::ready; }
   std::string log() const {

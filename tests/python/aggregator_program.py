@@ -7,7 +7,6 @@ it is told. FOLDER, which all hosts see, holds what they are told and who has go
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -24,18 +23,12 @@ from patience import PATIENCE
 
 import sparsecomm
 from sparsecomm import Communicator
+from sparsecomm.cli.bench import write_json
 
 NUMEL = 64 * 256  # 64 blocks
 PORT = 7000
 DEADLINE = 8 * PATIENCE  # s, of an operation, half of which aggregators may take
 PAUSE = 0.01  # s
-
-
-def write(file: Path, content: object) -> None:
-    """The whole of it, or nothing."""
-    partial = file.with_name(f"{file.name}.partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(file)
 
 
 def rank(folder: Path, job: str, addresses: list[str]) -> None:
@@ -52,13 +45,13 @@ def rank(folder: Path, job: str, addresses: list[str]) -> None:
             try:
                 sparsecomm.allreduce(tensor, "ina", communicator=communicator)
             except RuntimeError as error:
-                write(mine, {**said, "error": str(error)})
+                write_json(mine, {**said, "error": str(error)})
                 break
             assert (tensor[: NUMEL // 4] == 3).all()
             assert not tensor[NUMEL // 4 :].any()
             said["steps"] = int(said["steps"]) + 1
             said["lost"] = [*communicator.lost_aggregators()]
-            write(mine, said)
+            write_json(mine, said)
             time.sleep(PAUSE)
     os._exit(0)  # without a word to those who are gone
 

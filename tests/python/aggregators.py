@@ -6,15 +6,17 @@ import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import IO
 
-import sparsecomm
-
-PROGRAM = Path(sparsecomm.__file__).with_name("sparsecomm-aggregator")
+from sparsecomm.cli.load import PROGRAM
 
 
 @contextmanager
 def aggregator(
-    *arguments: str, program: Path = PROGRAM, listen: str = "127.0.0.1:0", log: int | None = None
+    *arguments: str,
+    program: Path = PROGRAM,
+    listen: str = "127.0.0.1:0",
+    log: int | IO[str] | None = None,
 ) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """Yields the process and its address. ``log``: where its log goes; ``None``: nowhere."""
     process = subprocess.Popen(

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aggregators
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,7 +36,6 @@ from sparsecomm.cli import main
 
 PREFIX = "sparsecomm_aggregator_"
 AT_FREE_PORTS = ("--listen", "127.0.0.1:0", "--http", "127.0.0.1:0")
-FIRST_LINES = re.compile(r"(?:listening|http) at 127\.0\.0\.1:(\d+)\n")
 
 
 @dataclass
@@ -80,25 +80,14 @@ def service(folder: Path, *arguments: str, settings: str | None = None) -> Itera
     if settings is not None:
         (folder / "settings.toml").write_text(settings)
         arguments = ("--config", str(folder / "settings.toml"), *arguments)
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [PROGRAM, *AT_FREE_PORTS, "--control", str(control), *arguments],
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-        )
-    try:
+    arguments = ("--http", "127.0.0.1:0", "--control", str(control), *arguments)
+    with log.open("w") as stderr, aggregators.aggregator(*arguments, log=stderr) as (process, at):
         assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
-        found = [FIRST_LINES.fullmatch(line) for line in lines]
-        assert all(found), (lines, log.read_text())
-        ports = [int(match[1]) for match in found if match]
-        yield Service(
-            process, ("127.0.0.1", ports[0]), f"http://127.0.0.1:{ports[1]}", control, log
-        )
-    finally:
-        process.kill()
-        process.communicate(timeout=LONG)
+        line = process.stdout.readline()
+        assert line.startswith("http at 127.0.0.1:"), (line, log.read_text())
+        host, port = at.rsplit(":", 1)
+        http = line.removeprefix("http at ").strip()
+        yield Service(process, (host, int(port)), f"http://{http}", control, log)
 
 
 def other_job(address: tuple[str, int]) -> tuple[socket.socket, bytes]:

@@ -9,7 +9,6 @@
 #include <sys/eventfd.h>
 #include <sys/socket.h>
 
-#include <optional>
 #include <utility>
 
 #include "base/clock.h"

@@ -3,11 +3,8 @@
 #include <chrono>
 #include <exception>
 #include <future>
-#include <memory>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string_view>
-#include <type_traits>
 #include <utility>
 
 #include "base/error.h"
@@ -62,18 +59,7 @@ struct Service::Route {
 
 template <class Task>
 auto Service::ask(Task task) const {
-  using Result = std::invoke_result_t<Task, AggregatorServer&>;
-  // Held by the task too, which may run after nobody waits any more.
-  auto const result = std::make_shared<std::promise<Result>>();
-  auto answered = result->get_future();
-  bool const posted = server_.post([this, result, task = std::move(task)] {
-    try {
-      result->set_value(task(server_));
-    } catch (...) {
-      result->set_exception(std::current_exception());
-    }
-  });
-  require<Unanswered>(posted, "the aggregator is ending");
+  auto answered = server_.ask(std::move(task));
   require<Unanswered>(answered.wait_for(std::chrono::seconds(1)) == std::future_status::ready,
                       "the thread that serves has not answered within 1 s");
   return answered.get();
@@ -101,6 +87,8 @@ HttpReply Service::answer(HttpRequest const& request) const noexcept {
     return {.status = found ? 405 : 404, .body = found ? "not by this method\n" : "not found\n"};
   } catch (Unanswered const& error) {
     return {.status = 503, .body = concat(error.what(), "\n")};
+  } catch (std::future_error const&) {
+    return {.status = 503, .body = "the aggregator is ending\n"};
   } catch (InvalidArgument const& error) {
     return {.status = 400, .body = concat(error.what(), "\n")};
   } catch (std::exception const& error) {
