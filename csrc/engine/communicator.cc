@@ -9,24 +9,10 @@
 
 #include "engine/join_aggregators.h"
 #include "engine/link_model.h"
-#include "engine/mismatch.h"
 
 namespace sparsecomm {
 namespace {
 
-enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
-
-// A proposal on the wire; the payload follows.
-struct Fingerprint {
-  std::uint64_t key;
-  std::uint64_t changing;
-  std::uint16_t finite;
-  std::uint16_t requests;
-  Intent intent;
-};
-static_assert(sizeof(Fingerprint) == 24);
-
-constexpr std::size_t max_proposal_bytes = 4096;
 constexpr char const* waits_for_itself =
     "a blocking call on a thread that the communicator needs to get on: a callback of one of its "
     "operations, or the handler of a log message or of a signal, would wait for itself; start the "
@@ -34,70 +20,25 @@ constexpr char const* waits_for_itself =
 
 }  // namespace
 
-struct Communicator::Handle::State {
-  explicit State(Runtime its_runtime)
-      : runtime(its_runtime), changed(its_runtime, "the end of an operation") {}
-
-  Runtime const runtime;
-  std::mutex mutex;
-  Condition changed;
-  bool begun = false;
-  bool cancelled = false;
-  bool done = false;
-  std::exception_ptr error;
-  std::shared_ptr<Threads const> threads;
-
-  // Whether it was cancelled before.
-  bool begin() {
-    std::lock_guard const lock(mutex);
-    begun = true;
-    return cancelled;
-  }
-  void end(std::exception_ptr const& result) {
-    {
-      std::lock_guard const lock(mutex);
-      error = result;
-      done = true;
-    }
-    changed.notify_all();
-  }
-};
-
 void Communicator::Handle::wait() const {
   require_waitable();
-  std::unique_lock lock(state_->mutex);
-  state_->changed.wait(lock, [&] { return state_->done; });
-  if (state_->error) std::rethrow_exception(state_->error);
+  ticket_->wait();
 }
 
 void Communicator::Handle::wait(Interrupt& interrupt) const {
   require_waitable();
-  std::unique_lock lock(state_->mutex);
-  while (!state_->changed.wait_for(lock, Interrupt::period, [&] { return state_->done; })) {
-    lock.unlock();
-    interrupt.poll(state_->runtime.clock().now());
-    lock.lock();
-  }
-  if (state_->error) std::rethrow_exception(state_->error);
+  ticket_->wait(interrupt);
 }
 
 void Communicator::Handle::require_waitable() const {
-  require<Error>(done() || !state_->threads->here(), waits_for_itself);
+  require<Error>(done() || !threads_->here(), waits_for_itself);
 }
 
 void Communicator::require_waitable() const { require<Error>(!on_own_thread(), waits_for_itself); }
 
-bool Communicator::Handle::done() const {
-  std::lock_guard const lock(state_->mutex);
-  return state_->done;
-}
+bool Communicator::Handle::done() const { return ticket_->done(); }
 
-bool Communicator::Handle::cancel() const {
-  std::lock_guard const lock(state_->mutex);
-  if (state_->begun) return false;
-  state_->cancelled = true;
-  return true;
-}
+bool Communicator::Handle::cancel() const { return ticket_->cancel(); }
 
 Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOptions options,
                            Clock const* clock)
@@ -109,12 +50,13 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       joining_(make_joining(options_, transport_->size())),
       aggregators_(make_client(options_, *transport_, *interruptibles_)),
       link_model_(std::make_unique<LinkModel>(clock_, options_.timeout, options_.figures)),
-      intents_(transport_->size()),
       counters_(transport_->size() + 1),  // count() appends without allocating
       watch_(options_.stall.log && transport_->size() > 1
                  ? std::make_unique<StallWatch>(*transport_, options_.stall, options_.timeout,
                                                 options_.runtime)
-                 : nullptr) {
+                 : nullptr),
+      comparison_(transport_->size(), watch_.get()),
+      coordinator_(make_in_order(comparison_)) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });
@@ -153,7 +95,7 @@ void Communicator::close() {
     {
       std::lock_guard const lock(mutex_);
       closing_ = true;
-      busy = running_ || !queue_.empty();
+      busy = running_ || !coordinator_->empty();
     }
     changed_->notify_all();
     if (busy) break_off(closed_by_its_owner);
@@ -183,12 +125,12 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
                                           Completion completion) {
   require_own_process();
   Handle handle;
-  handle.state_ = std::make_shared<Handle::State>(options_.runtime);
-  handle.state_->threads = threads_;
+  handle.ticket_ = std::make_shared<Ticket>(options_.runtime);
+  handle.threads_ = threads_;
   {
     std::lock_guard const lock(mutex_);
     require<Aborted>(!closing_, "this communicator is closed; make a new one");
-    queue_.push_back({std::move(operation), handle.state_, std::move(completion)});
+    coordinator_->add({std::move(operation), handle.ticket_, std::move(completion)});
   }
   changed_->notify_all();
   return handle;
@@ -201,8 +143,11 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
   bool here = interrupt == nullptr || (transport_->interruptible() && interruptibles_->empty());
   if (here) {
     std::lock_guard const lock(mutex_);
-    here = !closing_ && !taken_ && queue_.empty();
-    if (here) taken_ = running_ = true;
+    here = !closing_ && !taken_ && coordinator_->empty();
+    if (here) {
+      coordinator_->add({operation});
+      taken_ = running_ = true;
+    }
   }
   if (!here) {
     Handle const handle = submit(operation);
@@ -211,8 +156,9 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
   }
   threads_->caller = std::this_thread::get_id();
   std::exception_ptr error;
+  Scheduled mine;
   try {
-    execute(*operation, false, interrupt);
+    turn(mine, interrupt);
   } catch (...) {
     error = std::current_exception();
   }
@@ -222,7 +168,7 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
     std::lock_guard const lock(mutex_);
     count();
     taken_ = running_ = false;
-    awaited = closing_ || !queue_.empty();
+    awaited = closing_ || !coordinator_->empty();
   }
   if (awaited) changed_->notify_all();
   if (error) std::rethrow_exception(error);
@@ -235,10 +181,7 @@ void Communicator::wait(Handle const& handle, Interrupt& interrupt) {
   } catch (...) {
     if (!interrupt.raised()) throw;
     if (!handle.cancel() && !handle.done()) break_off(interrupted_by_its_caller);
-    auto& state = *handle.state_;
-    std::unique_lock lock(state.mutex);
-    // What has begun uses the caller's memory.
-    state.changed.wait(lock, [&] { return state.done || state.cancelled; });
+    handle.ticket_->wait_until_unused();
     throw;
   }
 }
@@ -276,22 +219,20 @@ Traffic Communicator::traffic() const {
 
 void Communicator::progress() {
   for (;;) {
-    Item item;
     bool closing = false;
     {
       std::unique_lock lock(mutex_);
-      changed_->wait(lock, [&] { return !taken_ && (closing_ || !queue_.empty()); });
-      if (queue_.empty()) return;
-      item = std::move(queue_.front());
-      queue_.pop_front();
+      changed_->wait(lock, [&] { return !taken_ && (closing_ || !coordinator_->empty()); });
+      if (coordinator_->empty()) return;
       taken_ = running_ = true;
       closing = closing_;
     }
+    Scheduled next;
     std::exception_ptr error;
     try {
-      if (closing) item.operation->roll_back();
+      if (closing) take(next);
       require<Aborted>(!closing, "the communicator was closed before this operation ran");
-      execute(*item.operation, item.state->begin());
+      turn(next, nullptr);
     } catch (...) {
       error = std::current_exception();
     }
@@ -300,15 +241,16 @@ void Communicator::progress() {
       count();
       running_ = false;
     }
+    auto& [operation, ticket, completion] = next.pending;
     try {
-      if (item.completion) item.completion(error);
+      if (completion) completion(error);
     } catch (...) {
       if (!error) error = std::current_exception();
     }
     // What these hold may be Python's, and a program may end once it is told.
-    item.operation.reset();
-    item.completion = nullptr;
-    item.state->end(error);
+    operation.reset();
+    completion = nullptr;
+    ticket->end(error);
     std::lock_guard const lock(mutex_);
     taken_ = false;
   }
@@ -338,162 +280,77 @@ class Communicator::InProgress {
   Communicator& communicator_;
 };
 
-// A rank whose operation comes to nothing before it has begun joins all the same: others wait.
-void Communicator::execute(Operation& operation, bool cancelled, Interrupt* interrupt) {
-  if (joining_ && joining_->due(*aggregators_)) {
-    try {
-      execute_one(*joining_, false, interrupt);
-    } catch (...) {
-      operation.roll_back();
-      throw;
-    }
-  }
-  execute_one(operation, cancelled, interrupt);
-}
-
-void Communicator::execute_one(Operation& operation, bool cancelled, Interrupt* interrupt) {
-  if (failure_ || !broken_.empty()) operation.roll_back();
+void Communicator::require_usable() {
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
   require<Aborted>(broken_.empty(), "an earlier operation failed (", broken_,
                    "); go on from a checkpoint, or destroy this communicator, hook state or "
                    "optimizer and make a new one on a process group of the ranks that are left");
-  ObservedStage const whole(operation.observer(), Stage::whole);
+}
+
+// Of what will not run.
+void Communicator::take(Scheduled& next) {
+  next.pending = coordinator_->take();
+  next.pending.operation->roll_back();
+}
+
+// Runs what is next, and throws what becomes of it. A rank whose operation comes to nothing before
+// it has begun joins the aggregators all the same: others wait.
+void Communicator::turn(Scheduled& next, Interrupt* interrupt) {
+  try {
+    require_usable();
+    if (joining_ && joining_->due(*aggregators_)) {
+      Scheduled joining{.pending = {joining_}};
+      execute(joining, interrupt, [&](Channel& channel) {
+        joining.agreement = comparison_.run(channel, joining_.get());
+      });
+    }
+  } catch (...) {
+    take(next);
+    throw;
+  }
+  execute(next, interrupt, [&](Channel& channel) { coordinator_->round(channel, next); });
+}
+
+// Runs what `agree` schedules.
+template <class Agree>
+void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& agree) {
+  struct EndOfWhole {
+    Scheduled& scheduled;
+    ~EndOfWhole() { scheduled.whole.reset(); }
+  } const end_of_whole{next};
   InProgress const in_progress(*this);
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
                   Deadline(clock_, options_.timeout, interrupt));
   StallWatch::Operation const watched(watch_.get(), next_operation_);
+  auto const operation = [&]() -> Operation& {
+    if (!next.pending.operation) next.pending = coordinator_->take();
+    return *next.pending.operation;
+  };
   try {
     require_no_alarm();
-    Agreement agreement = agree(channel, cancelled ? nullptr : &operation);
-    if (operation.commits()) agreement.committer = this;
-    operation.run(channel, agreement);
-    require<Error>(!operation.commits() || committing(), "an operation ended without commit()");
+    agree(channel);
+    if (next.error) std::rethrow_exception(next.error);
+    if (operation().commits()) next.agreement.committer = this;
+    operation().run(channel, next.agreement);
+    require<Error>(!operation().commits() || committing(), "an operation ended without commit()");
   } catch (Mismatch const&) {
-    operation.roll_back();
+    operation().roll_back();
     throw;
   } catch (AggregatorsUnavailable const&) {
-    operation.roll_back();
+    operation().roll_back();
     throw;
   } catch (Cancelled const&) {
-    operation.roll_back();
+    operation().roll_back();
     throw;
   } catch (...) {
     // What failed after commit() stands on the others.
     bool const committed = committing();
-    if (!committed) operation.roll_back();
+    if (!committed) operation().roll_back();
     if (!broken_.empty()) throw;  // concluded by commit()
     bool const stands = conclude_failure(std::current_exception(), committed, interrupt);
-    if (committed && !stands) operation.roll_back();
+    if (committed && !stands) operation().roll_back();
     throw_failure();
   }
-}
-
-// Throws the same Mismatch or Cancelled on every rank where proposals differ, one could not be made
-// or a rank cancelled, which has a null operation. The proposals themselves travel only then.
-Agreement Communicator::agree(Channel& channel, Operation* operation) {
-  Proposal proposal;
-  std::string explanation;
-  Intent intent = Intent::go;
-  try {
-    if (operation == nullptr) {
-      intent = Intent::cancelled;
-    } else {
-      Proposal const prepared = operation->prepare();
-      require<Error>(prepared.payload.size() <= max_payload_bytes, "a payload of ",
-                     prepared.payload.size(), " bytes; there is room for ", max_payload_bytes);
-      proposal = prepared;
-    }
-  } catch (...) {
-    intent = Intent::failed;
-    explanation = what_of(std::current_exception());
-  }
-  if (watch_) watch_->propose(proposal.text, proposal.step);
-  ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
-  Fingerprint const own{.key = proposal.key,
-                        .changing = proposal.changing,
-                        .finite = proposal.finite,
-                        .requests = requests_.exchange(false),
-                        .intent = intent};
-
-  auto const allgather = [&](Phase phase, std::span<const std::byte> payload,
-                             std::size_t capacity) {
-    frame_.resize(header_bytes + max_proposal_bytes);
-    std::size_t const length = encode_bytes(channel.stamp(), payload, frame_);
-    return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
-  };
-  std::array<std::byte, sizeof own + max_payload_bytes> fingerprint{};
-  std::memcpy(fingerprint.data(), &own, sizeof own);
-  std::ranges::copy(proposal.payload, fingerprint.begin() + sizeof own);
-  auto const frames =
-      allgather(Phase::agree, std::span(fingerprint).first(sizeof own + proposal.payload.size()),
-                fingerprint.size());
-  auto const payload = std::span(payload_).first(proposal.payload.size());
-  std::ranges::fill(payload, std::byte{0});
-  Agreement agreement{.payload = payload};
-  bool agreed = true;
-  bool requested = false;
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    Fingerprint other{};
-    channel.decode_from(rank, [&] {
-      auto const bytes = frames[rank].values;
-      require<MalformedFrame>(bytes.size() >= sizeof other && bytes.size() <= fingerprint.size(),
-                              "a fingerprint of ", bytes.size(), " bytes");
-      std::memcpy(&other, bytes.data(), sizeof other);
-      require<MalformedFrame>(other.intent <= Intent::cancelled, "an intent of ",
-                              static_cast<std::uint32_t>(other.intent));
-      bool same = intent == Intent::go && other.intent == Intent::go && other.key == own.key;
-      if (same) {
-        auto const arrived = bytes.subspan(sizeof other);
-        require<MalformedFrame>(arrived.size() == payload.size(), "a payload of ", arrived.size(),
-                                " bytes instead of ", payload.size());
-        same = operation->merge(payload, arrived);
-      }
-      agreed = agreed && same && other.changing == own.changing;
-    });
-    agreement.all_finite = agreement.all_finite && other.finite != 0;
-    requested = requested || other.requests != 0;
-    intents_[rank] = static_cast<std::uint32_t>(other.intent);
-  }
-  if (requested) requested_ = true;
-  if (agreed) return agreement;
-
-  if (intent == Intent::go) {
-    explanation = shorten_values(concat(proposal.text, operation->changing_fields(payload)));
-  }
-  explanation.resize(std::min(explanation.size(), max_proposal_bytes));
-  auto const explained =
-      allgather(Phase::explain, std::as_bytes(std::span(explanation)), max_proposal_bytes);
-  std::vector<std::string> texts;
-  std::vector<int> cancellers;
-  std::string message;
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    auto const bytes = explained[rank].values;
-    std::string const text(reinterpret_cast<char const*>(bytes.data()), bytes.size());
-    switch (static_cast<Intent>(intents_[rank])) {
-      case Intent::go:
-        texts.push_back(text);
-        break;
-      case Intent::failed:
-        message += concat(message.empty() ? "" : "; ", "rank ", rank,
-                          " failed before the exchange: ", text);
-        break;
-      case Intent::cancelled:
-        cancellers.push_back(rank);
-        break;
-    }
-  }
-  if (message.empty() && !cancellers.empty()) {
-    throw Cancelled(concat("the operation was cancelled on ", join_ranks(cancellers)));
-  }
-  if (message.empty()) {
-    message = concat("ranks disagree: ", differences(texts),
-                     "; give every rank the same, in the same order of calls");
-  }
-  throw Mismatch(message);
-}
-
-Cost agreement_cost(int ranks, std::size_t payload_bytes) {
-  return allgather_cost(ranks, header_bytes + sizeof(Fingerprint) + payload_bytes);
 }
 
 }  // namespace sparsecomm

@@ -24,14 +24,11 @@
 
 #include <sys/types.h>
 
-#include <array>
 #include <atomic>
-#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <span>
 #include <string>
 #include <thread>
 #include <vector>
@@ -41,11 +38,12 @@
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
 #include "collectives/figures.h"
-#include "collectives/frame_allgather.h"
-#include "engine/observer.h"
-#include "engine/proposal.h"
+#include "engine/comparison.h"
+#include "engine/coordinator.h"
+#include "engine/operation.h"
 #include "engine/stall.h"
 #include "engine/step_record.h"
+#include "engine/ticket.h"
 #include "ina/client.h"
 #include "ina/tcp_link.h"
 #include "transport/interruptible.h"
@@ -56,58 +54,6 @@ namespace sparsecomm {
 struct Figures;         // engine/planner.h
 class LinkModel;        // engine/link_model.h
 class JoinAggregators;  // engine/join_aggregators.h
-
-// See Communicator::commit().
-class Commit {
- public:
-  virtual void commit(Channel& channel) = 0;
-
- protected:
-  ~Commit() = default;
-};
-
-// What all ranks' proposals come to.
-struct Agreement {
-  bool all_finite = true;
-  std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
-  Commit* committer = nullptr;              // of an operation that commits()
-
-  // Called when the result is there, before the caller's data is changed in a way that cannot be
-  // undone. Returns if the result is to be used.
-  void commit(Channel& channel) const {
-    if (committer != nullptr) committer->commit(channel);
-  }
-};
-
-class Operation {
- public:
-  virtual ~Operation() = default;
-  // Local preparation on the progress thread, before anything is exchanged. An exception here
-  // becomes an error on every rank, and the communicator stays usable.
-  virtual Proposal prepare() = 0;
-  // Merges one rank's payload, as it arrived, into those of the ranks before it. Called for every
-  // rank with the same key, in order, this one included; `into` begins as zeros, and both have the
-  // size of this rank's own. Throws MalformedFrame where a rank cannot have sent such a payload.
-  // Returns false if it belongs to another operation than the others: then ranks disagree, and
-  // `into` serves changing_fields().
-  virtual bool merge(std::span<std::byte> /*into*/, std::span<const std::byte> other) const {
-    require<Error>(other.empty(), "an operation has a payload, but no merge()");
-    return true;
-  }
-  // Lists what ranks must agree on beside the text, in its form. Called only to explain a mismatch,
-  // after merge(), with what that has made of the payloads.
-  virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
-  virtual void run(Channel& channel, Agreement const& agreement) = 0;
-  // Whether run() calls agreement.commit(), exactly once, so that the operation stands on all
-  // survivors of a failure or on none; the same on all ranks.
-  virtual bool commits() const { return false; }
-  // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
-  // before either of them was called.
-  virtual void roll_back() noexcept {}
-  // Of stages that the communicator knows: Stage::whole and Stage::agree; others are the
-  // operation's own. Null: nobody looks.
-  virtual StageObserver* observer() { return nullptr; }
-};
 
 struct CommunicatorOptions {
   Duration timeout = std::chrono::minutes(30);  // of one operation, from the moment it starts
@@ -141,10 +87,14 @@ struct CommunicatorOptions {
 };
 
 class Communicator final : private Commit {
+  // The threads that operations need to get on.
+  struct Threads {
+    std::atomic<std::thread::id> progress, watch, caller;
+    bool here() const;
+  };
+
  public:
-  // Called on the progress thread when an operation ends; null when it went well. What it throws
-  // then, Handle::wait() throws too.
-  using Completion = std::function<void(std::exception_ptr)>;
+  using Completion = sparsecomm::Completion;
 
   class Handle {
    public:
@@ -160,8 +110,8 @@ class Communicator final : private Commit {
 
    private:
     friend class Communicator;
-    struct State;
-    std::shared_ptr<State> state_;
+    std::shared_ptr<Ticket> ticket_;
+    std::shared_ptr<Threads const> threads_;
   };
 
   // `clock`: of deadlines and figures; null: the runtime's.
@@ -201,10 +151,10 @@ class Communicator final : private Commit {
   std::string missing(AlgorithmEntry const& entry) const;
   // Lets every rank know, with the agreement of the next operation, that this one has a request,
   // whatever ranks use that for.
-  void request() { requests_ = true; }
+  void request() { comparison_.request(); }
   // Whether any rank has had one since the last call: the same on all, if called after the same
   // operation.
-  bool take_requested() { return requested_.exchange(false); }
+  bool take_requested() { return comparison_.take_requested(); }
   Clock const& clock() const { return clock_; }
   Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation; bytes to and from aggregators stand behind those of ranks.
@@ -218,26 +168,19 @@ class Communicator final : private Commit {
   Figures const& figures(Channel& channel);
 
  private:
-  struct Item {
-    std::shared_ptr<Operation> operation;
-    std::shared_ptr<Handle::State> state;
-    Completion completion;
-  };
   enum class Progress : std::uint8_t { none, exchanging, committing };
   static constexpr char const* closed_by_its_owner = "it closed its communicator";
   static constexpr char const* interrupted_by_its_caller = "its caller was interrupted";
   // While it lives, an operation is in progress.
   class InProgress;
 
-  struct Threads {
-    std::atomic<std::thread::id> progress, watch, caller;
-    bool here() const;
-  };
   void progress();
   void count();
-  void execute(Operation& operation, bool cancelled, Interrupt* interrupt = nullptr);
-  void execute_one(Operation& operation, bool cancelled, Interrupt* interrupt);
-  Agreement agree(Channel& channel, Operation* operation);
+  void require_usable();
+  void turn(Scheduled& next, Interrupt* interrupt);
+  void take(Scheduled& next);
+  template <class Agree>
+  void execute(Scheduled& next, Interrupt* interrupt, Agree const& agree);
   void alarm();
   // Returns if the operation stands; throws what it shall throw if it is rolled back.
   void commit(Channel& channel) override;
@@ -256,24 +199,18 @@ class Communicator final : private Commit {
   Clock const& clock_;
   pid_t owner_;
   std::unique_ptr<Interruptibles> interruptibles_;
-  std::unique_ptr<JoinAggregators> joining_;  // null where there is nothing to join
+  std::shared_ptr<JoinAggregators> joining_;  // null where there is nothing to join
   std::unique_ptr<InaClient> aggregators_;
   // Of the thread that runs an operation.
-  FrameAllgather gather_;
-  std::vector<std::byte> frame_;
   std::unique_ptr<LinkModel> link_model_;
   FigureExchange<std::byte> round_;
-  std::array<std::byte, max_payload_bytes> payload_{};  // merged
-  std::vector<std::uint32_t> intents_;                  // [rank], as they came in the fingerprints
   std::atomic<std::uint64_t> next_operation_ = options_.first_operation;
-  std::atomic<bool> requests_ = false, requested_ = false;
   std::string broken_;          // why, once the transport has failed
   std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next
 
   mutable std::mutex mutex_;  // guards what follows
   std::unique_ptr<Condition> changed_ =
       std::make_unique<Condition>(options_.runtime, "an operation to run");
-  std::deque<Item> queue_;
   bool taken_ = false;    // a thread has an operation to run and to report on
   bool running_ = false;  // it is still running
   bool closing_ = false;
@@ -283,13 +220,13 @@ class Communicator final : private Commit {
   char const* broken_off_ = nullptr;  // why, where another thread has ended what runs
   Counters counters_;
   std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
+  Comparison comparison_;
+  std::unique_ptr<Coordinator> coordinator_;
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
   std::once_flag closed_;
   std::unique_ptr<std::thread> thread_;  // last, so that it starts when all else is ready
 };
 
-// The agreement before each operation: one Bruck allgather of fingerprints, each with a payload.
-Cost agreement_cost(int ranks, std::size_t payload_bytes);
 // Agreement::commit(): a dissemination barrier.
 Cost commit_cost(int ranks);
 

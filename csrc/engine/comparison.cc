@@ -1,0 +1,141 @@
+#include "engine/comparison.h"
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "engine/mismatch.h"
+#include "engine/stall.h"
+
+namespace sparsecomm {
+namespace {
+
+enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
+
+// A proposal on the wire; the payload follows.
+struct Fingerprint {
+  std::uint64_t key;
+  std::uint64_t changing;
+  std::uint16_t finite;
+  std::uint16_t requests;
+  Intent intent;
+};
+static_assert(sizeof(Fingerprint) == 24);
+
+constexpr std::size_t max_proposal_bytes = 4096;
+
+}  // namespace
+
+std::span<const FrameView> Comparison::allgather(Channel& channel, Phase phase,
+                                                 std::span<const std::byte> payload,
+                                                 std::size_t capacity) {
+  frame_.resize(header_bytes + max_proposal_bytes);
+  std::size_t const length = encode_bytes(channel.stamp(), payload, frame_);
+  return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
+}
+
+Agreement Comparison::run(Channel& channel, Operation* operation) {
+  Proposal proposal;
+  std::string explanation;
+  Intent intent = Intent::go;
+  try {
+    if (operation == nullptr) {
+      intent = Intent::cancelled;
+    } else {
+      Proposal const prepared = operation->prepare();
+      require<Error>(prepared.payload.size() <= max_payload_bytes, "a payload of ",
+                     prepared.payload.size(), " bytes; there is room for ", max_payload_bytes);
+      proposal = prepared;
+    }
+  } catch (...) {
+    intent = Intent::failed;
+    explanation = what_of(std::current_exception());
+  }
+  if (watch_ != nullptr) watch_->propose(proposal.text, proposal.step);
+  ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
+  Fingerprint const own{.key = proposal.key,
+                        .changing = proposal.changing,
+                        .finite = proposal.finite,
+                        .requests = requests_.exchange(false),
+                        .intent = intent};
+
+  std::array<std::byte, sizeof own + max_payload_bytes> fingerprint{};
+  std::memcpy(fingerprint.data(), &own, sizeof own);
+  std::ranges::copy(proposal.payload, fingerprint.begin() + sizeof own);
+  auto const frames = allgather(channel, Phase::agree,
+                                std::span(fingerprint).first(sizeof own + proposal.payload.size()),
+                                fingerprint.size());
+  auto const payload = std::span(payload_).first(proposal.payload.size());
+  std::ranges::fill(payload, std::byte{0});
+  Agreement agreement{.payload = payload};
+  bool agreed = true;
+  bool requested = false;
+  for (int rank = 0; rank < channel.size(); ++rank) {
+    Fingerprint other{};
+    channel.decode_from(rank, [&] {
+      auto const bytes = frames[rank].values;
+      require<MalformedFrame>(bytes.size() >= sizeof other && bytes.size() <= fingerprint.size(),
+                              "a fingerprint of ", bytes.size(), " bytes");
+      std::memcpy(&other, bytes.data(), sizeof other);
+      require<MalformedFrame>(other.intent <= Intent::cancelled, "an intent of ",
+                              static_cast<std::uint32_t>(other.intent));
+      bool same = intent == Intent::go && other.intent == Intent::go && other.key == own.key;
+      if (same) {
+        auto const arrived = bytes.subspan(sizeof other);
+        require<MalformedFrame>(arrived.size() == payload.size(), "a payload of ", arrived.size(),
+                                " bytes instead of ", payload.size());
+        same = operation->merge(payload, arrived);
+      }
+      agreed = agreed && same && other.changing == own.changing;
+    });
+    agreement.all_finite = agreement.all_finite && other.finite != 0;
+    requested = requested || other.requests != 0;
+    intents_[rank] = static_cast<std::uint32_t>(other.intent);
+  }
+  if (requested) requested_ = true;
+  if (agreed) return agreement;
+
+  if (intent == Intent::go) {
+    explanation = shorten_values(concat(proposal.text, operation->changing_fields(payload)));
+  }
+  explain(channel, std::string_view(explanation).substr(0, max_proposal_bytes));
+}
+
+void Comparison::explain(Channel& channel, std::string_view own) {
+  auto const explained =
+      allgather(channel, Phase::explain, std::as_bytes(std::span(own)), max_proposal_bytes);
+  std::vector<std::string> texts;
+  std::vector<int> cancellers;
+  std::string message;
+  for (int rank = 0; rank < channel.size(); ++rank) {
+    auto const bytes = explained[rank].values;
+    std::string const text(reinterpret_cast<char const*>(bytes.data()), bytes.size());
+    switch (static_cast<Intent>(intents_[rank])) {
+      case Intent::go:
+        texts.push_back(text);
+        break;
+      case Intent::failed:
+        message += concat(message.empty() ? "" : "; ", "rank ", rank,
+                          " failed before the exchange: ", text);
+        break;
+      case Intent::cancelled:
+        cancellers.push_back(rank);
+        break;
+    }
+  }
+  if (message.empty() && !cancellers.empty()) {
+    throw Cancelled(concat("the operation was cancelled on ", join_ranks(cancellers)));
+  }
+  if (message.empty()) {
+    message = concat("ranks disagree: ", differences(texts),
+                     "; give every rank the same, in the same order of calls");
+  }
+  throw Mismatch(message);
+}
+
+Cost agreement_cost(int ranks, std::size_t payload_bytes) {
+  return allgather_cost(ranks, header_bytes + sizeof(Fingerprint) + payload_bytes);
+}
+
+}  // namespace sparsecomm

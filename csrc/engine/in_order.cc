@@ -1,0 +1,64 @@
+#include <deque>
+#include <mutex>
+#include <utility>
+
+#include "engine/coordinator.h"
+
+namespace sparsecomm {
+namespace {
+
+class InOrder final : public Coordinator {
+ public:
+  explicit InOrder(Comparison& comparison) : comparison_(comparison) {}
+
+  void add(Pending pending) override {
+    std::lock_guard const lock(mutex_);
+    queue_.push_back(std::move(pending));
+  }
+
+  bool empty() const override {
+    std::lock_guard const lock(mutex_);
+    return queue_.empty();
+  }
+
+  void round(Channel& channel, Scheduled& next) override {
+    Pending& first = front();
+    bool const cancelled = first.ticket && first.ticket->begin();
+    next.whole.emplace(first.operation->observer(), Stage::whole);
+    try {
+      next.agreement = comparison_.run(channel, cancelled ? nullptr : first.operation.get());
+    } catch (Mismatch const&) {
+      next.error = std::current_exception();
+    } catch (Cancelled const&) {
+      next.error = std::current_exception();
+    }
+    next.pending = take();
+  }
+
+  Pending take() override {
+    std::lock_guard const lock(mutex_);
+    Pending first = std::move(queue_.front());
+    queue_.pop_front();
+    if (first.ticket) first.ticket->begin();
+    return first;
+  }
+
+ private:
+  // Stays where it is, whatever is added.
+  Pending& front() {
+    std::lock_guard const lock(mutex_);
+    return queue_.front();
+  }
+
+  Comparison& comparison_;
+  mutable std::mutex mutex_;  // guards what follows
+  std::deque<Pending> queue_;
+};
+
+}  // namespace
+
+std::unique_ptr<Coordinator> make_in_order(Comparison& comparison) {
+  return std::make_unique<InOrder>(comparison);
+}
+
+}  // namespace sparsecomm

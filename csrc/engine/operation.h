@@ -1,0 +1,67 @@
+// What a communicator runs: one exchange between all ranks.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <string>
+
+#include "base/error.h"
+#include "collectives/channel.h"
+#include "engine/observer.h"
+#include "engine/proposal.h"
+
+namespace sparsecomm {
+
+// See Communicator::commit().
+class Commit {
+ public:
+  virtual void commit(Channel& channel) = 0;
+
+ protected:
+  ~Commit() = default;
+};
+
+// What all ranks' proposals come to.
+struct Agreement {
+  bool all_finite = true;
+  std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
+  Commit* committer = nullptr;              // of an operation that commits()
+
+  // Called when the result is there, before the caller's data is changed in a way that cannot be
+  // undone. Returns if the result is to be used.
+  void commit(Channel& channel) const {
+    if (committer != nullptr) committer->commit(channel);
+  }
+};
+
+class Operation {
+ public:
+  virtual ~Operation() = default;
+  // Local preparation on the progress thread, before anything is exchanged. An exception here
+  // becomes an error on every rank, and the communicator stays usable.
+  virtual Proposal prepare() = 0;
+  // Merges one rank's payload, as it arrived, into those of the ranks before it. Called for every
+  // rank with the same key, in order, this one included; `into` begins as zeros, and both have the
+  // size of this rank's own. Throws MalformedFrame where a rank cannot have sent such a payload.
+  // Returns false if it belongs to another operation than the others: then ranks disagree, and
+  // `into` serves changing_fields().
+  virtual bool merge(std::span<std::byte> /*into*/, std::span<const std::byte> other) const {
+    require<Error>(other.empty(), "an operation has a payload, but no merge()");
+    return true;
+  }
+  // Lists what ranks must agree on beside the text, in its form. Called only to explain a mismatch,
+  // after merge(), with what that has made of the payloads.
+  virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
+  virtual void run(Channel& channel, Agreement const& agreement) = 0;
+  // Whether run() calls agreement.commit(), exactly once, so that the operation stands on all
+  // survivors of a failure or on none; the same on all ranks.
+  virtual bool commits() const { return false; }
+  // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
+  // before either of them was called.
+  virtual void roll_back() noexcept {}
+  // Of stages that the communicator knows: Stage::whole and Stage::agree; others are the
+  // operation's own. Null: nobody looks.
+  virtual StageObserver* observer() { return nullptr; }
+};
+
+}  // namespace sparsecomm

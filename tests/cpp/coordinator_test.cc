@@ -1,0 +1,108 @@
+// What a coordinator hands over, and when, on ranks that are threads.
+#include "engine/coordinator.h"
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+class Named final : public Operation {
+ public:
+  explicit Named(std::string name) : text_("operation=" + std::move(name)) {}
+  Proposal prepare() override { return {.text = text_}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
+
+ private:
+  std::string text_;
+};
+
+Pending pending(std::string name) {
+  return {.operation = std::make_shared<Named>(std::move(name)),
+          .ticket = std::make_shared<Ticket>(Runtime())};
+}
+
+// A rank with nothing to do yet, and its place among the others.
+struct Rank {
+  explicit Rank(Transport& its_transport)
+      : transport(its_transport), coordinator(make_in_order(comparison)) {}
+
+  void round(Scheduled& next) {
+    Channel channel(transport, ++rounds, Deadline(steady_clock(), patient_options().timeout));
+    coordinator->round(channel, next);
+  }
+
+  Transport& transport;
+  Comparison comparison{transport.size(), nullptr};
+  std::unique_ptr<Coordinator> coordinator;
+  std::uint32_t rounds = 0;
+};
+
+void on_ranks(int size, std::function<void(Rank&)> const& body) {
+  auto const transports = make_inproc_transports(size);
+  expect_no_errors(on_threads(size, [&](int number) {
+    Rank rank(*transports[number]);
+    body(rank);
+  }));
+}
+
+TEST(CoordinatorTest, HandsOverInTheOrderOfAddition) {
+  on_ranks(3, [](Rank& rank) {
+    std::vector<Pending> const added{pending("a"), pending("b"), pending("c")};
+    EXPECT_TRUE(rank.coordinator->empty());
+    for (Pending const& one : added) rank.coordinator->add(one);
+    for (Pending const& one : added) {
+      EXPECT_FALSE(rank.coordinator->empty());
+      Scheduled next;
+      rank.round(next);
+      EXPECT_EQ(next.pending.operation, one.operation);
+      EXPECT_FALSE(next.error);
+    }
+    EXPECT_TRUE(rank.coordinator->empty());
+  });
+}
+
+TEST(CoordinatorTest, HandsOverWhatIsNotToRunOnAnyRank) {
+  on_ranks(3, [](Rank& rank) {
+    int const number = rank.transport.rank();
+    Pending const cancelled = pending("a"), different = pending(number == 1 ? "b" : "c");
+    Pending const good = pending("d");
+    if (number == 2) {
+      EXPECT_TRUE(cancelled.ticket->cancel());
+    }
+    for (Pending const& one : {cancelled, different, good}) rank.coordinator->add(one);
+    for (Pending const& one : {cancelled, different, good}) {
+      Scheduled next;
+      rank.round(next);
+      EXPECT_EQ(next.pending.operation, one.operation);
+      EXPECT_EQ(next.error == nullptr, one.operation == good.operation);
+      EXPECT_FALSE(one.ticket->cancel()) << "what has been handed over";
+      if (one.operation == cancelled.operation) {
+        EXPECT_THROW(std::rethrow_exception(next.error), Cancelled);
+      } else if (one.operation == different.operation) {
+        EXPECT_THROW(std::rethrow_exception(next.error), Mismatch);
+      }
+    }
+  });
+}
+
+TEST(CoordinatorTest, KeepsWhatIsPendingIfARoundFails) {
+  auto const transports = make_inproc_transports(2);
+  Rank rank(*transports[0]);
+  Pending const first = pending("a"), second = pending("b");
+  rank.coordinator->add(first);
+  rank.coordinator->add(second);
+  transports[1]->abort();
+  Scheduled next;
+  EXPECT_THROW(rank.round(next), PeerError);
+  EXPECT_FALSE(next.pending.operation);
+  EXPECT_EQ(rank.coordinator->take().operation, first.operation);
+  EXPECT_EQ(rank.coordinator->take().operation, second.operation);
+  EXPECT_TRUE(rank.coordinator->empty());
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
