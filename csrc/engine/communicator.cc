@@ -316,7 +316,7 @@ template <class Agree>
 void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& agree) {
   struct EndOfWhole {
     Scheduled& scheduled;
-    ~EndOfWhole() { scheduled.whole.reset(); }
+    ~EndOfWhole() { scheduled.whole.end(); }
   } const end_of_whole{next};
   InProgress const in_progress(*this);
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
@@ -330,9 +330,10 @@ void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& a
     require_no_alarm();
     agree(channel);
     if (next.error) std::rethrow_exception(next.error);
-    if (operation().commits()) next.agreement.committer = this;
+    bool const commits = next.agreement.ends_batch;
+    if (commits) next.agreement.committer = this;
     operation().run(channel, next.agreement);
-    require<Error>(!operation().commits() || committing(), "an operation ended without commit()");
+    require<Error>(!commits || committing(), "an operation ended without commit()");
   } catch (Mismatch const&) {
     operation().roll_back();
     throw;

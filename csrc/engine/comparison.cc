@@ -17,13 +17,19 @@ enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
 struct Fingerprint {
   std::uint64_t key;
   std::uint64_t changing;
-  std::uint16_t finite;
+  std::uint8_t finite;
+  std::uint8_t ends_batch;
   std::uint16_t requests;
   Intent intent;
 };
 static_assert(sizeof(Fingerprint) == 24);
 
 constexpr std::size_t max_proposal_bytes = 4096;
+
+bool is_last_of_batch(Operation const& operation) {
+  Batch const* const batch = operation.batch();
+  return batch != nullptr && batch->left() == 1;
+}
 
 }  // namespace
 
@@ -57,6 +63,7 @@ Agreement Comparison::run(Channel& channel, Operation* operation) {
   Fingerprint const own{.key = proposal.key,
                         .changing = proposal.changing,
                         .finite = proposal.finite,
+                        .ends_batch = intent == Intent::go && is_last_of_batch(*operation),
                         .requests = requests_.exchange(false),
                         .intent = intent};
 
@@ -68,7 +75,7 @@ Agreement Comparison::run(Channel& channel, Operation* operation) {
                                 fingerprint.size());
   auto const payload = std::span(payload_).first(proposal.payload.size());
   std::ranges::fill(payload, std::byte{0});
-  Agreement agreement{.payload = payload};
+  Agreement agreement{.payload = payload, .ends_batch = true};
   bool agreed = true;
   bool requested = false;
   for (int rank = 0; rank < channel.size(); ++rank) {
@@ -90,6 +97,7 @@ Agreement Comparison::run(Channel& channel, Operation* operation) {
       agreed = agreed && same && other.changing == own.changing;
     });
     agreement.all_finite = agreement.all_finite && other.finite != 0;
+    agreement.ends_batch = agreement.ends_batch && other.ends_batch != 0;
     requested = requested || other.requests != 0;
     intents_[rank] = static_cast<std::uint32_t>(other.intent);
   }

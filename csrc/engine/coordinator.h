@@ -3,7 +3,6 @@
 
 #include <exception>
 #include <memory>
-#include <optional>
 
 #include "collectives/channel.h"
 #include "engine/comparison.h"
@@ -17,8 +16,8 @@ namespace sparsecomm {
 struct Scheduled {
   Pending pending = {};
   Agreement agreement = {};
-  std::exception_ptr error = {};            // it is not to run: the same on all ranks
-  std::optional<ObservedStage> whole = {};  // of the operation, since it is prepared
+  std::exception_ptr error = {};  // it is not to run: the same on all ranks
+  ObservedStage whole = {};       // of the operation, since it is prepared
 };
 
 class Coordinator {

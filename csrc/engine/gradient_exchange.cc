@@ -110,7 +110,7 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
 
 template <class T>
 void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready,
-                               std::span<V> moment, bool ends_step, double loss_scale) {
+                               std::span<V> moment, Batch const& batch, double loss_scale) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
     require(!keeps_residual() || segment.residual.size() == segment.gradient.size(),
@@ -124,7 +124,8 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
   unselected_ = true;
   accumulated_ = false;
   ready_ = std::move(ready);
-  ends_step_ = ends_step;
+  batch_ = &batch;
+  ends_batch_ = false;
   payload_.loss_scale = {loss_scale};
 }
 
@@ -241,7 +242,7 @@ Workload GradientExchange<T>::workload() const {
           .has_moment = options_.rule.has_moment(),
           .native_allreduce = communicator_->services().native != nullptr,
           .aggregators = communicator_->services().aggregators_left(),
-          .commits = commits(),
+          .commits = ends_batch_,
           .options = collective_options<V>(options_)};
 }
 
@@ -254,7 +255,6 @@ std::string GradientExchange<T>::changing_fields(std::span<const std::byte> payl
        << ";step=" << state_.step << ";global_threshold=" << Shortest{unscaled_global_threshold()}
        << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
-  text << ";ends_step=" << ends_step_;
   if (planned_) text << ";planned=" << algorithm();
   text << payload_.loss_scale.field(read_payload<StepPayload>(payload).loss_scale);
   return text.str();
@@ -289,8 +289,7 @@ Proposal GradientExchange<T>::prepare() {
       .add(density())
       .add(step)
       .add(unscaled_global_threshold())
-      .add(std::as_bytes(std::span(state_.collective.boundaries)))
-      .add(ends_step_);
+      .add(std::as_bytes(std::span(state_.collective.boundaries)));
   if (planned_) changing.add(algorithm());
   // Where it is of what will have been added up, or in a unit that others name, this waits for the
   // agreement.
@@ -331,6 +330,7 @@ template <class T>
 void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   Clock const& clock = communicator_->clock();
   bool const warmup = warms_up_densely();
+  ends_batch_ = agreement.ends_batch;
   stats_.agree += clock.now() - proposed_;
   auto const agreed_on = read_payload<StepPayload>(agreement.payload);
   if (agreed_on.loss_scale.value > 0) follow(agreed_on.loss_scale.value);
@@ -448,8 +448,9 @@ void GradientExchange<T>::run_dense(Channel& channel, Agreement const& agreement
   }
   unselected_ = false;
   Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
-  // The sum and the average of one gradient are the gradient.
-  if (communicator_->size() > 1) {
+  if (communicator_->size() == 1) {
+    agreement.commit(channel);  // the sum and the average of one gradient are the gradient
+  } else {
     std::span<T> const gradient = local_->gather();
     dense.run(channel, gradient, Reduction::sum, divisor());
     agreement.commit(channel);

@@ -75,11 +75,11 @@ class GradientExchange final : public Operation {
   // What the next submission works on: the sizes of the segments add up to the extent, and that of
   // `moment` is the extent where the rule has one. The memory must stay until the operation has
   // ended. `ready`, if any, is called first in prepare(), and returns once the gradient is there;
-  // it may throw. What it takes is in no statistics. `ends_step`: the result is used when this
-  // exchange has ended, so it must stand on all ranks or on none. `loss_scale`: the unit of the
-  // gradient; 0: it is zero, and what is kept follows the others' unit.
+  // it may throw. What it takes is in no statistics. `batch`: whose results are used together.
+  // `loss_scale`: the unit of the gradient; 0: it is zero, and what is kept follows the others'
+  // unit.
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
-            std::span<V> moment = {}, bool ends_step = true, double loss_scale = 1);
+            std::span<V> moment = {}, Batch const& batch = batch_of_one, double loss_scale = 1);
   void set_density(double density);
   // A valid rule, between steps; whether momentum is above 0 must not change. Ranks compare it when
   // they meet, so in their first exchange and after reconnect(), not whenever it changes.
@@ -100,6 +100,8 @@ class GradientExchange final : public Operation {
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
   bool delivered() const { return delivered_; }
+  // True when its batch has ended with the last exchange, so that all of it stands.
+  bool ended_batch() const { return ends_batch_; }
   // True when the gradient that was bound last went through the rule into residual and moment,
   // whatever became of it then.
   bool accumulated() const { return accumulated_; }
@@ -143,7 +145,7 @@ class GradientExchange final : public Operation {
   }
   std::string changing_fields(std::span<const std::byte> payload) const override;
   void run(Channel& channel, Agreement const& agreement) override;
-  bool commits() const override { return ends_step_ && communicator_->size() > 1; }
+  Batch const* batch() const override { return batch_; }
   void roll_back() noexcept override;
   StageObserver* observer() override { return observer_; }
 
@@ -198,7 +200,9 @@ class GradientExchange final : public Operation {
   std::unique_ptr<DenseAllreduce<T>> dense_;
   Excess<T> excess_;
   std::function<void()> ready_;
-  bool ends_step_ = true;
+  Batch const* batch_ = &batch_of_one;
+  bool ends_batch_ =
+      true;  // the exchange that was bound last; as long as that is not agreed, false
   double residual_scale_ = 1;  // of residual, moment and local threshold
   std::function<void(double)> rescale_ = [](double) {};
   bool accumulated_ = false;

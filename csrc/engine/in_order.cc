@@ -24,7 +24,7 @@ class InOrder final : public Coordinator {
   void round(Channel& channel, Scheduled& next) override {
     Pending& first = front();
     bool const cancelled = first.ticket && first.ticket->begin();
-    next.whole.emplace(first.operation->observer(), Stage::whole);
+    next.whole.begin(first.operation->observer(), Stage::whole);
     try {
       next.agreement = comparison_.run(channel, cancelled ? nullptr : first.operation.get());
     } catch (Mismatch const&) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 namespace sparsecomm {
 
@@ -21,21 +22,27 @@ class StageObserver {
   virtual void end(Stage stage) noexcept = 0;
 };
 
-// Lasts as long as the stage. `observer` may be null.
+// Lasts as long as the stage, unless that ends before. `observer` may be null.
 class ObservedStage {
  public:
-  ObservedStage(StageObserver* observer, Stage stage) : observer_(observer), stage_(stage) {
-    if (observer_ != nullptr) observer_->begin(stage_);
-  }
-  ~ObservedStage() {
-    if (observer_ != nullptr) observer_->end(stage_);
-  }
+  ObservedStage() = default;
+  ObservedStage(StageObserver* observer, Stage stage) { begin(observer, stage); }
+  ~ObservedStage() { end(); }
   ObservedStage(ObservedStage const&) = delete;
   ObservedStage& operator=(ObservedStage const&) = delete;
 
+  void begin(StageObserver* observer, Stage stage) {
+    observer_ = observer;
+    stage_ = stage;
+    if (observer_ != nullptr) observer_->begin(stage_);
+  }
+  void end() {
+    if (observer_ != nullptr) std::exchange(observer_, nullptr)->end(stage_);
+  }
+
  private:
-  StageObserver* observer_;
-  Stage stage_;
+  StageObserver* observer_ = nullptr;
+  Stage stage_ = Stage::whole;
 };
 
 }  // namespace sparsecomm

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -25,7 +26,8 @@ class Commit {
 struct Agreement {
   bool all_finite = true;
   std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
-  Commit* committer = nullptr;              // of an operation that commits()
+  bool ends_batch = false;                  // its batch ends with this operation, which commits
+  Commit* committer = nullptr;              // null: nobody else is to know
 
   // Called when the result is there, before the caller's data is changed in a way that cannot be
   // undone. Returns if the result is to be used.
@@ -33,6 +35,27 @@ struct Agreement {
     if (committer != nullptr) committer->commit(channel);
   }
 };
+
+// Operations whose results are used together: they stand on all survivors of a failure or on none.
+// The one that runs last commits for all.
+class Batch {
+ public:
+  // How many of them have not ended; null: more may be added. From any thread.
+  virtual std::optional<std::size_t> left() const = 0;
+
+ protected:
+  ~Batch() = default;
+};
+
+class FixedBatch final : public Batch {
+ public:
+  explicit constexpr FixedBatch(std::optional<std::size_t> left) : left_(left) {}
+  std::optional<std::size_t> left() const override { return left_; }
+
+ private:
+  std::optional<std::size_t> left_;
+};
+inline constexpr FixedBatch batch_of_one(1), open_batch(std::nullopt);
 
 class Operation {
  public:
@@ -53,9 +76,9 @@ class Operation {
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
-  // Whether run() calls agreement.commit(), exactly once, so that the operation stands on all
-  // survivors of a failure or on none; the same on all ranks.
-  virtual bool commits() const { return false; }
+  // Null: it belongs to none. If the agreement says that it ends its batch, which it does where it
+  // is all that is left of it on every rank, run() calls agreement.commit(), exactly once.
+  virtual Batch const* batch() const { return nullptr; }
   // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
   // before either of them was called.
   virtual void roll_back() noexcept {}

@@ -41,8 +41,7 @@ class Exchange {
         group_(ParameterGroup::make("exchange", dtype, {{"tensor", 0, checked(numel)}}, options,
                                     *communicator_, true)) {}
 
-  // Replaces the gradient by the average over ranks. Blocks. `ends_step`: see
-  // GradientExchange::bind().
+  // Replaces the gradient by the average over ranks. Blocks. `ends_step`: false: its batch goes on.
   void run(at::Tensor const& gradient, bool ends_step) {
     require(gradient.is_contiguous() && gradient.device().is_cpu() &&
                 gradient.scalar_type() == group_->dtype() &&
@@ -52,7 +51,7 @@ class Exchange {
             at::toString(gradient.scalar_type()), " on ", gradient.device().str());
     group_->arrive(group_->members().front(), gradient.data_ptr());
     try {
-      group_->run(ends_step);
+      group_->run(ends_step ? batch_of_one : open_batch);
     } catch (...) {
       std::rethrow_exception(as_distributed_error(std::current_exception()));
     }

@@ -263,9 +263,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
       complete.push_back(place.group);
     }
   }
-  bool const none_ends_step = bucket.last && complete.empty() && held_.empty() &&
-                              (step_->has_begun() || !held_sparse_.empty());
-  pending->open_groups = (sparse ? 1 : touched.size()) + (none_ends_step ? 1 : 0);
+  bool const ends_step = bucket.last && (step_->has_begun() || !complete.empty() ||
+                                         !held_.empty() || !held_sparse_.empty());
+  if (ends_step) step_->last_bucket = pending;
+  pending->open_groups = (sparse ? 1 : touched.size()) + (ends_step ? 1 : 0);
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
   if (pending->open_groups == 0) pending->complete();
   if (options_.clip_norm > 0) {
@@ -280,7 +281,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   } else {
     submit(complete, bucket.last);
   }
-  if (none_ends_step) submit_end_of_step(pending);
   return pending->future;
 }
 

@@ -215,10 +215,9 @@ class HookState : public std::enable_shared_from_this<HookState> {
   double ask_loss_scale() const;
   double kept_loss_scale() const;
   void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
-  void submit_groups(std::vector<ParameterGroup*> const& groups, bool last_bucket,
-                     std::size_t& left);
+  void submit_groups(std::vector<ParameterGroup*> const& groups, std::size_t& left);
   void submit_sparse();
-  void submit_end_of_step(std::shared_ptr<PendingBucket> const& pending);
+  void submit_end_of_step(std::shared_ptr<Step> const& step, Communicator& communicator);
   void submit_groupless(std::shared_ptr<Operation> operation,
                         std::shared_ptr<PendingBucket> const& pending,
                         std::function<bool()> const& usable);

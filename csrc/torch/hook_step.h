@@ -81,13 +81,16 @@ struct HookState::PendingBucket {
 // The exchanges between two optimizer steps stand or fall together: when one of them failed, or
 // carried a NaN, the optimizer will not use the others' results, so what they delivered is taken
 // back.
-struct HookState::Step {
-  std::mutex mutex;
+struct HookState::Step final : Batch {
+  mutable std::mutex mutex;  // guards what follows, but for what is atomic or set as a step begins
   std::size_t open_groups = 0;
   bool begun = false;
   bool last_bucket_seen = false;
-  bool unusable = false;             // a part of it failed or was not finite
-  std::atomic<bool> stands = false;  // it is over, and every part has been delivered
+  bool ended = false;                          // on all ranks, by an operation that was the last
+  bool unusable = false;                       // a part of it failed or was not finite
+  bool over = false;                           // nothing more happens to it
+  std::atomic<bool> stands = false;            // it is over, and every part has been delivered
+  std::shared_ptr<PendingBucket> last_bucket;  // which is done when the step is over
   bool failed = false;
   double loss_scale = 1;  // of the gradients; 0: of the other ranks', see Bucket::joined
   std::vector<ParameterGroup*> delivered;
@@ -116,21 +119,30 @@ struct HookState::Step {
       });
     });
   }
-  void begin(std::size_t groups, bool last_bucket) {
+  std::optional<std::size_t> left() const override {
+    std::lock_guard const lock(mutex);
+    return last_bucket_seen ? std::optional(open_groups) : std::nullopt;
+  }
+  // Of `groups` operations. Returns false as end() does.
+  bool begin(std::size_t groups, bool with_last_bucket) {
     std::lock_guard const lock(mutex);
     open_groups += groups;
     begun = begun || groups > 0;
-    last_bucket_seen = last_bucket_seen || last_bucket;
-    if (last_bucket) last_bucket_came = steady_clock().now();
-    if (open_groups == 0) finish();  // of a last bucket without parameters
+    if (!with_last_bucket) return true;
+    last_bucket_seen = true;
+    last_bucket_came = steady_clock().now();
+    return open_groups > 0 || settle();
   }
   bool has_begun() {
     std::lock_guard const lock(mutex);
     return begun;
   }
-  // `group`: null for an operation of which nothing is kept.
-  void end(ParameterGroup* group, bool usable, bool with_error) {
+  // `group`: null for an operation of which nothing is kept. `ends`: all ranks know that it was the
+  // step's last. Returns false if nothing is left of the step but to end it: by one more operation,
+  // which has begun with that.
+  bool end(ParameterGroup* group, bool usable, bool with_error, bool ends) {
     std::lock_guard const lock(mutex);
+    ended = ended || ends;
     failed = failed || with_error;
     if (!usable) {
       unusable = true;
@@ -139,12 +151,22 @@ struct HookState::Step {
     }
     if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
     if (group) group->set_exposed(exposed);
-    if (--open_groups == 0) finish();
+    return --open_groups > 0 || settle();
   }
-  // Ends `groups` of those that began, which could not be submitted.
+  // Where the step is over.
+  void complete_last_bucket(std::exception_ptr const& error = {}) {
+    std::shared_ptr<PendingBucket> bucket;
+    {
+      std::lock_guard const lock(mutex);
+      if (over) bucket = std::exchange(last_bucket, nullptr);
+    }
+    if (bucket) bucket->group_done(error);
+  }
+  // Ends `groups` of those that began, which could not be submitted, and so the step.
   void give_up(std::size_t groups) {
     std::lock_guard const lock(mutex);
-    unusable = failed = true;
+    unusable = failed = ended = true;
+    last_bucket = nullptr;
     open_groups -= groups;
     if (open_groups == 0) finish();
   }
@@ -177,7 +199,17 @@ struct HookState::Step {
       if (grad.defined()) grad.mul_(std::numeric_limits<double>::quiet_NaN());
     }
   }
+  // When no operation is left. One that failed did so on all ranks, and none uses the step.
+  bool settle() {
+    if (last_bucket_seen && begun && !ended && !failed) {
+      open_groups = 1;
+      return false;
+    }
+    finish();
+    return true;
+  }
   void finish() {
+    over = last_bucket_seen;
     stands = last_bucket_seen && !unusable;
     if (last_bucket_seen && unusable) take_back();
   }

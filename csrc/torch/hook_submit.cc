@@ -5,13 +5,13 @@
 namespace sparsecomm {
 namespace {
 
-// Ends a step whose last bucket completes no group, so that the step stands on all ranks or on
-// none.
+// Ends a step that its last operation has not ended on all ranks: there was more to come on one of
+// them, or it was of a kind that ends nothing.
 class EndOfStep final : public Operation {
  public:
   Proposal prepare() override { return {.text = "operation=end of a step"}; }
   void run(Channel& channel, Agreement const& agreement) override { agreement.commit(channel); }
-  bool commits() const override { return true; }
+  Batch const* batch() const override { return &batch_of_one; }
 };
 
 }  // namespace
@@ -35,28 +35,40 @@ void HookState::submit_sparse() {
   }
 }
 
-void HookState::submit_end_of_step(std::shared_ptr<PendingBucket> const& pending) {
-  step_->begin(1, false);
+// On the thread that brings the last bucket, or that of the communicator.
+void HookState::submit_end_of_step(std::shared_ptr<Step> const& step, Communicator& communicator) {
+  auto const finish = [this, step](std::exception_ptr error) {
+    try {
+      step->end(nullptr, !error, error != nullptr, true);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+    --groupless_in_flight_;  // before whoever waits for the last bucket may begin the next step
+    step->complete_last_bucket(error);
+  };
+  ++groupless_in_flight_;
   try {
-    submit_groupless(std::make_shared<EndOfStep>(), pending, [] { return true; });
+    communicator.submit(std::make_shared<EndOfStep>(), finish);
   } catch (...) {
-    step_->give_up(1);
-    pending->group_done(std::current_exception());
-    throw;
+    finish(std::current_exception());
   }
 }
 
 void HookState::submit_groupless(std::shared_ptr<Operation> operation,
                                  std::shared_ptr<PendingBucket> const& pending,
                                  std::function<bool()> const& usable) {
-  auto const finish = [this, pending, usable, step = step_](std::exception_ptr error) {
+  auto const finish = [this, pending, usable, step = step_,
+                       &communicator = *communicator_](std::exception_ptr error) {
+    bool over = true;
     try {
-      step->end(nullptr, !error && usable(), error != nullptr);
+      over = step->end(nullptr, !error && usable(), error != nullptr, false);
     } catch (...) {
       if (!error) error = std::current_exception();
     }
+    if (!over) submit_end_of_step(step, communicator);
     --groupless_in_flight_;  // before whoever waits for the bucket may begin the next step
     pending->group_done(error);
+    step->complete_last_bucket();
   };
   ++groupless_in_flight_;
   try {
@@ -69,10 +81,12 @@ void HookState::submit_groupless(std::shared_ptr<Operation> operation,
 
 void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket) {
   std::size_t left = groups.size();
-  step_->begin(left + held_sparse_.size(), last_bucket);
+  bool const ends_by_itself = step_->begin(left + held_sparse_.size(), last_bucket);
   try {
     submit_sparse();
-    submit_groups(groups, last_bucket, left);
+    submit_groups(groups, left);
+    if (!ends_by_itself) submit_end_of_step(step_, *communicator_);
+    step_->complete_last_bucket();
   } catch (...) {
     step_->give_up(left + held_sparse_.size());
     throw;
@@ -80,8 +94,7 @@ void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_buc
 }
 
 // Counts `left` down. Of a group that cannot be submitted the buckets go on waiting.
-void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, bool last_bucket,
-                              std::size_t& left) {
+void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, std::size_t& left) {
   std::shared_ptr<c10::Event const> clipped;
   if (side_ && options_.clip_norm > 0) clipped = side_->mark_current();
   for (ParameterGroup* const group : groups) {
@@ -97,13 +110,17 @@ void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, bool l
     }
     group->submit(
         std::move(ready),
-        [group, step = step_](std::exception_ptr const& error) {
-          step->end(group, !error && group->delivered(), error != nullptr);
+        [this, group, step = step_,
+         &communicator = *communicator_](std::exception_ptr const& error) {
+          bool const over = step->end(group, !error && group->delivered(), error != nullptr,
+                                      group->ended_batch());
+          if (!over) submit_end_of_step(step, communicator);
         },
-        [buckets](std::exception_ptr const& error) {
+        [buckets, step = step_](std::exception_ptr const& error) {
           for (auto const& waiting : buckets) waiting->group_done(error);
+          step->complete_last_bucket();
         },
-        last_bucket && group == groups.back(), step_->loss_scale);
+        *step_, step_->loss_scale);
     waiting_.erase(group);
     --left;
   }

@@ -53,6 +53,7 @@ class TypedGroup final : public ParameterGroup {
   }
 
   bool delivered() const override { return exchange_->delivered(); }
+  bool ended_batch() const override { return exchange_->ended_batch(); }
   std::optional<std::span<const std::uint32_t>> received() const override {
     return exchange_->received();
   }
@@ -86,7 +87,7 @@ class TypedGroup final : public ParameterGroup {
     exchange_->set_velocity(rule);
   }
   void set_former(std::uint64_t checksum) override { exchange_->set_former(checksum); }
-  std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
+  std::shared_ptr<Operation> bind(std::function<void()> ready, Batch const& batch,
                                   double loss_scale) override {
     std::vector<Segment<T>> segments;
     bool const keeps_residual = residual_.numel() > 0;
@@ -98,7 +99,7 @@ class TypedGroup final : public ParameterGroup {
     }
     std::span<V> moment;
     if (moment_.defined()) moment = {static_cast<V*>(moment_.data_ptr()), numel_};
-    exchange_->bind(std::move(segments), std::move(ready), moment, ends_step, loss_scale);
+    exchange_->bind(std::move(segments), std::move(ready), moment, batch, loss_scale);
     return exchange_;
   }
 
@@ -233,7 +234,7 @@ void ParameterGroup::discard_arrivals() {
 }
 
 void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
-                            Communicator::Completion done, bool ends_step, double loss_scale) {
+                            Communicator::Completion done, Batch const& batch, double loss_scale) {
   labels_.follow_this_thread();
   busy_ = true;
   auto const finish = [this, end = std::move(end),
@@ -249,7 +250,7 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
   };
   std::shared_ptr<Operation> operation;
   try {
-    operation = bind(std::move(ready), ends_step, loss_scale);
+    operation = bind(std::move(ready), batch, loss_scale);
     communicator_->submit(operation, finish);
   } catch (...) {
     if (operation) operation->roll_back();
@@ -259,8 +260,8 @@ void ParameterGroup::submit(std::function<void()> ready, Communicator::Completio
   }
 }
 
-void ParameterGroup::run(bool ends_step) {
-  std::shared_ptr<Operation> const operation = bind({}, ends_step, 1);
+void ParameterGroup::run(Batch const& batch) {
+  std::shared_ptr<Operation> const operation = bind({}, batch, 1);
   labels_.follow_this_thread();
   busy_ = true;
   try {

@@ -82,11 +82,11 @@ class ParameterGroup {
   void discard_arrivals();
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
   // arrived is there, `end` runs before the group is idle, and then `done`, with the first error;
-  // `ready` and `end` may throw. `ends_step`, `loss_scale`: see GradientExchange::bind().
+  // `ready` and `end` may throw. `batch`, `loss_scale`: see GradientExchange::bind().
   void submit(std::function<void()> ready, Communicator::Completion end,
-              Communicator::Completion done, bool ends_step, double loss_scale);
+              Communicator::Completion done, Batch const& batch, double loss_scale);
   // Exchanges in this thread where nothing else is going on; blocks.
-  void run(bool ends_step);
+  void run(Batch const& batch);
   bool busy() const { return busy_; }
   // Of the last step: how long after its last bucket had come the group was done. Set before it is
   // idle.
@@ -95,6 +95,7 @@ class ParameterGroup {
 
   // See GradientExchange.
   virtual bool delivered() const = 0;
+  virtual bool ended_batch() const = 0;
   virtual std::optional<std::span<const std::uint32_t>> received() const = 0;
   // `failed`: another part of the step did, so that it has not been made; else it stays counted.
   void withdraw(bool failed);
@@ -131,7 +132,7 @@ class ParameterGroup {
   virtual void set_velocity_of_exchange(VelocityRule const& rule) = 0;
   virtual void set_former(std::uint64_t checksum) = 0;
   virtual void reconnect_exchange(Communicator& communicator) = 0;
-  virtual std::shared_ptr<Operation> bind(std::function<void()> ready, bool ends_step,
+  virtual std::shared_ptr<Operation> bind(std::function<void()> ready, Batch const& batch,
                                           double loss_scale) = 0;
   void rescale(double ratio);
 

@@ -246,7 +246,7 @@ class Counting final : public Operation {
     messages = Counters::total(channel.transport().counters().sent_messages);
     inner_->run(channel, agreement);
   }
-  bool commits() const override { return inner_->commits(); }
+  Batch const* batch() const override { return inner_->batch(); }
   void roll_back() noexcept override { inner_->roll_back(); }
 
   std::uint64_t received = 0, messages = 0;

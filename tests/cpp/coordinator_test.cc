@@ -1,7 +1,9 @@
 // What a coordinator hands over, and when, on ranks that are threads.
 #include "engine/coordinator.h"
 
+#include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -87,6 +89,42 @@ TEST(CoordinatorTest, HandsOverWhatIsNotToRunOnAnyRank) {
       }
     }
   });
+}
+
+// Its batch has as many left as told; shows whether it ended it.
+class Part final : public Operation {
+ public:
+  explicit Part(std::optional<std::size_t> left) : batch_(left) {}
+  Proposal prepare() override { return {.text = "operation=part"}; }
+  void run(Channel& channel, Agreement const& agreement) override {
+    ended = agreement.ends_batch;
+    messages = Counters::total(channel.transport().counters().sent_messages);
+    agreement.commit(channel);
+    messages = Counters::total(channel.transport().counters().sent_messages) - messages;
+  }
+  Batch const* batch() const override { return &batch_; }
+
+  bool ended = false;
+  std::uint64_t messages = 0;
+
+ private:
+  FixedBatch batch_;
+};
+
+TEST(BatchTest, EndsWithAnOperationThatIsAllThatIsLeftOnAllRanks) {
+  using Left = std::optional<std::size_t>;
+  std::vector<std::vector<Left>> const cases{{1, 1, 1}, {1, 2, 1}, {1, 1, std::nullopt}, {2, 2, 2},
+                                             {1},       {2},       {std::nullopt}};
+  for (std::vector<Left> const& left : cases) {
+    int const ranks = static_cast<int>(left.size());
+    bool const ends = std::ranges::all_of(left, [](Left const& one) { return one == 1; });
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      auto const part = std::make_shared<Part>(left[communicator.rank()]);
+      communicator.run(part);
+      EXPECT_EQ(part->ended, ends);
+      EXPECT_EQ(part->messages, ends ? commit_cost(ranks).messages : 0);
+    }));
+  }
 }
 
 TEST(CoordinatorTest, KeepsWhatIsPendingIfARoundFails) {

@@ -716,7 +716,7 @@ class Counting final : public Operation {
     counted = allocations;
     exchange_.run(channel, agreement);
   }
-  bool commits() const override { return exchange_.commits(); }
+  Batch const* batch() const override { return exchange_.batch(); }
 
   std::size_t counted = 0;
 

@@ -48,10 +48,10 @@ inline std::uint64_t messages_of_two_steps(std::string const& algorithm, int ran
 }
 
 // Three steps, or as many as there are without an error. A rank that has its result when another
-// one fails may complete the operation at hand, and fails in the next one. `ends_step`: false takes
-// the round away that makes a step stand on all ranks or on none.
+// one fails may complete the operation at hand, and fails in the next one. `batch`: an open
+// one takes the round away that makes a step stand on all ranks or on none.
 inline Survivor run_until_failure(Communicator& communicator, std::string const& algorithm,
-                                  std::size_t numel, bool ends_step = true) {
+                                  std::size_t numel, Batch const& batch = batch_of_one) {
   auto const exchange = std::make_shared<GradientExchange<float>>(
       "test", numel, failure_options(algorithm), communicator);
   std::vector<float> residual(numel, 0.0f);
@@ -62,7 +62,7 @@ inline Survivor run_until_failure(Communicator& communicator, std::string const&
     LoggedStep& log = survivor.log.emplace_back();
     log.input = gradient;
     log.residual_before = residual;
-    exchange->bind({{gradient, residual}}, {}, {}, ends_step);
+    exchange->bind({{gradient, residual}}, {}, {}, batch);
     auto const handle = communicator.submit(exchange);
     try {
       handle.wait();

@@ -110,7 +110,7 @@ TEST(StepLogTest, WithoutTheCommitRoundSurvivorsEndAtDifferentSteps) {
                            .ranks = 3,
                            .fault = {culprit, NetworkFault::Kind::die, seed % messages},
                            .seed = seed,
-                           .ends_step = false};
+                           .batch = &open_batch};
       std::string const violation =
           find_violation(simulate_failure(run).survivors, culprit, algorithm);
       split = violation.find("applied") != std::string::npos;
@@ -451,7 +451,7 @@ class Committing final : public Operation {
     for (int time = 0; time < times_; ++time) agreement.commit(channel);
     if (throws_ && channel.rank() == 1) throw InvalidArgument("no memory, say");
   }
-  bool commits() const override { return true; }
+  Batch const* batch() const override { return &batch_of_one; }
   void roll_back() noexcept override { ++rolled_back; }
 
   std::atomic<int> rolled_back = 0;

@@ -41,7 +41,7 @@ class Starved final : public Operation {
   void run(Channel& channel, Agreement const& agreement) override {
     inner_->run(channel, agreement);
   }
-  bool commits() const override { return inner_->commits(); }
+  Batch const* batch() const override { return inner_->batch(); }
   void roll_back() noexcept override { inner_->roll_back(); }
 
  private:

@@ -236,7 +236,7 @@ TEST(LossScaleTest, RanksThatNameOneMustAgreeAndWhatTheOthersKeepFollows) {
     });
     auto const run = [&](double own, double scale) {
       for (std::size_t i = 0; i < extent; ++i) gradient[i] = own * 3 * (i + 1);  // divides exactly
-      exchange->bind({{gradient, residual}}, {}, {}, true, own);
+      exchange->bind({{gradient, residual}}, {}, {}, batch_of_one, own);
       communicator.run(exchange);
       for (double const x : gradient) delivered[rank] += x / scale;
     };

@@ -310,7 +310,7 @@ TEST(PredictTest, MessagesOfADenseExchangeAreThoseThatAreCountedAtTheEndOfAStepA
               std::make_shared<GradientExchange<float>>("test", extent, options, communicator);
           std::vector<float> gradient(extent, 1.0f);
           std::vector<float> residual(extent);
-          exchange->bind({{gradient, residual}}, {}, {}, ends_step);
+          exchange->bind({{gradient, residual}}, {}, {}, ends_step ? batch_of_one : open_batch);
           communicator.run(exchange);
           std::lock_guard const lock(mutex);
           messages =
@@ -340,7 +340,7 @@ TEST(PredictTest, APlanExpectsTheLastExchangeOfAStepToTakeARoundMore) {
               std::make_shared<GradientExchange<float>>("test", 4096, options, communicator);
           std::vector<float> gradient(4096, 1.0f);
           std::vector<float> residual(4096);
-          exchange->bind({{gradient, residual}}, {}, {}, ends_step);
+          exchange->bind({{gradient, residual}}, {}, {}, ends_step ? batch_of_one : open_batch);
           communicator.run(exchange);
           if (communicator.rank() == 0) {
             expected[ends_step] = exchange->last_step().predicted_seconds.value();

@@ -16,7 +16,7 @@ struct FailingRun {
   std::size_t numel = 600;
   NetworkFault fault{1, NetworkFault::Kind::die, 0};
   std::uint64_t seed = 0;
-  bool ends_step = true;  // see run_until_failure()
+  Batch const* batch = &batch_of_one;  // see run_until_failure()
 };
 
 inline std::string describe(FailingRun const& run) {
@@ -41,7 +41,7 @@ inline FailingOutcome simulate_failure(FailingRun const& run) {
       simulation, run.ranks,
       [&](Communicator& communicator) {
         outcome.survivors[static_cast<std::size_t>(communicator.rank())] =
-            run_until_failure(communicator, run.algorithm, run.numel, run.ends_step);
+            run_until_failure(communicator, run.algorithm, run.numel, *run.batch);
       },
       {}, fault, services_for(run.algorithm, simulation));
   for (std::exception_ptr const& error : errors) {

@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 import pickle
+import random
 import signal
 import time
 from collections.abc import Callable
@@ -294,6 +295,34 @@ def check_sparse_in_flight() -> None:
     state.stats()
 
 
+def check_ends_that_come_late() -> None:
+    """A step whose last bucket brings no gradients stands, whenever each rank brings it."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    parameters = [nn.Parameter(torch.zeros(12)), nn.Parameter(torch.zeros(6, 2))]
+    state = OkTopkState(density=1, named_parameters=zip("ab", parameters, strict=True))
+    state._connect()
+    chance = random.Random(rank)
+    for step in range(30):
+        dense = torch.full((12,), float(size * (rank + step)))
+        sparse = torch.full((6, 2), float(size * rank)).to_sparse(1)
+        buckets = [dense, sparse, torch.empty(0)]
+        if step % 3 == 0:
+            buckets.pop()  # the last bucket is sparse, which ends no step either
+        works = []
+        for i, bucket in enumerate(buckets):
+            time.sleep(chance.choice([0, 0, 1e-3, 5e-3]))
+            owners = parameters[i : i + 1] if bucket.numel() > 0 else []
+            gradients = [bucket] if owners else []
+            last = i == len(buckets) - 1
+            works.append(state._native.exchange(i, last, bucket, owners, gradients))
+        for work in works:
+            work.wait()
+        assert state._native.delivered
+        mean = size * (size - 1) / 2
+        assert torch.equal(dense, torch.full((12,), mean + size * step))
+        assert torch.equal(sparse.to_dense(), torch.full((6, 2), mean))
+
+
 def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> None:
     """Ends a backward pass by an exception before its last bucket, and waits for the others."""
     handle = next(ddp.parameters()).register_hook(_fail)
@@ -352,6 +381,7 @@ def _check_exchange() -> None:
     check_broken_off()
     check_saving_in_a_backward_pass()
     check_sparse_in_flight()
+    check_ends_that_come_late()
     check_accumulation_and_density()
 
 
