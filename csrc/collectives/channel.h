@@ -96,7 +96,7 @@ class Channel {
 
  private:
   Tag tag(Phase phase) const {
-    return ((operation_ & 0x0fffffffu) << phase_bits) | static_cast<Tag>(phase);
+    return (operation_ % (tag_limit >> phase_bits)) << phase_bits | static_cast<Tag>(phase);
   }
 
   Transport& transport_;

@@ -82,7 +82,7 @@ struct CommunicatorOptions {
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
   Runtime runtime = {};  // of the communicator's threads and waits
-  // The same on all ranks. Messages carry the low 28 bits of an operation's number, or 32.
+  // The same on all ranks. Numbers of 64 bits, of which messages carry 32, and tags fewer.
   std::uint64_t first_operation = 0;
 };
 

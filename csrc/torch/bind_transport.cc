@@ -106,9 +106,9 @@ py::list describe(TransportLibraries const& libraries) {
 }
 
 // One-way seconds of `rounds` messages of `bytes` there and back between ranks 0 and 1.
-std::vector<double> ping_pong(TransportHolder const& holder, std::size_t bytes, int rounds,
+std::vector<double> ping_pong(TransportHolder& holder, std::size_t bytes, int rounds,
                               Duration timeout) {
-  auto& transport = const_cast<Transport&>(holder.get());
+  Transport& transport = holder.use();
   require(transport.size() == 2, "a ping-pong takes 2 ranks, not ", transport.size());
   int const peer = 1 - transport.rank();
   std::vector<std::byte> outgoing(bytes), incoming(bytes);
@@ -157,15 +157,32 @@ void bind_transport(py::module_& module) {
       .value("delay", FaultKind::delay)
       .value("truncate", FaultKind::truncate)
       .value("corrupt", FaultKind::corrupt);
+  py::enum_<Woken>(module, "Woken")
+      .value("rung", Woken::rung)
+      .value("woken", Woken::woken)
+      .value("late", Woken::late);
   py::class_<TransportHolder>(module, "Transport")
       .def_property_readonly("name", [](TransportHolder const& self) { return self.get().name(); })
       .def(
           "ping_pong",
-          [](TransportHolder const& self, std::size_t bytes, int rounds, PythonDuration timeout) {
+          [](TransportHolder& self, std::size_t bytes, int rounds, PythonDuration timeout) {
             return ping_pong(self, bytes, rounds, timeout.value);
           },
           py::arg("bytes"), py::arg("rounds"), py::arg("timeout"),
           py::call_guard<py::gil_scoped_release>())
+      .def(
+          "ring",
+          [](TransportHolder& self, int peer, std::uint32_t number) {
+            self.use().ring(peer, number);
+          },
+          py::arg("peer"), py::arg("number"), py::call_guard<py::gil_scoped_release>())
+      .def(
+          "idle",
+          [](TransportHolder& self, std::uint32_t heard, PythonDuration timeout) {
+            return self.use().idle(heard, Deadline(steady_clock(), timeout.value));
+          },
+          py::arg("heard"), py::arg("timeout"), py::call_guard<py::gil_scoped_release>())
+      .def("wake", [](TransportHolder& self) { self.use().wake(); })
       .def(
           "with_fault",
           [](TransportHolder& self, FaultKind kind, std::uint64_t message) {

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "c10d_rings.h"
 #include "store_board.h"
 
 namespace sparsecomm {
@@ -56,9 +57,6 @@ constexpr char const* aborted_here = "this rank's transport was aborted";
 // chooses the set. How many there are it does not say; no machine has more.
 constexpr int most_interfaces = 64;
 
-// As good as endless, to gloo.
-constexpr std::chrono::milliseconds endless = std::chrono::hours(24 * 365);
-
 // At least one, since zero would mean "no timeout" to some engines.
 std::chrono::milliseconds time_left(Deadline const& deadline) {
   return std::max(std::chrono::ceil<std::chrono::milliseconds>(deadline.remaining()),
@@ -86,6 +84,7 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     } else {
       timer_.detach();  // a fork has not copied it
     }
+    rings_.reset();
     slots_.clear();
   }
 
@@ -97,7 +96,7 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     bool complete = false;
     std::string reason;
     try {
-      if (start_waiting(slot.work, deadline)) complete = slot.work->wait(endless);
+      if (start_waiting(slot.work, deadline)) complete = slot.work->wait(C10dRings::endless);
     } catch (std::exception const& error) {
       reason = error.what();
     }
@@ -152,7 +151,18 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     throw PeerLost(concat("an allreduce of ", elements, " elements broke: ", reason), suspects);
   }
 
+  void ring(int peer, std::uint32_t number) override {
+    if (is_aborted()) throw Interrupted(aborted_here, {peer});
+    rings().ring(peer, number);
+  }
+  Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    rings();
+    return doorbell_.idle(heard, deadline);
+  }
+  void wake() noexcept override { doorbell_.wake(); }
+
   void interrupt() noexcept override {
+    doorbell_.interrupt();
     c10::intrusive_ptr<c10d::Work> waiting;
     c10::intrusive_ptr<c10d::Backend> reducing;
     {
@@ -167,6 +177,7 @@ class C10dTransport final : public Transport, private NativeAllreduce {
   // Closes the connections, which takes dropping every work that keeps them.
   void abort() noexcept override {
     interrupt();
+    rings_.reset();
     slots_.clear();
     free_.clear();
     guards_.clear();
@@ -259,6 +270,11 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     return group.recv(nothing, peer, std::numeric_limits<int>::max() - way);
   }
 
+  C10dRings& rings() {
+    if (!rings_) rings_ = std::make_unique<C10dRings>(group_, Transport::run(), doorbell_);
+    return *rings_;
+  }
+
   bool is_aborted() {
     std::lock_guard const lock(mutex_);
     return aborted_;
@@ -310,6 +326,8 @@ class C10dTransport final : public Transport, private NativeAllreduce {
   std::vector<ForkGuard> guards_;  // destroyed before what they guard
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
+  Doorbell doorbell_;
+  std::unique_ptr<C10dRings> rings_;  // from the first use of it on
   pid_t process_ = ::getpid();
   std::mutex mutex_;  // guards what follows
   bool aborted_ = false;

@@ -22,6 +22,7 @@ class TransportHolder {
   }
 
   Transport const& get() const { return checked(); }
+  Transport& use() { return checked(); }
   std::unique_ptr<Transport> take() {
     checked();
     return std::move(transport_);

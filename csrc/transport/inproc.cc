@@ -25,12 +25,16 @@ struct Hub {
 
   Hub(int size, Runtime its_runtime)
       : runtime(its_runtime), aborted(size, false), gone(size, false) {
-    for (int rank = 0; rank < size; ++rank) mailboxes.emplace_back(runtime);
+    for (int rank = 0; rank < size; ++rank) {
+      mailboxes.emplace_back(runtime);
+      doorbells.emplace_back(runtime);
+    }
   }
 
   Runtime const runtime;
   std::mutex mutex;
   std::deque<Mailbox> mailboxes;
+  std::deque<Doorbell> doorbells;
   std::vector<bool> aborted;
   std::vector<bool> gone;  // as its peers see it
 };
@@ -84,7 +88,20 @@ class InprocTransport final : public Transport {
     return size;
   }
 
+  void ring(int peer, std::uint32_t number) override {
+    {
+      std::lock_guard const lock(hub_->mutex);
+      if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {peer});
+    }
+    hub_->doorbells[peer].ring(number);
+  }
+  Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    return hub_->doorbells[rank()].idle(heard, deadline);
+  }
+  void wake() noexcept override { hub_->doorbells[rank()].wake(); }
+
   void interrupt() noexcept override {
+    hub_->doorbells[rank()].interrupt();
     std::lock_guard const lock(hub_->mutex);
     hub_->aborted[rank()] = true;
     hub_->mailboxes[rank()].changed.notify_all();
@@ -119,6 +136,9 @@ class InprocTransport final : public Transport {
   };
 
   void leave() noexcept {
+    for (int peer = 0; peer < size(); ++peer) {
+      peer == rank() ? hub_->doorbells[peer].interrupt() : hub_->doorbells[peer].lose(rank());
+    }
     std::lock_guard const lock(hub_->mutex);
     hub_->aborted[rank()] = hub_->gone[rank()] = true;
     for (Hub::Mailbox& mailbox : hub_->mailboxes) mailbox.changed.notify_all();

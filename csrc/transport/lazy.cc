@@ -91,6 +91,11 @@ class LazyTransport final : public WrappedTransport {
     std::lock_guard const lock(mutex_);
     return transport_ && transport_->interruptible();
   }
+  // Nobody idles before it has connected.
+  void wake() noexcept override {
+    std::lock_guard const lock(mutex_);
+    if (transport_) transport_->wake();
+  }
   // Null until it has connected: from then on, what that transport has.
   NativeAllreduce* native() override {
     std::lock_guard const lock(mutex_);

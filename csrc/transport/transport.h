@@ -16,11 +16,14 @@
 #include "base/error.h"
 #include "sparse/reduction.h"
 #include "transport/board.h"
+#include "transport/doorbell.h"
 
 namespace sparsecomm {
 
-// Distinguishes messages between the same two ranks. Below 2^31 for every engine's sake.
+// Distinguishes messages between the same two ranks. Below tag_limit: what is above, and below 2^31
+// for every engine's sake, is for the transports.
 using Tag = std::uint32_t;
+inline constexpr Tag tag_limit = 0x7fffff80;
 
 // In place of a peer that is waited for.
 inline constexpr int nobody = -1, everybody = -2, a_service = -3;
@@ -98,7 +101,19 @@ class Transport {
   // rank's report ends the wait; in each case the request is released.
   virtual std::size_t wait(Request& request, Deadline const& deadline) = 0;
 
-  // Whether wait() asks Deadline::poll_interrupt() now and then.
+  // Wakes a peer that idles, or that next idles without having heard of this number. Numbers are
+  // those of agreed rounds: they rise, and all ranks idle with the same one. On the thread that
+  // uses the transport; waits for nobody, and is not counted. A peer that is gone hears nothing.
+  // Throws Interrupted once aborted.
+  virtual void ring(int peer, std::uint32_t number) = 0;
+  // Sleeps until a peer has rung with a number above `heard`, wake() has been called since the last
+  // idle(), or the deadline has passed. Throws Interrupted as wait() does, PeerInvalid, and
+  // PeerLost if any peer is gone, where the engine can tell.
+  virtual Woken idle(std::uint32_t heard, Deadline const& deadline) = 0;
+  // Ends idle(), or the next one. From any thread.
+  virtual void wake() noexcept = 0;
+
+  // Whether wait() and idle() ask Deadline::poll_interrupt() now and then.
   virtual bool interruptible() const { return false; }
 
   // The engine's own allreduce, which lives as long as the transport; null on all ranks if it has

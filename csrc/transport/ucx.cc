@@ -10,15 +10,12 @@
 #include <deque>
 #include <thread>
 
-#include "transport/ping_pong.h"
+#include "transport/ucx_doorbell.h"
 #include "transport/ucx_link.h"
 
 namespace sparsecomm {
 namespace {
 
-// Tags of our own; a user's are below 2^31.
-constexpr std::uint32_t hello_tag = 0xffffffffu, goodbye_tag = 0xfffffffeu,
-                        directory_tag = 0xfffffffdu;
 constexpr unsigned polls_per_look = 32;  // at clock and flags, which cost more than a poll
 // How long messages may fail to come before it is asked whether another peer holds them up.
 constexpr Duration holding_up = std::chrono::seconds(2);
@@ -36,11 +33,6 @@ constexpr Duration connect_allowance = std::chrono::seconds(10);
 constexpr Duration connect_allowance_per_rank = std::chrono::milliseconds(50);
 constexpr std::uint64_t longest_introduction = 1 << 20;
 constexpr char const* ucx_aborted = "this rank's transport was aborted";
-
-// UCX matches the whole of it: who sent the message, and which one it is.
-ucp_tag_t tag_of(int sender, Tag tag) {
-  return (static_cast<ucp_tag_t>(static_cast<std::uint32_t>(sender)) << 32) | tag;
-}
 
 // The first message to a peer.
 struct Hello {
@@ -88,6 +80,7 @@ class UcxTransport final : public Transport {
         owner_(::getpid()),
         hello_{static_cast<std::uint32_t>(rank), Transport::run()},
         peers_(size),
+        doorbell_(rank, size, Transport::run()),
         link_(std::move(link)),
         spin_(spin) {
     require<Error>(wake_.open(), "no file descriptor could be opened for a transport");
@@ -157,6 +150,27 @@ class UcxTransport final : public Transport {
     throw lost(done.peer);
   }
 
+  void ring(int peer, std::uint32_t number) override {
+    begin(peer);
+    meet(peer);
+    if (!link_.peer(peer).failed) doorbell_.ring(link_, peer, number);
+  }
+  Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    struct Idle {
+      UcxDoorbell& doorbell;
+      explicit Idle(UcxDoorbell& its_doorbell) : doorbell(its_doorbell) { doorbell.set_idle(true); }
+      ~Idle() { doorbell.set_idle(false); }
+    } const idle(doorbell_);
+    std::optional<Woken> why;
+    bool const in_time = poll_until(nobody, deadline, [&] {
+      doorbell_.listen(link_);
+      why = doorbell_.look(heard);
+      return why.has_value();
+    });
+    return in_time ? *why : Woken::late;
+  }
+  void wake() noexcept override { doorbell_.wake(); }
+
   void interrupt() noexcept override {
     aborted_ = true;
     std::uint64_t const one = 1;
@@ -178,7 +192,7 @@ class UcxTransport final : public Transport {
     auto const done = [](void* /*request*/, ucs_status_t status, void* user) {
       static_cast<Slot*>(user)->complete(status, 0);
     };
-    void* const request = link_.send(peer, tag_of(rank(), tag), bytes, done, &slot);
+    void* const request = link_.send(peer, UcxLink::tag_of(rank(), tag), bytes, done, &slot);
     if (UCS_PTR_IS_ERR(request)) {
       release(slot);
       throw lost(peer);
@@ -238,7 +252,7 @@ class UcxTransport final : public Transport {
   // Sends a message that nobody waits for.
   void notify(int peer, Tag tag, std::span<const std::byte> bytes) {
     auto const ignore = [](void*, ucs_status_t, void*) {};
-    void* const request = link_.send(peer, tag_of(rank(), tag), bytes, ignore, nullptr);
+    void* const request = link_.send(peer, UcxLink::tag_of(rank(), tag), bytes, ignore, nullptr);
     if (request != nullptr && !UCS_PTR_IS_ERR(request)) link_.ucx().ucp_request_free(request);
   }
 
@@ -306,7 +320,7 @@ class UcxTransport final : public Transport {
                          void* user) {
       static_cast<Slot*>(user)->complete(status, status == UCS_OK ? came->length : 0);
     };
-    void* const request = link_.receive(tag_of(slot.peer, tag), bytes, done, &slot);
+    void* const request = link_.receive(UcxLink::tag_of(slot.peer, tag), bytes, done, &slot);
     if (UCS_PTR_IS_ERR(request)) {
       slot.done = true;
       slot.status = UCS_PTR_STATUS(request);
@@ -333,36 +347,55 @@ class UcxTransport final : public Transport {
   }
 
   void await(Slot const& slot, Deadline const& deadline) {
-    UcxLink::Peer& peer = link_.peer(slot.peer);
+    if (poll_until(slot.peer, deadline, [&] { return slot.done; })) return;
+    throw Timeout(concat("no message ", slot.receive ? "from" : "to", " rank ", slot.peer,
+                         " got through within ", deadline.allowance_seconds(), " s"),
+                  {slot.peer});
+  }
+
+  // False when the deadline has passed. `awaited`: the peer that it depends on, or nobody.
+  template <class Done>
+  bool poll_until(int awaited, Deadline const& deadline, Done&& done) {
+    UcxLink::Peer* const peer = awaited == nobody ? nullptr : &link_.peer(awaited);
     TimePoint idle_since{};
     bool idle = false;
-    for (unsigned polls = 1; !slot.done; ++polls) {
-      if (aborted_) throw Interrupted(ucx_aborted, {slot.peer});
+    for (unsigned polls = 1; !done(); ++polls) {
+      if (aborted_)
+        throw Interrupted(ucx_aborted, peer ? std::vector{awaited} : std::vector<int>{});
       if (link_.progress()) {
         idle = false;
         if (polls % 1024 != 0) continue;
-      } else if (peer.failed) {
-        throw lost(slot.peer);  // and all that it had sent has been received
+      } else if (peer && peer->failed) {
+        throw lost(awaited);  // and all that it had sent has been received
       } else if (polls % polls_per_look != 0) {
         continue;
       }
       TimePoint const now = steady_clock().now();
       if (!std::exchange(idle, true)) idle_since = now;
       deadline.poll_interrupt(now);
-      if (deadline.passed()) {
-        throw Timeout(concat("no message ", slot.receive ? "from" : "to", " rank ", slot.peer,
-                             " got through within ", deadline.allowance_seconds(), " s"),
-                      {slot.peer});
-      }
+      if (deadline.passed()) return false;
       if (now - idle_since < spin_) {
         // The peer may need this core to answer.
         if (crowded_ || now - idle_since >= solitary_spin) ::sched_yield();
         continue;
       }
+      if (!peer) require_all_connected();
       if (now - idle_since >= holding_up) require_all_alive();
       if (greetings_pending_) rendezvous_->check();
       if (std::exchange(unsealed_, false)) link_.close_on_exec();
-      link_.sleep(peer, wake_.get(), std::min<Duration>(deadline.remaining(), longest_sleep));
+      Duration const limit = std::min<Duration>(deadline.remaining(), longest_sleep);
+      if (peer) {
+        link_.sleep(*peer, wake_.get(), limit);
+      } else {
+        link_.sleep(wake_.get(), doorbell_.file(), limit);
+      }
+    }
+    return true;
+  }
+
+  void require_all_connected() {
+    for (int rank = 0; rank < size(); ++rank) {
+      if (link_.peer(rank).failed) throw lost(rank);
     }
   }
 
@@ -386,6 +419,7 @@ class UcxTransport final : public Transport {
       bool const known = peers_[peer].greeted || peers_[peer].greets;
       if (peer != rank() && known && link_.reach(peer)) notify(peer, goodbye_tag, {});
     }
+    doorbell_.leave(link_);
     link_.flush(limit);
     link_.close(farewell);
   }
@@ -415,6 +449,7 @@ class UcxTransport final : public Transport {
   std::deque<Slot> slots_;           // the engine points to them
   std::vector<std::uint32_t> free_;
   std::uint32_t last_taken_ = 0;
+  UcxDoorbell doorbell_;
   UcxLink link_;         // after what its callbacks use
   bool crowded_ = true;  // until the others are known
   Duration spin_;
@@ -442,46 +477,6 @@ std::unique_ptr<Transport> make_ucx_transport(int rank, int size,
   }
   agree_on_success(meeting, problem);
   return transport;
-}
-
-std::vector<double> ucx_ping_pong(int rank, Rendezvous& rendezvous, UcxOptions const& options,
-                                  std::size_t bytes, int rounds) {
-  int const peer = 1 - rank;
-  std::vector<std::byte> outgoing(bytes), incoming(bytes);
-  bool done = false;
-  UcxLink link = UcxLink::open(rank, 2, rendezvous, options);  // after what its requests point to
-  auto const finish = [&](void* request) {
-    require<TransportUnavailable>(!UCS_PTR_IS_ERR(request), "a message could not be sent");
-    while (request != nullptr && !done) {
-      link.progress();
-      require<TransportUnavailable>(!link.peer(peer).failed,
-                                    "the connection broke: ", link.peer(peer).reason);
-    }
-    if (request != nullptr) link.ucx().ucp_request_free(request);
-  };
-  auto const send = [&] {
-    done = false;
-    auto const sent = [](void*, ucs_status_t, void* user) { *static_cast<bool*>(user) = true; };
-    finish(link.send(peer, tag_of(rank, 0), outgoing, sent, &done));
-  };
-  auto const receive = [&] {
-    done = false;
-    auto const received = [](void*, ucs_status_t, ucp_tag_recv_info_t const*, void* user) {
-      *static_cast<bool*>(user) = true;
-    };
-    finish(link.receive(tag_of(peer, 0), incoming, received, &done));
-  };
-  std::vector<double> seconds;
-  try {
-    seconds = time_ping_pong(rank == 0, rounds, send, receive);
-    agree_on_success(rendezvous, "");  // neither leaves before the other is done
-  } catch (...) {
-    link.close(farewell);
-    throw;
-  }
-  link.flush(farewell);
-  link.close(farewell);
-  return seconds;
 }
 
 }  // namespace sparsecomm

@@ -13,8 +13,17 @@
 
 namespace sparsecomm {
 
+// Tags of the transport's own; a user's are below 2^31.
+inline constexpr std::uint32_t hello_tag = 0xffffffffu, goodbye_tag = 0xfffffffeu,
+                               directory_tag = 0xfffffffdu, ring_tag = 0xfffffffcu;
+
 class UcxLink {
  public:
+  // UCX matches the whole of it: who sent the message, and which one it is.
+  static ucp_tag_t tag_of(int sender, std::uint32_t tag) {
+    return (static_cast<ucp_tag_t>(static_cast<std::uint32_t>(sender)) << 32) | tag;
+  }
+
   struct Peer {
     std::string address;          // of its worker, once introduced
     ucp_ep_h endpoint = nullptr;  // once reached
@@ -64,6 +73,8 @@ class UcxLink {
   // Sleeps until something may have happened to the worker, to `peer`'s process or to `wake`, but
   // no longer than `limit` (rounded up to milliseconds).
   void sleep(Peer& peer, int wake, Duration limit);
+  // The same, of two such files and nobody's process.
+  void sleep(int wake, int bell, Duration limit) { worker_.sleep({wake, bell}, limit); }
   // Marks a peer on this host as failed if its process has ended.
   static void notice_end(Peer& peer);
 

@@ -23,6 +23,11 @@ class WrappedTransport : public Transport {
   std::size_t wait(Request& request, Deadline const& deadline) override {
     return inner().wait(request, deadline);
   }
+  void ring(int peer, std::uint32_t number) override { inner().ring(peer, number); }
+  Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    return inner().idle(heard, deadline);
+  }
+  void wake() noexcept override { inner_->wake(); }
   bool interruptible() const override { return inner_->interruptible(); }
   NativeAllreduce* native() override { return inner_->native(); }
   void interrupt() noexcept override { inner_->interrupt(); }

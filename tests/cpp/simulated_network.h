@@ -45,7 +45,8 @@ struct NetworkState {
         changes(std::size_t(its_size)),
         stopped_until(std::size_t(its_size)),
         heard_decision(std::size_t(its_size)),
-        statuses(std::size_t(its_size)) {
+        statuses(std::size_t(its_size)),
+        bells(std::size_t(its_size)) {
     for (int rank = 0; rank < size; ++rank) changed.emplace_back(simulation, "a message");
     for (int rank = 0; rank < size; ++rank) rings.emplace_back(simulation, "a report");
   }
@@ -113,6 +114,12 @@ struct NetworkState {
   std::optional<std::string> decided;
   std::vector<TimePoint> heard_decision;
   std::vector<std::string> statuses;
+  struct Bell {
+    std::vector<std::pair<TimePoint, std::uint32_t>> coming;  // rings, and when they are heard
+    HighestRing heard;
+    bool woken = false;
+  };
+  std::vector<Bell> bells;  // [rank]
 };
 
 // A store that is heard of late. One thread for each rank raises its alarm.
@@ -240,6 +247,55 @@ class NetworkTransport final : public Transport {
     if (slot.receives) bytes = receive(slot, deadline);
     state_->hold(rank());
     return bytes;
+  }
+
+  void ring(int peer, std::uint32_t number) override {
+    state_->simulation.yield();
+    state_->hold(rank());
+    std::lock_guard const lock(state_->mutex);
+    throw_if_interrupted(peer);
+    if (state_->link(rank(), peer).broken != TimePoint::max()) return;
+    state_->bells[std::size_t(peer)].coming.emplace_back(state_->simulation.now() + state_->delay(),
+                                                         number);
+    state_->wake(peer);
+  }
+  Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    state_->hold(rank());
+    std::unique_lock lock(state_->mutex);
+    auto& bell = state_->bells[std::size_t(rank())];
+    for (;;) {
+      if (state_->interrupted[std::size_t(rank())]) {
+        throw Interrupted("this rank's transport was aborted", {});
+      }
+      TimePoint const now = state_->simulation.now();
+      Duration left = deadline.remaining();
+      std::erase_if(bell.coming, [&](auto const& ring) {
+        if (ring.first <= now) bell.heard.add(ring.second);
+        left = std::min(left, std::max(ring.first - now, Duration(1)));
+        return ring.first <= now;
+      });
+      bool const woken = std::exchange(bell.woken, false);
+      if (bell.heard.above(heard)) return Woken::rung;
+      if (woken) return Woken::woken;
+      for (int peer = 0; peer < size(); ++peer) {
+        if (peer == rank()) continue;
+        TimePoint const gone = state_->link(peer, rank()).lost;
+        if (gone <= now) throw lost(peer);
+        if (gone != TimePoint::max()) left = std::min(left, gone - now);
+      }
+      if (deadline.passed()) return Woken::late;
+      if (deadline.interruptible()) left = std::min(left, Interrupt::period);
+      state_->wait(lock, rank(), left);
+      lock.unlock();
+      deadline.poll_interrupt(state_->simulation.now());
+      state_->hold(rank());
+      lock.lock();
+    }
+  }
+  void wake() noexcept override {
+    std::lock_guard const lock(state_->mutex);
+    state_->bells[std::size_t(rank())].woken = true;
+    state_->wake(rank());
   }
 
   void interrupt() noexcept override {

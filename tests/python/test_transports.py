@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -510,6 +511,36 @@ def test_survivors_of_a_fault_name_the_rank_and_lose_nothing(name: str) -> None:
 
 
 # ---- what belongs to the process
+
+
+def _ring(transport: str) -> None:
+    """As tests/cpp/rings.h, for transports that only Python makes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    made = connect(None, LONG_TIME, transport)
+    partners = [(rank + 2**i) % size for i in range((size - 1).bit_length())]
+    number = 2**32 - 8
+    for turn in range(16):
+        if rank != turn % size:
+            assert made.idle(number, LONG_TIME) == _C.Woken.rung
+        number = (number + 1) % 2**32
+        for peer in partners:
+            made.ring(peer, number)
+        dist.barrier()
+    assert made.idle(number, timedelta(seconds=0.1)) == _C.Woken.late
+    made.wake()
+    assert made.idle(number, LONG_TIME) == _C.Woken.woken
+    threading.Timer(0.1, made.wake).start()
+    assert made.idle(number, LONG_TIME) == _C.Woken.woken
+    # Nobody takes these: they end with the transport.
+    for peer in partners:
+        made.ring(peer, number)
+    dist.barrier()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("size", [2, 5])
+def test_a_ring_wakes_all_ranks(transport: str, size: int) -> None:
+    run_ranks(size, _ring, transport)
 
 
 def _fork() -> tuple[list[int], str]:

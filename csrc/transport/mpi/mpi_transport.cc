@@ -3,9 +3,13 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cstring>
+#include <deque>
+#include <memory>
 #include <mutex>
 #include <random>
 #include <thread>
+#include <tuple>
 #include <utility>
 
 #include "transport/failure_report.h"
@@ -20,6 +24,7 @@ constexpr Duration shortest_sleep = std::chrono::microseconds(20);
 constexpr Duration longest_sleep = std::chrono::milliseconds(1);
 // How often a cancelled receive is tested before it is given up.
 constexpr int cancel_tests = 1000;
+constexpr char const* aborted_here = "this rank's transport was aborted";
 // Of a failure report's text, so that reports fit into eager messages.
 constexpr std::size_t max_report_text = 2048;
 
@@ -134,6 +139,29 @@ class Layout {
   MPI_Datatype type_ = MPI_BYTE;
 };
 
+// Between two tests, the longer the more of them there were.
+class Pause {
+ public:
+  // Whether to test again at once.
+  bool spins() {
+    waited_ = std::chrono::steady_clock::now() - start_;
+    return waited_ < spinning;
+  }
+  void take(Deadline const& deadline) {
+    if (waited_ < yielding) {
+      std::this_thread::yield();
+    } else {
+      std::this_thread::sleep_for(std::min(sleep_, deadline.remaining()));
+      sleep_ = std::min(2 * sleep_, longest_sleep);
+    }
+  }
+
+ private:
+  TimePoint const start_ = std::chrono::steady_clock::now();
+  Duration waited_{};
+  Duration sleep_ = shortest_sleep;
+};
+
 // Is its own board, whose reports are messages: only a rank that waits hears of them.
 class MpiTransport final : public Transport, public Board {
  public:
@@ -148,6 +176,12 @@ class MpiTransport final : public Transport, public Board {
   ~MpiTransport() override {
     int finalised = 0;
     MPI_Finalized(&finalised);
+    bool const all_sent = finalised == 0 && std::ranges::all_of(*sent_rings_, [&](SentRing& sent) {
+                            int done = 0;
+                            call([&] { return MPI_Test(&sent.request, &done, MPI_STATUS_IGNORE); });
+                            return done != 0;
+                          });
+    if (!all_sent) std::ignore = sent_rings_.release();  // MPI may still read them
     // Freeing may wait for peers, which after a failure may be gone.
     if (finalised == 0 && !aborted_) call([&] { return MPI_Comm_free(&communicator_); });
   }
@@ -164,6 +198,33 @@ class MpiTransport final : public Transport, public Board {
     if (error != MPI_SUCCESS) fail(error, slot);
     return slot.receives ? received(slot, status) : 0;
   }
+
+  void ring(int peer, std::uint32_t number) override {
+    if (aborted_) throw Interrupted(aborted_here, {peer});
+    SentRing& sent = unused_ring();
+    sent.message = make_ring(run(), number);
+    call([&] {
+      return MPI_Isend(&sent.message, sizeof sent.message, MPI_BYTE, peer, report_tag_,
+                       communicator_, &sent.request);
+    });
+  }
+
+  Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    Pause pause;
+    for (;;) {
+      if (aborted_) throw Interrupted(aborted_here, {});
+      if (auto const reporter = first_reporter()) {
+        throw Interrupted(concat("rank ", *reporter, " has given up"), {});
+      }
+      bool const woken = woken_.exchange(false);
+      if (is_rung(heard)) return Woken::rung;
+      if (woken) return Woken::woken;
+      deadline.poll_interrupt(std::chrono::steady_clock::now());
+      if (deadline.passed()) return Woken::late;
+      if (!pause.spins()) pause.take(deadline);
+    }
+  }
+  void wake() noexcept override { woken_ = true; }
 
   void interrupt() noexcept override { aborted_ = true; }
   void abort() noexcept override {
@@ -230,6 +291,10 @@ class MpiTransport final : public Transport, public Board {
   }
 
  private:
+  struct SentRing {
+    RingMessage message;
+    MPI_Request request = MPI_REQUEST_NULL;
+  };
   struct Slot {
     int peer = 0;
     std::size_t bytes = 0;
@@ -250,7 +315,7 @@ class MpiTransport final : public Transport, public Board {
 
   template <class F>
   Request post(Slot slot, F&& start) {
-    if (aborted_) throw Interrupted("this rank's transport was aborted", {slot.peer});
+    if (aborted_) throw Interrupted(aborted_here, {slot.peer});
     int const error =
         call([&] { return start(Layout(slot.bytes, options_.max_count), slot.request); });
     if (error != MPI_SUCCESS) fail(error, slot);
@@ -265,28 +330,30 @@ class MpiTransport final : public Transport, public Board {
   }
 
   int poll(Slot& slot, Deadline const& deadline, MPI_Status& status) {
-    TimePoint const start = std::chrono::steady_clock::now();
-    Duration sleep = shortest_sleep;
+    Pause pause;
     for (;;) {
       int done = 0;
       int const error = call([&] { return MPI_Test(&slot.request, &done, &status); });
       if (error != MPI_SUCCESS || done != 0) return error;
-      Duration const waited = std::chrono::steady_clock::now() - start;
-      if (waited < spinning) continue;
+      if (pause.spins()) continue;
       give_up_on_failure(slot, deadline);
-      if (waited < yielding) {
-        std::this_thread::yield();
-      } else {
-        std::this_thread::sleep_for(std::min(sleep, deadline.remaining()));
-        sleep = std::min(2 * sleep, longest_sleep);
-      }
+      pause.take(deadline);
     }
+  }
+
+  SentRing& unused_ring() {
+    for (SentRing& sent : *sent_rings_) {
+      int done = 0;
+      call([&] { return MPI_Test(&sent.request, &done, MPI_STATUS_IGNORE); });
+      if (done != 0) return sent;
+    }
+    return sent_rings_->emplace_back();
   }
 
   void give_up_on_failure(Slot& slot, Deadline const& deadline) {
     if (aborted_) {
       withdraw(slot);
-      throw Interrupted("this rank's transport was aborted", {slot.peer});
+      throw Interrupted(aborted_here, {slot.peer});
     }
     if (auto const reporter = first_reporter()) {
       withdraw(slot);
@@ -353,7 +420,24 @@ class MpiTransport final : public Transport, public Board {
     return std::nullopt;
   }
 
+  bool is_rung(std::uint32_t heard) {
+    std::lock_guard const lock(board_mutex_);
+    if (ring_error_) std::rethrow_exception(ring_error_);
+    return rings_.above(heard);
+  }
+
   // The board's mutex is held.
+  void hear(std::string const& bytes, int peer) {
+    RingMessage ring;
+    std::memcpy(&ring, bytes.data(), sizeof ring);
+    try {
+      rings_.add(number_of(ring, run(), peer));
+    } catch (PeerInvalid const&) {
+      ring_error_ = std::current_exception();
+    }
+  }
+
+  // The board's mutex is held. Rings come the same way.
   void read_reports() {
     for (;;) {
       int arrived = 0;
@@ -369,7 +453,11 @@ class MpiTransport final : public Transport, public Board {
                         communicator_, MPI_STATUS_IGNORE);
       });
       if (error != MPI_SUCCESS || arrived == 0) return;
-      reports_[status.MPI_SOURCE] = parse_report(bytes, size());
+      if (bytes.size() == sizeof(RingMessage)) {
+        hear(bytes, status.MPI_SOURCE);
+      } else {
+        reports_[status.MPI_SOURCE] = parse_report(bytes, size());
+      }
     }
   }
 
@@ -380,8 +468,12 @@ class MpiTransport final : public Transport, public Board {
   std::atomic<bool> aborted_ = false;
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
+  std::atomic<bool> woken_ = false;
+  std::unique_ptr<std::deque<SentRing>> sent_rings_ = std::make_unique<std::deque<SentRing>>();
   std::mutex board_mutex_;  // guards what follows
   std::vector<std::optional<FailureReport>> reports_;
+  HighestRing rings_;
+  std::exception_ptr ring_error_;
 };
 
 }  // namespace
