@@ -121,4 +121,14 @@ void require(bool holds, Parts const&... parts) {
   }
 }
 
+// Runs `body`; what it throws becomes the error if there is none yet.
+template <class Body>
+void keep_first_error(std::exception_ptr& error, Body&& body) {
+  try {
+    body();
+  } catch (...) {
+    if (!error) error = std::current_exception();
+  }
+}
+
 }  // namespace sparsecomm

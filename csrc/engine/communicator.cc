@@ -2,9 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
-#include <cstring>
-#include <functional>
 #include <tuple>
 
 #include "engine/join_aggregators.h"
@@ -230,7 +227,7 @@ void Communicator::progress() {
     Scheduled next;
     std::exception_ptr error;
     try {
-      if (closing) take(next);
+      if (closing) discard(next);
       require<Aborted>(!closing, "the communicator was closed before this operation ran");
       turn(next, nullptr);
     } catch (...) {
@@ -287,14 +284,14 @@ void Communicator::require_usable() {
                    "optimizer and make a new one on a process group of the ranks that are left");
 }
 
-// Of what will not run.
-void Communicator::take(Scheduled& next) {
+// Takes what is next, which will not run, and rolls it back.
+void Communicator::discard(Scheduled& next) {
   next.pending = coordinator_->take();
   next.pending.operation->roll_back();
 }
 
-// Runs what is next, and throws what becomes of it. A rank whose operation comes to nothing before
-// it has begun joins the aggregators all the same: others wait.
+// Runs what is next, and throws what becomes of it; then, too, it has been taken. A rank whose
+// operation comes to nothing before it has begun joins the aggregators all the same: others wait.
 void Communicator::turn(Scheduled& next, Interrupt* interrupt) {
   try {
     require_usable();
@@ -305,7 +302,7 @@ void Communicator::turn(Scheduled& next, Interrupt* interrupt) {
       });
     }
   } catch (...) {
-    take(next);
+    discard(next);
     throw;
   }
   execute(next, interrupt, [&](Channel& channel) { coordinator_->round(channel, next); });
@@ -330,7 +327,7 @@ void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& a
     require_no_alarm();
     agree(channel);
     if (next.error) std::rethrow_exception(next.error);
-    bool const commits = next.agreement.ends_batch;
+    bool const commits = next.agreement.ends_batch && size() > 1;
     if (commits) next.agreement.committer = this;
     operation().run(channel, next.agreement);
     require<Error>(!commits || committing(), "an operation ended without commit()");

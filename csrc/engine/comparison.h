@@ -53,7 +53,7 @@ class Comparison {
   std::atomic<bool> requests_ = false, requested_ = false;
 };
 
-// What a comparison costs while ranks agree.
+// One comparison of ranks that agree: a Bruck allgather of fingerprints, each with a payload.
 Cost agreement_cost(int ranks, std::size_t payload_bytes);
 
 }  // namespace sparsecomm

@@ -30,8 +30,9 @@ class Coordinator {
 
   // The following are for one thread at a time, where it is not empty.
 
-  // Decides with all other ranks what runs next, and hands it over. Throws as the transport does;
-  // then nothing has been handed over.
+  // Decides with all other ranks what runs next, and hands it over, with the observer's
+  // Stage::whole begun before it was prepared. What it throws ends the communicator; then nothing
+  // has been handed over.
   virtual void round(Channel& channel, Scheduled& next) = 0;
   // Hands over what is not to run any more.
   virtual Pending take() = 0;

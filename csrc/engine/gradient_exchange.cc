@@ -448,9 +448,8 @@ void GradientExchange<T>::run_dense(Channel& channel, Agreement const& agreement
   }
   unselected_ = false;
   Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
-  if (communicator_->size() == 1) {
-    agreement.commit(channel);  // the sum and the average of one gradient are the gradient
-  } else {
+  // The sum and the average of one gradient are the gradient.
+  if (communicator_->size() > 1) {
     std::span<T> const gradient = local_->gather();
     dense.run(channel, gradient, Reduction::sum, divisor());
     agreement.commit(channel);

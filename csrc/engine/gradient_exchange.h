@@ -75,7 +75,8 @@ class GradientExchange final : public Operation {
   // What the next submission works on: the sizes of the segments add up to the extent, and that of
   // `moment` is the extent where the rule has one. The memory must stay until the operation has
   // ended. `ready`, if any, is called first in prepare(), and returns once the gradient is there;
-  // it may throw. What it takes is in no statistics. `batch`: whose results are used together.
+  // it may throw. What it takes is in no statistics. `batch`: whose results are used together; it
+  // stays as long as the memory.
   // `loss_scale`: the unit of the gradient; 0: it is zero, and what is kept follows the others'
   // unit.
   void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
@@ -100,7 +101,7 @@ class GradientExchange final : public Operation {
   // True when the last exchange delivered a result: it did not fail and nobody's gradient was
   // non-finite.
   bool delivered() const { return delivered_; }
-  // True when its batch has ended with the last exchange, so that all of it stands.
+  // Whether ranks agreed that the last exchange ends its batch.
   bool ended_batch() const { return ends_batch_; }
   // True when the gradient that was bound last went through the rule into residual and moment,
   // whatever became of it then.
@@ -201,8 +202,7 @@ class GradientExchange final : public Operation {
   Excess<T> excess_;
   std::function<void()> ready_;
   Batch const* batch_ = &batch_of_one;
-  bool ends_batch_ =
-      true;  // the exchange that was bound last; as long as that is not agreed, false
+  bool ends_batch_ = false;    // as agreed, of the exchange that was bound last
   double residual_scale_ = 1;  // of residual, moment and local threshold
   std::function<void(double)> rescale_ = [](double) {};
   bool accumulated_ = false;

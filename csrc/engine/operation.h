@@ -27,7 +27,7 @@ struct Agreement {
   bool all_finite = true;
   std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
   bool ends_batch = false;                  // its batch ends with this operation, which commits
-  Commit* committer = nullptr;              // null: nobody else is to know
+  Commit* committer = nullptr;              // null: commit() does nothing
 
   // Called when the result is there, before the caller's data is changed in a way that cannot be
   // undone. Returns if the result is to be used.
@@ -76,8 +76,8 @@ class Operation {
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
-  // Null: it belongs to none. If the agreement says that it ends its batch, which it does where it
-  // is all that is left of it on every rank, run() calls agreement.commit(), exactly once.
+  // The batch that the operation belongs to; null: none. If Agreement::ends_batch is set, since
+  // nothing else is left of the batch on any rank, run() calls Agreement::commit() exactly once.
   virtual Batch const* batch() const { return nullptr; }
   // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
   // before either of them was called.

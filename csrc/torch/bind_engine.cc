@@ -41,7 +41,8 @@ class Exchange {
         group_(ParameterGroup::make("exchange", dtype, {{"tensor", 0, checked(numel)}}, options,
                                     *communicator_, true)) {}
 
-  // Replaces the gradient by the average over ranks. Blocks. `ends_step`: false: its batch goes on.
+  // Replaces the gradient by the average over ranks. Blocks. `ends_step`: where it
+  // is false on some rank, its batch goes on.
   void run(at::Tensor const& gradient, bool ends_step) {
     require(gradient.is_contiguous() && gradient.device().is_cpu() &&
                 gradient.scalar_type() == group_->dtype() &&

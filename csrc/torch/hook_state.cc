@@ -265,7 +265,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   }
   bool const ends_step = bucket.last && (step_->has_begun() || !complete.empty() ||
                                          !held_.empty() || !held_sparse_.empty());
-  if (ends_step) step_->last_bucket = pending;
   pending->open_groups = (sparse ? 1 : touched.size()) + (ends_step ? 1 : 0);
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
   if (pending->open_groups == 0) pending->complete();
@@ -276,10 +275,10 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
         clip_gradients(gradients_, options_.clip_norm / std::sqrt(communicator_->size()),
                        step_->loss_scale);
       }
-      submit(std::exchange(held_, {}), true);
+      submit(std::exchange(held_, {}), true, ends_step ? pending : nullptr);
     }
   } else {
-    submit(complete, bucket.last);
+    submit(complete, bucket.last, ends_step ? pending : nullptr);
   }
   return pending->future;
 }

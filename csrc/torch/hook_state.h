@@ -214,7 +214,8 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void take_back_broken_step(char const* before_what) const;
   double ask_loss_scale() const;
   double kept_loss_scale() const;
-  void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket);
+  void submit(std::vector<ParameterGroup*> const& groups, bool last_bucket,
+              std::shared_ptr<PendingBucket> const& ends_with_step);
   void submit_groups(std::vector<ParameterGroup*> const& groups, std::size_t& left);
   void submit_sparse();
   void submit_end_of_step(std::shared_ptr<Step> const& step, Communicator& communicator);

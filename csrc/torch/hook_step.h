@@ -9,6 +9,7 @@
 #include <limits>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -123,27 +124,32 @@ struct HookState::Step final : Batch {
     std::lock_guard const lock(mutex);
     return last_bucket_seen ? std::optional(open_groups) : std::nullopt;
   }
-  // Of `groups` operations. Returns false as end() does.
-  bool begin(std::size_t groups, bool with_last_bucket) {
+  // Begins `groups` operations. `last`: the last bucket, which comes with them and is done when the
+  // step is over, if it has operations; null: there are others to come. Returns as end() does.
+  bool begin(std::size_t groups, bool with_last_bucket, std::shared_ptr<PendingBucket> last) {
     std::lock_guard const lock(mutex);
+    delivered.reserve(delivered.size() + open_groups + groups);
     open_groups += groups;
     begun = begun || groups > 0;
-    if (!with_last_bucket) return true;
+    if (!with_last_bucket) return false;
+    last_bucket = std::move(last);
     last_bucket_seen = true;
     last_bucket_came = steady_clock().now();
-    return open_groups > 0 || settle();
+    return open_groups == 0 && lacks_end();
   }
   bool has_begun() {
     std::lock_guard const lock(mutex);
     return begun;
   }
-  // `group`: null for an operation of which nothing is kept. `ends`: all ranks know that it was the
-  // step's last. Returns false if nothing is left of the step but to end it: by one more operation,
-  // which has begun with that.
-  bool end(ParameterGroup* group, bool usable, bool with_error, bool ends) {
+  // Ends an operation. `group`: null if nothing is kept of it. `failure`: it failed, as it did on
+  // all ranks; one that this rank alone cannot use is not `usable`. `ends`: all ranks know that it
+  // was the step's last. Returns true if the caller is to submit one more operation, which ends the
+  // step and counts as begun.
+  bool end(ParameterGroup* group, bool usable, bool failure, bool ends) {
     std::lock_guard const lock(mutex);
+    --open_groups;
     ended = ended || ends;
-    failed = failed || with_error;
+    failed = failed || failure;
     if (!usable) {
       unusable = true;
     } else if (group) {
@@ -151,9 +157,9 @@ struct HookState::Step final : Batch {
     }
     if (last_bucket_seen) exposed = steady_clock().now() - last_bucket_came;
     if (group) group->set_exposed(exposed);
-    return --open_groups > 0 || settle();
+    return open_groups == 0 && lacks_end();
   }
-  // Where the step is over.
+  // If the step is over. Whoever waits for all buckets learns of a failure from those it befell.
   void complete_last_bucket(std::exception_ptr const& error = {}) {
     std::shared_ptr<PendingBucket> bucket;
     {
@@ -165,7 +171,7 @@ struct HookState::Step final : Batch {
   // Ends `groups` of those that began, which could not be submitted, and so the step.
   void give_up(std::size_t groups) {
     std::lock_guard const lock(mutex);
-    unusable = failed = ended = true;
+    unusable = failed = true;
     last_bucket = nullptr;
     open_groups -= groups;
     if (open_groups == 0) finish();
@@ -199,14 +205,15 @@ struct HookState::Step final : Batch {
       if (grad.defined()) grad.mul_(std::numeric_limits<double>::quiet_NaN());
     }
   }
-  // When no operation is left. One that failed did so on all ranks, and none uses the step.
-  bool settle() {
+  // When no operation is left; finishes the step if it needs none. If one failed, it did so on all
+  // ranks, and none uses the step.
+  bool lacks_end() {
     if (last_bucket_seen && begun && !ended && !failed) {
       open_groups = 1;
-      return false;
+      return true;
     }
     finish();
-    return true;
+    return false;
   }
   void finish() {
     over = last_bucket_seen;

@@ -38,11 +38,8 @@ void HookState::submit_sparse() {
 // On the thread that brings the last bucket, or that of the communicator.
 void HookState::submit_end_of_step(std::shared_ptr<Step> const& step, Communicator& communicator) {
   auto const finish = [this, step](std::exception_ptr error) {
-    try {
-      step->end(nullptr, !error, error != nullptr, true);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
+    bool const failed = error != nullptr;
+    keep_first_error(error, [&] { step->end(nullptr, !failed, failed, true); });
     --groupless_in_flight_;  // before whoever waits for the last bucket may begin the next step
     step->complete_last_bucket(error);
   };
@@ -59,13 +56,12 @@ void HookState::submit_groupless(std::shared_ptr<Operation> operation,
                                  std::function<bool()> const& usable) {
   auto const finish = [this, pending, usable, step = step_,
                        &communicator = *communicator_](std::exception_ptr error) {
-    bool over = true;
-    try {
-      over = step->end(nullptr, !error && usable(), error != nullptr, false);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
-    if (!over) submit_end_of_step(step, communicator);
+    bool const failed = error != nullptr;
+    bool good = false;
+    if (!failed) keep_first_error(error, [&] { good = usable(); });
+    keep_first_error(error, [&] {
+      if (step->end(nullptr, good, failed, false)) submit_end_of_step(step, communicator);
+    });
     --groupless_in_flight_;  // before whoever waits for the bucket may begin the next step
     pending->group_done(error);
     step->complete_last_bucket();
@@ -79,14 +75,15 @@ void HookState::submit_groupless(std::shared_ptr<Operation> operation,
   }
 }
 
-void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket) {
+void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket,
+                       std::shared_ptr<PendingBucket> const& ends_with_step) {
   std::size_t left = groups.size();
-  bool const ends_by_itself = step_->begin(left + held_sparse_.size(), last_bucket);
+  bool const lacks_end = step_->begin(left + held_sparse_.size(), last_bucket, ends_with_step);
+  step_->complete_last_bucket();  // of a step that has failed before
   try {
     submit_sparse();
     submit_groups(groups, left);
-    if (!ends_by_itself) submit_end_of_step(step_, *communicator_);
-    step_->complete_last_bucket();
+    if (lacks_end) submit_end_of_step(step_, *communicator_);
   } catch (...) {
     step_->give_up(left + held_sparse_.size());
     throw;
@@ -110,11 +107,10 @@ void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, std::s
     }
     group->submit(
         std::move(ready),
-        [this, group, step = step_,
-         &communicator = *communicator_](std::exception_ptr const& error) {
-          bool const over = step->end(group, !error && group->delivered(), error != nullptr,
-                                      group->ended_batch());
-          if (!over) submit_end_of_step(step, communicator);
+        [this, group, step = step_, &communicator = *communicator_](bool failed, bool usable) {
+          bool const lacks_end =
+              step->end(group, usable && group->delivered(), failed, group->ended_batch());
+          if (lacks_end) submit_end_of_step(step, communicator);
         },
         [buckets, step = step_](std::exception_ptr const& error) {
           for (auto const& waiting : buckets) waiting->group_done(error);

@@ -233,18 +233,15 @@ void ParameterGroup::discard_arrivals() {
   former_.reset();
 }
 
-void ParameterGroup::submit(std::function<void()> ready, Communicator::Completion end,
-                            Communicator::Completion done, Batch const& batch, double loss_scale) {
+void ParameterGroup::submit(std::function<void()> ready, End end, Communicator::Completion done,
+                            Batch const& batch, double loss_scale) {
   labels_.follow_this_thread();
   busy_ = true;
   auto const finish = [this, end = std::move(end),
                        done = std::move(done)](std::exception_ptr error) {
-    try {
-      give_back();
-      end(error);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
+    bool const failed = error != nullptr;
+    keep_first_error(error, [&] { give_back(); });
+    keep_first_error(error, [&] { end(failed, !error); });
     busy_ = false;  // before whoever waits for `done` may begin the next step
     done(std::move(error));
   };

@@ -80,11 +80,13 @@ class ParameterGroup {
   void hold_former(at::Tensor const& former);
   // Forgets what has arrived in a step that was broken off.
   void discard_arrivals();
+  // `failed`: the exchange did, as on all ranks. `usable`: nothing else did on this one.
+  using End = std::function<void(bool failed, bool usable)>;
   // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
   // arrived is there, `end` runs before the group is idle, and then `done`, with the first error;
   // `ready` and `end` may throw. `batch`, `loss_scale`: see GradientExchange::bind().
-  void submit(std::function<void()> ready, Communicator::Completion end,
-              Communicator::Completion done, Batch const& batch, double loss_scale);
+  void submit(std::function<void()> ready, End end, Communicator::Completion done,
+              Batch const& batch, double loss_scale);
   // Exchanges in this thread where nothing else is going on; blocks.
   void run(Batch const& batch);
   bool busy() const { return busy_; }

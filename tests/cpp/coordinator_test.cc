@@ -2,6 +2,7 @@
 #include "engine/coordinator.h"
 
 #include <algorithm>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -138,7 +139,9 @@ TEST(CoordinatorTest, KeepsWhatIsPendingIfARoundFails) {
   EXPECT_THROW(rank.round(next), PeerError);
   EXPECT_FALSE(next.pending.operation);
   EXPECT_EQ(rank.coordinator->take().operation, first.operation);
+  EXPECT_TRUE(second.ticket->cancel());
   EXPECT_EQ(rank.coordinator->take().operation, second.operation);
+  EXPECT_FALSE(second.ticket->cancel()) << "what has been taken";
   EXPECT_TRUE(rank.coordinator->empty());
 }
 

@@ -305,13 +305,13 @@ def check_ends_that_come_late() -> None:
     for step in range(30):
         dense = torch.full((12,), float(size * (rank + step)))
         sparse = torch.full((6, 2), float(size * rank)).to_sparse(1)
-        buckets = [dense, sparse, torch.empty(0)]
+        buckets = [sparse, dense, torch.empty(0)]
         if step % 3 == 0:
-            buckets.pop()  # the last bucket is sparse, which ends no step either
+            buckets = [dense, sparse]  # which ends no step
         works = []
         for i, bucket in enumerate(buckets):
             time.sleep(chance.choice([0, 0, 1e-3, 5e-3]))
-            owners = parameters[i : i + 1] if bucket.numel() > 0 else []
+            owners = [parameters[bucket.is_sparse]] if bucket.numel() > 0 else []
             gradients = [bucket] if owners else []
             last = i == len(buckets) - 1
             works.append(state._native.exchange(i, last, bucket, owners, gradients))
@@ -321,6 +321,59 @@ def check_ends_that_come_late() -> None:
         mean = size * (size - 1) / 2
         assert torch.equal(dense, torch.full((12,), mean + size * step))
         assert torch.equal(sparse.to_dense(), torch.full((6, 2), mean))
+
+
+def check_who_ends_a_step() -> None:
+    """The exchange that is last on all ranks, or else an operation of its own."""
+    size = dist.get_world_size()
+    parameter = nn.Parameter(torch.zeros(12))
+    state = OkTopkState(density=1, named_parameters=[("a", parameter)])
+    state._connect()
+
+    def messages(*, closes: bool, late: bool) -> int:
+        before = state.stats()["messages"]
+        gradient = torch.ones(12)
+        works = [state._native.exchange(0, closes, gradient, [parameter], [gradient])]
+        if late:
+            works[0].wait()
+            dist.barrier()
+        if not closes:
+            works.append(state._native.exchange(1, True, torch.empty(0), [], []))
+        for work in works:
+            work.wait()
+        assert state._native.delivered
+        return state.stats()["messages"] - before
+
+    for _ in range(3):
+        by_itself = messages(closes=True, late=False)
+    own_agreement = (size - 1).bit_length()
+    assert messages(closes=False, late=True) == by_itself + own_agreement
+    # Some ranks know that it is the last, and some do not.
+    for _ in range(10):
+        dist.barrier()
+        more = messages(closes=False, late=False) - by_itself
+        assert more in (0, own_agreement)
+        everywhere = [0] * size
+        dist.all_gather_object(everywhere, more)
+        assert everywhere == [more] * size
+
+
+def check_a_failure_before_the_last_bucket() -> None:
+    """It is not waited for again at the end of the step."""
+    rank = dist.get_rank()
+    parameters = [nn.Parameter(torch.zeros(12 + (rank == 0))), nn.Parameter(torch.zeros(3))]
+    state = OkTopkState(density=1, named_parameters=zip("ab", parameters, strict=True))
+    state._connect()
+    for gradient in (torch.ones(12 + (rank == 0)), torch.ones(3)):
+        parameter = parameters[gradient.numel() == 3]
+        work = state._native.exchange(0, False, gradient, [parameter], [gradient])
+        if gradient.numel() == 3 or dist.get_world_size() == 1:
+            work.wait()
+        else:
+            with pytest.raises(RuntimeError, match="ranks disagree"):
+                work.wait()
+        state._native.exchange(1, True, torch.empty(0), [], []).wait()
+        assert state._native.delivered == (gradient.numel() == 3 or dist.get_world_size() == 1)
 
 
 def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> None:
@@ -382,6 +435,8 @@ def _check_exchange() -> None:
     check_saving_in_a_backward_pass()
     check_sparse_in_flight()
     check_ends_that_come_late()
+    check_who_ends_a_step()
+    check_a_failure_before_the_last_bucket()
     check_accumulation_and_density()
 
 

@@ -99,6 +99,35 @@ def test_survivors_end_at_the_same_step(kind: str, transport: str) -> None:
         assert (first[0], first[2]) == (second[0], second[2])
 
 
+def _lose_a_rank_before_the_end(transport: str) -> tuple[str, list[float]]:
+    """The error, and what the residual holds: the step's last bucket brings no gradient."""
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    with mock.patch.object(hooks, "connect", lambda *args, **_: connect(*args[:2], transport)):
+        state = sparsecomm.OkTopkState(
+            density=1, timeout=LONG_TIME, named_parameters=[("a", parameter)]
+        )
+        state._connect()
+    gradient = torch.full((4,), 3.0 * (1 + dist.get_rank()))
+    state._native.exchange(0, False, gradient, [parameter], [gradient]).wait()
+    assert gradient.tolist() == [6.0] * 4
+    if dist.get_rank() == CULPRIT:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as error:
+        state._native.exchange(1, True, torch.empty(0), [], []).wait()
+    assert not state._native.delivered
+    [entry] = state.state_dict().values()
+    return str(error.value), entry["residuals"]["a"].tolist()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_step_that_does_not_end_on_all_ranks_is_taken_back(transport: str) -> None:
+    ends = run_ranks(3, _lose_a_rank_before_the_end, transport, timeout=60, may_die=(CULPRIT,))
+    for rank in {0, 1, 2} - {CULPRIT}:
+        error, residual = ends[rank]
+        assert f"rank {CULPRIT} left" in error
+        assert residual == [3.0 * (1 + rank)] * 4
+
+
 def _train_until_killed(transport: str, seed: int) -> tuple[int, str, str]:
     """Steps applied, the error and the parameters; the culprit is killed at some time."""
     chance = random.Random(f"{transport} {seed}")
