@@ -95,6 +95,7 @@ class Channel {
   [[noreturn]] void blame(int peer, std::exception const& error) const;
 
  private:
+  // Of operations 2^28 apart or nearly so, which never meet, tags are the same.
   Tag tag(Phase phase) const {
     return (operation_ % (tag_limit >> phase_bits)) << phase_bits | static_cast<Tag>(phase);
   }

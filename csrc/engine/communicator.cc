@@ -290,7 +290,7 @@ void Communicator::discard(Scheduled& next) {
   next.pending.operation->roll_back();
 }
 
-// Runs what is next, and throws what becomes of it; then, too, it has been taken. A rank whose
+// Runs what is next, and throws what becomes of it, after taking it in any case. A rank whose
 // operation comes to nothing before it has begun joins the aggregators all the same: others wait.
 void Communicator::turn(Scheduled& next, Interrupt* interrupt) {
   try {

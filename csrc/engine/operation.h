@@ -77,7 +77,8 @@ class Operation {
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
   // The batch that the operation belongs to; null: none. If Agreement::ends_batch is set, since
-  // nothing else is left of the batch on any rank, run() calls Agreement::commit() exactly once.
+  // nothing else is left of the batch on any rank, run() calls Agreement::commit() exactly once; a
+  // rank that is alone need not.
   virtual Batch const* batch() const { return nullptr; }
   // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
   // before either of them was called.

@@ -5,6 +5,7 @@
 #include <deque>
 #include <exception>
 #include <utility>
+#include <vector>
 
 #include "base/error.h"
 #include "transport/transport.h"
@@ -14,106 +15,126 @@ namespace {
 
 constexpr int ring_tag = tag_limit;
 
-// A peer that is gone hears nothing.
-template <class Send>
-void unless_gone(Send&& send) {
-  try {
-    send();
-  } catch (std::exception const&) {
-    // Whoever next waits for it says so.
-  }
-}
-
 std::vector<at::Tensor> tensor_of(RingMessage& ring) {
   return {at::from_blob(&ring, {sizeof ring}, at::kByte)};
 }
 
 }  // namespace
 
-C10dRings::C10dRings(c10::intrusive_ptr<c10d::Backend> group, std::uint32_t run, Doorbell& doorbell)
-    : group_(std::move(group)),
-      run_(run),
-      doorbell_(doorbell),
-      listener_([this] { listen(); }),
-      sender_([this] { send(); }) {}
+struct C10dRings::Sent {
+  RingMessage ring;
+  Work work;
+};
 
-C10dRings::~C10dRings() {
-  if (process_ != ::getpid()) {
-    listener_.detach();
-    sender_.detach();
-    return;
+C10dRings::C10dRings(c10::intrusive_ptr<c10d::Backend> group, std::uint32_t run, Doorbell& doorbell,
+                     std::mutex& posting)
+    : group_(std::move(group)), run_(run), doorbell_(doorbell), posting_(posting) {
+  try {
+    listener_ = std::thread([this] { listen(); });
+    sender_ = std::thread([this] { send(); });
+  } catch (...) {
+    end();
+    throw;
   }
+}
+
+C10dRings::~C10dRings() { end(); }
+
+void C10dRings::end() noexcept {
   {
     std::lock_guard const lock(mutex_);
     ended_ = true;
-    for (auto const& work : {received_, sent_}) {
+    for (Work const& work : {received_, sent_}) {
       if (work) work->abort();
     }
   }
   changed_.notify_all();
-  listener_.join();
-  sender_.join();
+  for (std::thread* const thread : {&listener_, &sender_}) {
+    if (thread->joinable()) thread->join();
+  }
 }
 
 void C10dRings::ring(int peer, std::uint32_t number) {
   {
     std::lock_guard const lock(mutex_);
     outgoing_[peer] = number;
+    // A peer that does not take its ring does not hold up others'.
+    if (sent_) sent_->abort();
   }
   changed_.notify_all();
 }
 
-bool C10dRings::await(c10::intrusive_ptr<c10d::Work> const& work,
-                      c10::intrusive_ptr<c10d::Work>& awaited) {
+bool C10dRings::await(Work const& work, Work& awaited) {
   {
     std::lock_guard const lock(mutex_);
     if (ended_) return false;
     awaited = work;
   }
-  bool const complete = work->wait(endless);
-  std::lock_guard const lock(mutex_);
-  awaited.reset();
-  return complete;
+  struct Over {
+    C10dRings& rings;
+    Work& awaited;
+    ~Over() {
+      std::lock_guard const lock(rings.mutex_);
+      awaited.reset();
+    }
+  } const over{*this, awaited};
+  return work->wait(endless);
 }
 
 void C10dRings::listen() try {
   for (;;) {
     RingMessage ring;
     std::vector<at::Tensor> tensors = tensor_of(ring);
-    auto const work = group_->recvAnysource(tensors, ring_tag);
+    Work work;
+    {
+      std::lock_guard const lock(posting_);
+      work = group_->recvAnysource(tensors, ring_tag);
+    }
     if (!await(work, received_)) return;
-    doorbell_.ring(number_of(ring, run_, work->sourceRank()));
+    if (auto const number = number_of(ring, run_, work->sourceRank())) doorbell_.ring(*number);
   }
 } catch (PeerInvalid const&) {
   doorbell_.fail(std::current_exception());
 } catch (std::exception const& error) {
-  doorbell_.fail(std::make_exception_ptr(
-      PeerLost(concat("no ring can be heard any more: ", error.what()), {})));
+  std::vector<int> peers;  // gloo does not say whose connection broke
+  for (int peer = 0; peer < group_->getSize(); ++peer) {
+    if (peer != group_->getRank()) peers.push_back(peer);
+  }
+  std::string const text = concat("rings cannot be received any more: ", error.what());
+  doorbell_.fail(std::make_exception_ptr(PeerLost(text, std::move(peers))));
 }
 
-void C10dRings::send() {
-  struct Sent {
-    RingMessage ring;
-    c10::intrusive_ptr<c10d::Work> work;
-  };
+void C10dRings::send() try {
+  std::deque<Sent> under_way;
   for (;;) {
-    std::deque<Sent> sent;
+    std::map<int, std::uint32_t> fresh;
     {
       std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return ended_ || !outgoing_.empty(); });
+      changed_.wait(lock, [&] { return ended_ || !outgoing_.empty() || !under_way.empty(); });
       if (ended_) return;
-      for (auto const& [peer, number] : std::exchange(outgoing_, {})) {
-        Sent& one = sent.emplace_back(Sent{make_ring(run_, number), {}});
-        std::vector<at::Tensor> tensors = tensor_of(one.ring);
-        unless_gone([&] { one.work = group_->send(tensors, peer, ring_tag); });
+      fresh.swap(outgoing_);
+    }
+    for (auto const& [peer, number] : fresh) {
+      Sent& sent = under_way.emplace_back(Sent{make_ring(run_, number), {}});
+      std::vector<at::Tensor> tensors = tensor_of(sent.ring);
+      try {
+        std::lock_guard const lock(posting_);
+        sent.work = group_->send(tensors, peer, ring_tag);
+      } catch (std::exception const&) {
+        under_way.pop_back();  // a peer that is gone hears nothing
       }
     }
-    for (Sent const& one : sent) {
-      bool ended = false;
-      if (one.work) unless_gone([&] { ended = !await(one.work, sent_); });
-      if (ended) return;
+    if (under_way.empty()) continue;
+    bool over = true;
+    try {
+      over = await(under_way.front().work, sent_);
+    } catch (std::exception const&) {
+      // Likewise.
     }
+    if (over) under_way.pop_front();
   }
+} catch (std::exception const&) {
+  doorbell_.fail(std::current_exception());
 }
 
 }  // namespace sparsecomm

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <sys/types.h>
-#include <unistd.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -12,22 +11,22 @@
 #include <thread>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/distributed/c10d/Work.hpp>
-#include <vector>
 
 #include "transport/doorbell.h"
 
 namespace sparsecomm {
 
 // Two threads: one waits for the rings of any peer, the other one until those of this rank have
-// been taken, which gloo's sends do. No ring that is not the last one to its peer is kept for that.
+// been taken, which gloo's sends do. Of several to one peer the last is kept.
 class C10dRings {
  public:
   // As good as endless, to gloo.
   static constexpr std::chrono::milliseconds endless = std::chrono::hours(24 * 365);
 
-  // What comes goes to the doorbell, which outlives this.
-  C10dRings(c10::intrusive_ptr<c10d::Backend> group, std::uint32_t run, Doorbell& doorbell);
-  // In a forked child the threads are left alone.
+  // What comes goes to the doorbell. `posting` is held where a message is posted, since the group
+  // counts them without a lock. Both outlive this. Not to be destroyed in a forked child.
+  C10dRings(c10::intrusive_ptr<c10d::Backend> group, std::uint32_t run, Doorbell& doorbell,
+            std::mutex& posting);
   ~C10dRings();
   C10dRings(C10dRings const&) = delete;
   C10dRings& operator=(C10dRings const&) = delete;
@@ -35,20 +34,24 @@ class C10dRings {
   void ring(int peer, std::uint32_t number);
 
  private:
+  struct Sent;
+  using Work = c10::intrusive_ptr<c10d::Work>;
+
   void listen();
   void send();
-  // Waits for it, unless this ends; then it returns false.
-  bool await(c10::intrusive_ptr<c10d::Work> const& work, c10::intrusive_ptr<c10d::Work>& awaited);
+  void end() noexcept;
+  // Returns whether it is complete; false where an abort has ended the wait for it.
+  bool await(Work const& work, Work& awaited);
 
   c10::intrusive_ptr<c10d::Backend> group_;
   std::uint32_t const run_;
   Doorbell& doorbell_;
-  pid_t const process_ = ::getpid();
+  std::mutex& posting_;
   std::mutex mutex_;  // guards what follows
   std::condition_variable changed_;
   bool ended_ = false;
-  std::map<int, std::uint32_t> outgoing_;           // peer -> number
-  c10::intrusive_ptr<c10d::Work> received_, sent_;  // that is waited for
+  std::map<int, std::uint32_t> outgoing_;  // peer -> number
+  Work received_, sent_;                   // that are waited for
   std::thread listener_, sender_;
 };
 

@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <torch/csrc/distributed/c10d/Work.hpp>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -81,10 +82,11 @@ class C10dTransport final : public Transport, private NativeAllreduce {
       }
       expiry_changed_.notify_all();
       timer_.join();
+      rings_.reset();
     } else {
       timer_.detach();  // a fork has not copied it
+      std::ignore = rings_.release();
     }
-    rings_.reset();
     slots_.clear();
   }
 
@@ -151,11 +153,8 @@ class C10dTransport final : public Transport, private NativeAllreduce {
     throw PeerLost(concat("an allreduce of ", elements, " elements broke: ", reason), suspects);
   }
 
-  void ring(int peer, std::uint32_t number) override {
-    if (is_aborted()) throw Interrupted(aborted_here, {peer});
-    rings().ring(peer, number);
-  }
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
+    if (is_aborted()) throw Interrupted(aborted_here, {});
     rings();
     return doorbell_.idle(heard, deadline);
   }
@@ -187,6 +186,11 @@ class C10dTransport final : public Transport, private NativeAllreduce {
   Board& board() override { return *board_; }
 
  protected:
+  void do_ring(int peer, std::uint32_t number) override {
+    if (is_aborted()) throw Interrupted(aborted_here, {peer});
+    rings().ring(peer, number);
+  }
+
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     // The engine only reads a tensor that it sends.
     return post(peer, {const_cast<std::byte*>(bytes.data()), bytes.size()},
@@ -215,6 +219,7 @@ class C10dTransport final : public Transport, private NativeAllreduce {
         at::from_blob(bytes.data(), {static_cast<std::int64_t>(bytes.size())}, at::kByte)};
     Slot slot{peer, bytes.size(), {}};
     try {
+      std::lock_guard const lock(posting_);
       slot.work = start(*group_, message);
     } catch (std::exception const& error) {
       throw PeerLost(concat("the connection to rank ", peer, " broke: ", error.what()), {peer});
@@ -271,7 +276,8 @@ class C10dTransport final : public Transport, private NativeAllreduce {
   }
 
   C10dRings& rings() {
-    if (!rings_) rings_ = std::make_unique<C10dRings>(group_, Transport::run(), doorbell_);
+    if (!rings_)
+      rings_ = std::make_unique<C10dRings>(group_, Transport::run(), doorbell_, posting_);
     return *rings_;
   }
 
@@ -326,6 +332,7 @@ class C10dTransport final : public Transport, private NativeAllreduce {
   std::vector<ForkGuard> guards_;  // destroyed before what they guard
   std::vector<Slot> slots_;
   std::vector<std::uint32_t> free_;
+  std::mutex posting_;
   Doorbell doorbell_;
   std::unique_ptr<C10dRings> rings_;  // from the first use of it on
   pid_t process_ = ::getpid();

@@ -128,7 +128,7 @@ struct HookState::Step final : Batch {
   // step is over, if it has operations; null: there are others to come. Returns as end() does.
   bool begin(std::size_t groups, bool with_last_bucket, std::shared_ptr<PendingBucket> last) {
     std::lock_guard const lock(mutex);
-    delivered.reserve(delivered.size() + open_groups + groups);
+    delivered.reserve(delivered.size() + open_groups + groups);  // so that end() cannot fail
     open_groups += groups;
     begun = begun || groups > 0;
     if (!with_last_bucket) return false;
@@ -205,8 +205,8 @@ struct HookState::Step final : Batch {
       if (grad.defined()) grad.mul_(std::numeric_limits<double>::quiet_NaN());
     }
   }
-  // When no operation is left; finishes the step if it needs none. If one failed, it did so on all
-  // ranks, and none uses the step.
+  // When no operation is left; finishes the step if it needs none. No rank uses a step of which an
+  // operation failed: it did so on all, or on this one alone, which has given up.
   bool lacks_end() {
     if (last_bucket_seen && begun && !ended && !failed) {
       open_groups = 1;

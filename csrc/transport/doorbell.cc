@@ -91,13 +91,13 @@ RingMessage make_ring(std::uint32_t run, std::uint32_t number) {
   return ring;
 }
 
-std::uint32_t number_of(RingMessage const& ring, std::uint32_t run, int peer) {
-  if (ring.checksum != checksum_of(ring) || ring.run != run) {
-    throw PeerInvalid(concat("rank ", peer, " rang with ", ring.run, ", ", ring.number, ", ",
-                             ring.checksum, ", which is no ring of run ", run),
+std::optional<std::uint32_t> number_of(RingMessage const& ring, std::uint32_t run, int peer) {
+  if (ring.checksum != checksum_of(ring)) {
+    throw PeerInvalid(concat("rank ", peer, " rang with run ", ring.run, ", number ", ring.number,
+                             " and checksum ", ring.checksum, ", which is not theirs"),
                       {peer});
   }
-  return ring.number;
+  return ring.run == run ? std::optional(ring.number) : std::nullopt;
 }
 
 }  // namespace sparsecomm

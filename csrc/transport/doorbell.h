@@ -25,7 +25,11 @@ class HighestRing {
   void add(std::uint32_t number) {
     if (!number_ || is_above(number, *number_)) number_ = number;
   }
-  bool above(std::uint32_t heard) const { return number_ && is_above(*number_, heard); }
+  // Forgets one that is not: numbers must not come round to it.
+  bool above(std::uint32_t heard) {
+    if (number_ && !is_above(*number_, heard)) number_.reset();
+    return number_.has_value();
+  }
 
  private:
   static bool is_above(std::uint32_t a, std::uint32_t b) {
@@ -64,7 +68,8 @@ struct RingMessage {
   std::uint64_t checksum = 0;
 };
 RingMessage make_ring(std::uint32_t run, std::uint32_t number);
-// Throws PeerInvalid, naming the peer it came from, where it is none of that run.
-std::uint32_t number_of(RingMessage const& ring, std::uint32_t run, int peer);
+// None if it is of another run, as one may be that came late to a communicator that is no more.
+// Throws PeerInvalid, naming the peer it came from, where it is damaged.
+std::optional<std::uint32_t> number_of(RingMessage const& ring, std::uint32_t run, int peer);
 
 }  // namespace sparsecomm

@@ -88,13 +88,6 @@ class InprocTransport final : public Transport {
     return size;
   }
 
-  void ring(int peer, std::uint32_t number) override {
-    {
-      std::lock_guard const lock(hub_->mutex);
-      if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {peer});
-    }
-    hub_->doorbells[peer].ring(number);
-  }
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
     return hub_->doorbells[rank()].idle(heard, deadline);
   }
@@ -111,6 +104,14 @@ class InprocTransport final : public Transport {
   Board& board() override { return *board_; }
 
  protected:
+  void do_ring(int peer, std::uint32_t number) override {
+    {
+      std::lock_guard const lock(hub_->mutex);
+      if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {peer});
+    }
+    hub_->doorbells[peer].ring(number);
+  }
+
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     Hub::Mailbox& mailbox = hub_->mailboxes[peer];
     {

@@ -91,10 +91,9 @@ class LazyTransport final : public WrappedTransport {
     std::lock_guard const lock(mutex_);
     return transport_ && transport_->interruptible();
   }
-  // Nobody idles before it has connected.
   void wake() noexcept override {
     std::lock_guard const lock(mutex_);
-    if (transport_) transport_->wake();
+    transport_ ? transport_->wake() : void(woken_ = true);
   }
   // Null until it has connected: from then on, what that transport has.
   NativeAllreduce* native() override {
@@ -123,6 +122,7 @@ class LazyTransport final : public WrappedTransport {
         std::lock_guard const lock(mutex_);
         transport_ = std::move(transport);
         if (aborted_) transport_->interrupt();
+        if (woken_) transport_->wake();
       }
       board_.set(transport_->board());
     }
@@ -132,7 +132,8 @@ class LazyTransport final : public WrappedTransport {
   Connect connect_;
   std::atomic<bool> aborted_ = false;
   LazyBoard board_;
-  mutable std::mutex mutex_;  // guards transport_ against calls from other threads
+  mutable std::mutex mutex_;  // guards what follows against calls from other threads
+  bool woken_ = false;        // before there was a transport
   std::unique_ptr<Transport> transport_;
 };
 

@@ -105,10 +105,14 @@ class Transport {
   // those of agreed rounds: they rise, and all ranks idle with the same one. On the thread that
   // uses the transport; waits for nobody, and is not counted. A peer that is gone hears nothing.
   // Throws Interrupted once aborted.
-  virtual void ring(int peer, std::uint32_t number) = 0;
+  void ring(int peer, std::uint32_t number) {
+    check_peer(peer);
+    do_ring(peer, number);
+  }
   // Sleeps until a peer has rung with a number above `heard`, wake() has been called since the last
-  // idle(), or the deadline has passed. Throws Interrupted as wait() does, PeerInvalid, and
-  // PeerLost if any peer is gone, where the engine can tell.
+  // idle(), or the deadline has passed; a ring counts before a call, which it then takes with it.
+  // Throws Interrupted as wait() does, PeerInvalid, and PeerLost if any peer is gone, where the
+  // engine can tell.
   virtual Woken idle(std::uint32_t heard, Deadline const& deadline) = 0;
   // Ends idle(), or the next one. From any thread.
   virtual void wake() noexcept = 0;
@@ -163,6 +167,7 @@ class Transport {
  protected:
   virtual Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) = 0;
   virtual Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) = 0;
+  virtual void do_ring(int peer, std::uint32_t number) = 0;
 
  private:
   void check_peer(int peer) const {

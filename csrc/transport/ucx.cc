@@ -150,20 +150,11 @@ class UcxTransport final : public Transport {
     throw lost(done.peer);
   }
 
-  void ring(int peer, std::uint32_t number) override {
-    begin(peer);
-    meet(peer);
-    if (!link_.peer(peer).failed) doorbell_.ring(link_, peer, number);
-  }
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
-    struct Idle {
-      UcxDoorbell& doorbell;
-      explicit Idle(UcxDoorbell& its_doorbell) : doorbell(its_doorbell) { doorbell.set_idle(true); }
-      ~Idle() { doorbell.set_idle(false); }
-    } const idle(doorbell_);
+    if (aborted_) throw Interrupted(ucx_aborted, {});
+    UcxDoorbell::Idle const idle(doorbell_);
     std::optional<Woken> why;
     bool const in_time = poll_until(nobody, deadline, [&] {
-      doorbell_.listen(link_);
       why = doorbell_.look(heard);
       return why.has_value();
     });
@@ -184,6 +175,12 @@ class UcxTransport final : public Transport {
   Board& board() override { return rendezvous_->board(); }
 
  protected:
+  void do_ring(int peer, std::uint32_t number) override {
+    begin(peer);
+    meet(peer);
+    if (!link_.peer(peer).failed) doorbell_.ring(link_, peer, number);
+  }
+
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     begin(peer);
     meet(peer);
@@ -357,9 +354,9 @@ class UcxTransport final : public Transport {
   template <class Done>
   bool poll_until(int awaited, Deadline const& deadline, Done&& done) {
     UcxLink::Peer* const peer = awaited == nobody ? nullptr : &link_.peer(awaited);
-    TimePoint idle_since{};
+    TimePoint idle_since{}, roll_call{};
     bool idle = false;
-    for (unsigned polls = 1; !done(); ++polls) {
+    for (unsigned polls = 1; doorbell_.listen(link_), !done(); ++polls) {
       if (aborted_)
         throw Interrupted(ucx_aborted, peer ? std::vector{awaited} : std::vector<int>{});
       if (link_.progress()) {
@@ -371,7 +368,10 @@ class UcxTransport final : public Transport {
         continue;
       }
       TimePoint const now = steady_clock().now();
-      if (!std::exchange(idle, true)) idle_since = now;
+      if (!std::exchange(idle, true)) {
+        idle_since = now;
+        roll_call = now + holding_up;
+      }
       deadline.poll_interrupt(now);
       if (deadline.passed()) return false;
       if (now - idle_since < spin_) {
@@ -380,7 +380,10 @@ class UcxTransport final : public Transport {
         continue;
       }
       if (!peer) require_all_connected();
-      if (now - idle_since >= holding_up) require_all_alive();
+      if (now >= roll_call) {
+        require_all_alive();
+        roll_call = now + holding_up;
+      }
       if (greetings_pending_) rendezvous_->check();
       if (std::exchange(unsealed_, false)) link_.close_on_exec();
       Duration const limit = std::min<Duration>(deadline.remaining(), longest_sleep);
@@ -388,6 +391,7 @@ class UcxTransport final : public Transport {
         link_.sleep(*peer, wake_.get(), limit);
       } else {
         link_.sleep(wake_.get(), doorbell_.file(), limit);
+        doorbell_.drain();
       }
     }
     return true;

@@ -28,8 +28,8 @@ void UcxDoorbell::ring(UcxLink& link, int peer, std::uint32_t number) {
   place->request = UCS_PTR_IS_PTR(request) ? request : nullptr;
 }
 
-void UcxDoorbell::listen(UcxLink& link) {
-  if (!std::exchange(deaf_, false)) return;
+void UcxDoorbell::listen_again(UcxLink& link) {
+  deaf_ = false;
   auto const came = [](void* /*request*/, ucs_status_t status, ucp_tag_recv_info_t const* message,
                        void* user) {
     static_cast<Ear*>(user)->hear(status, status == UCS_OK ? message->length : 0);
@@ -41,8 +41,10 @@ void UcxDoorbell::listen(UcxLink& link) {
     void* const request =
         link.receive(UcxLink::tag_of(peer, ring_tag),
                      std::as_writable_bytes(std::span(&ear.message, 1)), came, &ear);
-    if (UCS_PTR_IS_ERR(request)) continue;  // it stays deaf to that peer
-    if (ear.listens) {
+    if (UCS_PTR_IS_ERR(request)) {
+      error_ = std::make_exception_ptr(Error(concat(
+          "no ring can be received: ", link.ucx().ucs_status_string(UCS_PTR_STATUS(request)))));
+    } else if (ear.listens) {
       ear.request = request;
     } else {
       link.ucx().ucp_request_free(request);
@@ -58,8 +60,10 @@ void UcxDoorbell::Ear::hear(ucs_status_t status, std::size_t bytes) {
   listens = false;
   owner->deaf_ = true;
   try {
-    if (status != UCS_OK || bytes != sizeof message) message = {};
-    owner->rings_.add(number_of(message, owner->run_, peer));
+    require<Error>(status == UCS_OK || status == UCS_ERR_MESSAGE_TRUNCATED,
+                   "a ring could not be received: ", ucx->ucs_status_string(status));
+    if (bytes != sizeof message) message = {.run = owner->run_};  // whose checksum is another one
+    if (auto const number = number_of(message, owner->run_, peer)) owner->rings_.add(*number);
   } catch (...) {
     owner->error_ = std::current_exception();
   }
@@ -68,22 +72,24 @@ void UcxDoorbell::Ear::hear(ucs_status_t status, std::size_t bytes) {
 std::optional<Woken> UcxDoorbell::look(std::uint32_t heard) {
   if (error_) std::rethrow_exception(error_);
   bool const woken = woken_.exchange(false);
-  if (woken) {
-    std::uint64_t count = 0;
-    [[maybe_unused]] auto const read = ::read(bell_.get(), &count, sizeof count);
-  }
   if (rings_.above(heard)) return Woken::rung;
   return woken ? std::optional(Woken::woken) : std::nullopt;
 }
 
+void UcxDoorbell::drain() noexcept {
+  std::uint64_t count = 0;
+  [[maybe_unused]] auto const read = ::read(bell_.get(), &count, sizeof count);
+}
+
 void UcxDoorbell::wake() noexcept {
   woken_ = true;
+  if (!idle_) return;
   std::uint64_t const one = 1;
-  if (idle_) [[maybe_unused]]
-    auto const written = ::write(bell_.get(), &one, sizeof one);
+  [[maybe_unused]] auto const written = ::write(bell_.get(), &one, sizeof one);
 }
 
 void UcxDoorbell::leave(UcxLink& link) noexcept {
+  left_ = true;
   for (Ear& ear : ears_) {
     if (ear.request != nullptr) link.cancel(ear.request);
   }

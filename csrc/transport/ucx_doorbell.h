@@ -19,20 +19,33 @@ class UcxDoorbell {
  public:
   UcxDoorbell(int rank, int size, std::uint32_t run);
 
-  // To a peer that is reached.
+  // Rings a peer, which has been reached.
   void ring(UcxLink& link, int peer, std::uint32_t number);
-  // Takes rings of all peers from now on. To be called again before each look at what came.
-  void listen(UcxLink& link);
-  // None: nothing that ends idle(). Throws PeerInvalid.
+  // Takes rings of all peers. To be called now and then, since each ring ends it for its sender.
+  void listen(UcxLink& link) {
+    if (deaf_ && !left_) listen_again(link);
+  }
+  // Returns what ends Transport::idle(), if anything has come that does. Throws PeerInvalid.
   std::optional<Woken> look(std::uint32_t heard);
   // Withdraws what is left to the engine.
   void leave(UcxLink& link) noexcept;
 
   // From any thread.
   void wake() noexcept;
-  // Readable once wake() has been called while this is set.
+  // While it lives, file() becomes readable when wake() is called.
+  class Idle {
+   public:
+    explicit Idle(UcxDoorbell& doorbell) : doorbell_(doorbell) { doorbell_.idle_ = true; }
+    ~Idle() { doorbell_.idle_ = false; }
+    Idle(Idle const&) = delete;
+    Idle& operator=(Idle const&) = delete;
+
+   private:
+    UcxDoorbell& doorbell_;
+  };
   int file() const { return bell_.get(); }
-  void set_idle(bool idle) { idle_ = idle; }
+  // Makes the file unreadable. To be called after it may have become readable, and before look().
+  void drain() noexcept;
 
  private:
   struct Sent {
@@ -49,6 +62,7 @@ class UcxDoorbell {
 
     void hear(ucs_status_t status, std::size_t bytes);
   };
+  void listen_again(UcxLink& link);
 
   int const rank_;
   std::uint32_t const run_;
@@ -57,6 +71,7 @@ class UcxDoorbell {
   std::deque<Sent> sent_;
   std::deque<Ear> ears_;
   bool deaf_ = true;  // some ears do not listen
+  bool left_ = false;
   HighestRing rings_;
   std::exception_ptr error_;
 };

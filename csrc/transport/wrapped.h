@@ -23,7 +23,6 @@ class WrappedTransport : public Transport {
   std::size_t wait(Request& request, Deadline const& deadline) override {
     return inner().wait(request, deadline);
   }
-  void ring(int peer, std::uint32_t number) override { inner().ring(peer, number); }
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
     return inner().idle(heard, deadline);
   }
@@ -40,6 +39,7 @@ class WrappedTransport : public Transport {
 
   virtual Transport& inner() { return *inner_; }
 
+  void do_ring(int peer, std::uint32_t number) override { inner().ring(peer, number); }
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     return inner().isend(peer, tag, bytes);
   }

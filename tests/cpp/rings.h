@@ -71,6 +71,11 @@ inline void check_rings(Transport& transport, Clock const& clock = steady_clock(
     }
   }
 
+  // Only others can be rung.
+  EXPECT_THROW(transport.ring(rank, number), InvalidArgument);
+  EXPECT_THROW(transport.ring(size, number), InvalidArgument);
+  EXPECT_THROW(transport.ring(-1, number), InvalidArgument);
+
   // wake() ends one idle(), the next one if there is none now.
   transport.wake();
   transport.wake();
@@ -108,14 +113,18 @@ inline void check_rings(Transport& transport, Clock const& clock = steady_clock(
   }
   meet(transport, 6, clock);
 
-  // An interrupt from another thread ends it for good.
+  // An interrupt from another thread ends it for good, whatever has come.
   std::thread breaker = runtime.start("a breaker", [&] {
     runtime.sleep(late);
     transport.interrupt();
   });
   EXPECT_THROW(idle(number, long_time()), Interrupted);
   runtime.join(breaker);
-  EXPECT_THROW(idle(number, long_time()), Interrupted);
+  transport.wake();
+  EXPECT_THROW(idle(number - 1, long_time()), Interrupted);
+  if (size > 1) {
+    EXPECT_THROW(transport.ring((rank + 1) % size, number), Interrupted);
+  }
 }
 
 }  // namespace sparsecomm::test

@@ -249,16 +249,6 @@ class NetworkTransport final : public Transport {
     return bytes;
   }
 
-  void ring(int peer, std::uint32_t number) override {
-    state_->simulation.yield();
-    state_->hold(rank());
-    std::lock_guard const lock(state_->mutex);
-    throw_if_interrupted(peer);
-    if (state_->link(rank(), peer).broken != TimePoint::max()) return;
-    state_->bells[std::size_t(peer)].coming.emplace_back(state_->simulation.now() + state_->delay(),
-                                                         number);
-    state_->wake(peer);
-  }
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
     state_->hold(rank());
     std::unique_lock lock(state_->mutex);
@@ -330,6 +320,16 @@ class NetworkTransport final : public Transport {
   }
 
  protected:
+  void do_ring(int peer, std::uint32_t number) override {
+    state_->simulation.yield();
+    state_->hold(rank());
+    std::lock_guard const lock(state_->mutex);
+    throw_if_interrupted(peer);
+    if (state_->link(rank(), peer).broken != TimePoint::max()) return;
+    state_->bells[std::size_t(peer)].coming.emplace_back(state_->simulation.now() + state_->delay(),
+                                                         number);
+    state_->wake(peer);
+  }
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     state_->simulation.yield();
     state_->hold(rank());

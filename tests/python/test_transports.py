@@ -535,7 +535,7 @@ def _ring(transport: str) -> None:
     assert made.idle(number, LONG_TIME) == _C.Woken.woken
     threading.Timer(0.1, made.wake).start()
     assert made.idle(number, LONG_TIME) == _C.Woken.woken
-    # Nobody takes these: they end with the transport.
+    # These come while the transports end.
     for peer in partners:
         made.ring(peer, number)
     dist.barrier()

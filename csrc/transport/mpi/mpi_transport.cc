@@ -1,6 +1,7 @@
 #include "transport/mpi/mpi_transport.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <bit>
 #include <cstring>
@@ -139,7 +140,7 @@ class Layout {
   MPI_Datatype type_ = MPI_BYTE;
 };
 
-// Between two tests, the longer the more of them there were.
+// The pauses between the tests of one wait, which grow.
 class Pause {
  public:
   // Whether to test again at once.
@@ -176,6 +177,8 @@ class MpiTransport final : public Transport, public Board {
   ~MpiTransport() override {
     int finalised = 0;
     MPI_Finalized(&finalised);
+    // What has been sent is to be received before a communicator is freed.
+    if (finalised == 0 && !aborted_) failures();
     bool const all_sent = finalised == 0 && std::ranges::all_of(*sent_rings_, [&](SentRing& sent) {
                             int done = 0;
                             call([&] { return MPI_Test(&sent.request, &done, MPI_STATUS_IGNORE); });
@@ -197,16 +200,6 @@ class MpiTransport final : public Transport, public Board {
         options_.poll ? poll(slot, deadline, status) : MPI_Wait(&slot.request, &status);
     if (error != MPI_SUCCESS) fail(error, slot);
     return slot.receives ? received(slot, status) : 0;
-  }
-
-  void ring(int peer, std::uint32_t number) override {
-    if (aborted_) throw Interrupted(aborted_here, {peer});
-    SentRing& sent = unused_ring();
-    sent.message = make_ring(run(), number);
-    call([&] {
-      return MPI_Isend(&sent.message, sizeof sent.message, MPI_BYTE, peer, report_tag_,
-                       communicator_, &sent.request);
-    });
   }
 
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
@@ -276,6 +269,17 @@ class MpiTransport final : public Transport, public Board {
   }
 
  protected:
+  void do_ring(int peer, std::uint32_t number) override {
+    if (aborted_) throw Interrupted(aborted_here, {peer});
+    SentRing& sent = unused_ring();
+    RingMessage const ring = make_ring(run(), number);
+    std::memcpy(&sent.bytes[1], &ring, sizeof ring);
+    call([&] {
+      return MPI_Isend(sent.bytes.data(), static_cast<int>(sent.bytes.size()), MPI_BYTE, peer,
+                       report_tag_, communicator_, &sent.request);
+    });
+  }
+
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
     return post({peer, bytes.size(), false}, [&](Layout const& layout, MPI_Request& request) {
       return MPI_Isend(bytes.data(), layout.count(), layout.type(), peer, tag_of(tag),
@@ -291,8 +295,10 @@ class MpiTransport final : public Transport, public Board {
   }
 
  private:
+  // Begins with a zero, as no report does.
+  using RingBytes = std::array<std::byte, 1 + sizeof(RingMessage)>;
   struct SentRing {
-    RingMessage message;
+    RingBytes bytes{};
     MPI_Request request = MPI_REQUEST_NULL;
   };
   struct Slot {
@@ -429,9 +435,9 @@ class MpiTransport final : public Transport, public Board {
   // The board's mutex is held.
   void hear(std::string const& bytes, int peer) {
     RingMessage ring;
-    std::memcpy(&ring, bytes.data(), sizeof ring);
+    std::memcpy(&ring, &bytes[1], sizeof ring);
     try {
-      rings_.add(number_of(ring, run(), peer));
+      if (auto const number = number_of(ring, run(), peer)) rings_.add(*number);
     } catch (PeerInvalid const&) {
       ring_error_ = std::current_exception();
     }
@@ -453,7 +459,7 @@ class MpiTransport final : public Transport, public Board {
                         communicator_, MPI_STATUS_IGNORE);
       });
       if (error != MPI_SUCCESS || arrived == 0) return;
-      if (bytes.size() == sizeof(RingMessage)) {
+      if (bytes.size() == sizeof(RingBytes) && bytes[0] == 0) {
         hear(bytes, status.MPI_SOURCE);
       } else {
         reports_[status.MPI_SOURCE] = parse_report(bytes, size());
