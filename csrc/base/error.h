@@ -22,10 +22,16 @@ class InvalidArgument : public Error {
   using Error::Error;
 };
 
-// The ranks of a communicator asked for different operations. The communicator stays usable.
-class Mismatch : public Error {
+// What every rank raises alike: the operation is rolled back, and the communicator stays usable.
+class AgreedError : public Error {
  public:
   using Error::Error;
+};
+
+// The ranks of a communicator asked for different operations.
+class Mismatch : public AgreedError {
+ public:
+  using AgreedError::AgreedError;
 };
 
 // Bytes that arrived are not a valid frame; the message names the field.
@@ -40,11 +46,10 @@ class Aborted : public Error {
   using Error::Error;
 };
 
-// An operation that a rank cancelled before it began; raised on every rank, and the communicator
-// stays usable.
-class Cancelled : public Error {
+// An operation that a rank cancelled before it began.
+class Cancelled : public AgreedError {
  public:
-  using Error::Error;
+  using AgreedError::AgreedError;
 };
 
 // An error that accuses ranks. `ranks()` is sorted, and not empty but for Interrupted.

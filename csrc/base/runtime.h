@@ -2,6 +2,7 @@
 // test from a simulation, which decides who runs and lets time pass when nobody can.
 #pragma once
 
+#include <algorithm>
 #include <condition_variable>
 #include <functional>
 #include <mutex>
@@ -81,6 +82,23 @@ class Condition {
       simulation_->wait(*this, lock, until);
     }
     return true;
+  }
+
+  // False if the deadline has passed and it is not done. Lets what interrupts the deadline end the
+  // wait, without the lock.
+  template <class Done>
+  bool wait_until(std::unique_lock<std::mutex>& lock, Deadline const& deadline, Done done) {
+    for (;;) {
+      Duration const left = deadline.remaining();
+      bool const interruptible = deadline.interruptible();
+      if (wait_for(lock, interruptible ? std::min(left, Interrupt::period) : left, done)) {
+        return true;
+      }
+      if (!interruptible || deadline.passed()) return false;
+      lock.unlock();
+      deadline.poll_interrupt(simulation_ != nullptr ? simulation_->now() : steady_clock().now());
+      lock.lock();
+    }
   }
 
  private:

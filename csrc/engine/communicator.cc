@@ -239,11 +239,7 @@ void Communicator::progress() {
       running_ = false;
     }
     auto& [operation, ticket, completion] = next.pending;
-    try {
-      if (completion) completion(error);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
+    if (completion) keep_first_error(error, [&] { completion(error); });
     // What these hold may be Python's, and a program may end once it is told.
     operation.reset();
     completion = nullptr;
@@ -331,13 +327,7 @@ void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& a
     if (commits) next.agreement.committer = this;
     operation().run(channel, next.agreement);
     require<Error>(!commits || committing(), "an operation ended without commit()");
-  } catch (Mismatch const&) {
-    operation().roll_back();
-    throw;
-  } catch (AggregatorsUnavailable const&) {
-    operation().roll_back();
-    throw;
-  } catch (Cancelled const&) {
+  } catch (AgreedError const&) {
     operation().roll_back();
     throw;
   } catch (...) {

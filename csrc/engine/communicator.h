@@ -220,7 +220,7 @@ class Communicator final : private Commit {
   char const* broken_off_ = nullptr;  // why, where another thread has ended what runs
   Counters counters_;
   std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
-  // Guarded by themselves.
+  // What is not of the thread that runs an operation guards itself.
   Comparison comparison_;
   std::unique_ptr<Coordinator> coordinator_;
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();

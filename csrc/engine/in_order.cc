@@ -27,9 +27,7 @@ class InOrder final : public Coordinator {
     next.whole.begin(first.operation->observer(), Stage::whole);
     try {
       next.agreement = comparison_.run(channel, cancelled ? nullptr : first.operation.get());
-    } catch (Mismatch const&) {
-      next.error = std::current_exception();
-    } catch (Cancelled const&) {
+    } catch (AgreedError const&) {
       next.error = std::current_exception();
     }
     next.pending = take();

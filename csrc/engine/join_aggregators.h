@@ -24,10 +24,10 @@
 
 namespace sparsecomm {
 
-// A rank could not join the aggregators; the same text on all ranks.
-class AggregatorsUnavailable : public Error {
+// A rank could not join the aggregators.
+class AggregatorsUnavailable : public AgreedError {
  public:
-  using Error::Error;
+  using AgreedError::AgreedError;
 };
 
 // Unlike those of other groups of ranks.

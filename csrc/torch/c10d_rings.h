@@ -1,8 +1,6 @@
 // Rings as messages of a torch process group (gloo), which has no receive that does not block.
 #pragma once
 
-#include <sys/types.h>
-
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>

@@ -52,8 +52,6 @@ c10d::ReduceOp torch_reduction(Reduction reduction) {
   throw InvalidArgument(concat("reduction ", int(reduction), " is unknown"));
 }
 
-constexpr char const* aborted_here = "this rank's transport was aborted";
-
 // Gloo has a set of connections for each of its interfaces, and a message's tag modulo their number
 // chooses the set. How many there are it does not say; no machine has more.
 constexpr int most_interfaces = 64;

@@ -223,11 +223,7 @@ struct HookState::Step final : Batch {
   void take_back() {
     std::exception_ptr error;
     for (ParameterGroup* const group : std::exchange(delivered, {})) {
-      try {
-        group->withdraw(failed);
-      } catch (...) {
-        if (!error) error = std::current_exception();
-      }
+      keep_first_error(error, [&] { group->withdraw(failed); });
     }
     if (error) std::rethrow_exception(error);
   }

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "base/error.h"
+#include "transport/transport.h"
 #include "wire/checksum.h"
 
 namespace sparsecomm {
@@ -66,18 +67,8 @@ Woken Doorbell::idle(std::uint32_t heard, Deadline const& deadline) {
   auto const over = [&] {
     return interrupted_ || error_ || lost_ || woken_ || rings_.above(heard);
   };
-  for (;;) {
-    Duration const slice = deadline.interruptible()
-                               ? std::min(deadline.remaining(), Interrupt::period)
-                               : deadline.remaining();
-    if (changed_.wait_for(lock, slice, over)) break;
-    if (deadline.passed()) return Woken::late;
-    if (!deadline.interruptible()) continue;
-    lock.unlock();
-    deadline.poll_interrupt(runtime_.clock().now());
-    lock.lock();
-  }
-  if (interrupted_) throw Interrupted("this rank's transport was aborted", {});
+  if (!changed_.wait_until(lock, deadline, over)) return Woken::late;
+  if (interrupted_) throw Interrupted(aborted_here, {});
   if (error_) std::rethrow_exception(error_);
   bool const woken = std::exchange(woken_, false);
   if (rings_.above(heard)) return Woken::rung;

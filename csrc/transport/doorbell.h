@@ -41,7 +41,7 @@ class HighestRing {
 // A rank's own, for transports whose rings are brought by threads.
 class Doorbell {
  public:
-  explicit Doorbell(Runtime runtime = {}) : runtime_(runtime) {}
+  explicit Doorbell(Runtime runtime = {}) : changed_(runtime, "a ring") {}
 
   void ring(std::uint32_t number);
   void wake() noexcept;
@@ -52,9 +52,8 @@ class Doorbell {
   Woken idle(std::uint32_t heard, Deadline const& deadline);
 
  private:
-  Runtime const runtime_;
   std::mutex mutex_;  // guards what follows
-  Condition changed_{runtime_, "a ring"};
+  Condition changed_;
   HighestRing rings_;
   bool woken_ = false;
   bool interrupted_ = false;

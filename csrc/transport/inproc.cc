@@ -11,8 +11,6 @@
 namespace sparsecomm {
 namespace {
 
-constexpr char const* aborted_here = "this rank's transport was aborted";
-
 // What the ranks share. One lock: this transport is for tests, not for speed.
 struct Hub {
   using Message = std::vector<std::byte>;
@@ -59,17 +57,7 @@ class InprocTransport final : public Transport {
     auto const settled = [&] {
       return !queue.empty() || hub_->gone[slot.peer] || hub_->aborted[rank()];
     };
-    bool in_time = false;
-    for (;;) {
-      Duration const slice = deadline.interruptible()
-                                 ? std::min(deadline.remaining(), Interrupt::period)
-                                 : deadline.remaining();
-      in_time = mailbox.changed.wait_for(lock, slice, settled);
-      if (in_time || !deadline.interruptible() || deadline.passed()) break;
-      lock.unlock();
-      deadline.poll_interrupt(hub_->runtime.clock().now());
-      lock.lock();
-    }
+    bool const in_time = mailbox.changed.wait_until(lock, deadline, settled);
     if (hub_->aborted[rank()]) throw Interrupted(aborted_here, {slot.peer});
     if (queue.empty()) {
       if (in_time) {

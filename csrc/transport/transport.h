@@ -25,6 +25,9 @@ namespace sparsecomm {
 using Tag = std::uint32_t;
 inline constexpr Tag tag_limit = 0x7fffff80;
 
+// What Interrupted says after interrupt() or abort().
+inline constexpr char const* aborted_here = "this rank's transport was aborted";
+
 // In place of a peer that is waited for.
 inline constexpr int nobody = -1, everybody = -2, a_service = -3;
 

@@ -32,7 +32,6 @@ constexpr Duration crowded_spin = std::chrono::microseconds(10);
 constexpr Duration connect_allowance = std::chrono::seconds(10);
 constexpr Duration connect_allowance_per_rank = std::chrono::milliseconds(50);
 constexpr std::uint64_t longest_introduction = 1 << 20;
-constexpr char const* ucx_aborted = "this rank's transport was aborted";
 
 // The first message to a peer.
 struct Hello {
@@ -151,7 +150,8 @@ class UcxTransport final : public Transport {
   }
 
   Woken idle(std::uint32_t heard, Deadline const& deadline) override {
-    if (aborted_) throw Interrupted(ucx_aborted, {});
+    if (aborted_) throw Interrupted(aborted_here, {});
+    doorbell_.open();
     UcxDoorbell::Idle const idle(doorbell_);
     std::optional<Woken> why;
     bool const in_time = poll_until(nobody, deadline, [&] {
@@ -178,6 +178,7 @@ class UcxTransport final : public Transport {
   void do_ring(int peer, std::uint32_t number) override {
     begin(peer);
     meet(peer);
+    doorbell_.open();
     if (!link_.peer(peer).failed) doorbell_.ring(link_, peer, number);
   }
 
@@ -235,7 +236,7 @@ class UcxTransport final : public Transport {
   };
 
   void begin(int peer) {
-    if (aborted_) throw Interrupted(ucx_aborted, {peer});
+    if (aborted_) throw Interrupted(aborted_here, {peer});
   }
 
   // Before the first message to or from a peer that is no partner: it has to know that this rank
@@ -358,7 +359,7 @@ class UcxTransport final : public Transport {
     bool idle = false;
     for (unsigned polls = 1; doorbell_.listen(link_), !done(); ++polls) {
       if (aborted_)
-        throw Interrupted(ucx_aborted, peer ? std::vector{awaited} : std::vector<int>{});
+        throw Interrupted(aborted_here, peer ? std::vector{awaited} : std::vector<int>{});
       if (link_.progress()) {
         idle = false;
         if (polls % 1024 != 0) continue;

@@ -89,7 +89,7 @@ void UcxDoorbell::wake() noexcept {
 }
 
 void UcxDoorbell::leave(UcxLink& link) noexcept {
-  left_ = true;
+  open_ = false;
   for (Ear& ear : ears_) {
     if (ear.request != nullptr) link.cancel(ear.request);
   }

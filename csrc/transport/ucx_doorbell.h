@@ -21,10 +21,12 @@ class UcxDoorbell {
 
   // Rings a peer, which has been reached.
   void ring(UcxLink& link, int peer, std::uint32_t number);
-  // Takes rings of all peers. To be called now and then, since each ring ends it for its sender.
+  // Takes rings of all peers, once this rank rings or idles. To be called now and then, since each
+  // ring ends it for its sender.
   void listen(UcxLink& link) {
-    if (deaf_ && !left_) listen_again(link);
+    if (open_ && deaf_) listen_again(link);
   }
+  void open() { open_ = true; }
   // Returns what ends Transport::idle(), if anything has come that does. Throws PeerInvalid.
   std::optional<Woken> look(std::uint32_t heard);
   // Withdraws what is left to the engine.
@@ -70,8 +72,8 @@ class UcxDoorbell {
   std::atomic<bool> idle_ = false, woken_ = false;
   std::deque<Sent> sent_;
   std::deque<Ear> ears_;
+  bool open_ = false;
   bool deaf_ = true;  // some ears do not listen
-  bool left_ = false;
   HighestRing rings_;
   std::exception_ptr error_;
 };

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <set>
 
+#include "transport/transport.h"
+
 namespace sparsecomm {
 namespace {
 
@@ -170,7 +172,7 @@ void UcxLink::notice_end(Peer& peer) {
 void UcxLink::close(Duration limit) noexcept {
   std::vector<ucp_ep_h> endpoints;
   for (Peer& peer : peers_) {
-    if (!std::exchange(peer.failed, true)) peer.reason = "this rank's transport was aborted";
+    if (!std::exchange(peer.failed, true)) peer.reason = aborted_here;
     if (peer.endpoint != nullptr) endpoints.push_back(std::exchange(peer.endpoint, nullptr));
   }
   worker_.close(endpoints, limit);

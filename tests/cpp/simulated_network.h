@@ -255,7 +255,7 @@ class NetworkTransport final : public Transport {
     auto& bell = state_->bells[std::size_t(rank())];
     for (;;) {
       if (state_->interrupted[std::size_t(rank())]) {
-        throw Interrupted("this rank's transport was aborted", {});
+        throw Interrupted(aborted_here, {});
       }
       TimePoint const now = state_->simulation.now();
       Duration left = deadline.remaining();
@@ -363,7 +363,7 @@ class NetworkTransport final : public Transport {
   }
   void throw_if_interrupted(int peer) const {
     if (!state_->interrupted[std::size_t(rank())]) return;
-    throw Interrupted("this rank's transport was aborted", {peer});
+    throw Interrupted(aborted_here, {peer});
   }
   static PeerLost lost(int peer) { return {concat("rank ", peer, " is gone"), {peer}}; }
 

@@ -25,7 +25,6 @@ constexpr Duration shortest_sleep = std::chrono::microseconds(20);
 constexpr Duration longest_sleep = std::chrono::milliseconds(1);
 // How often a cancelled receive is tested before it is given up.
 constexpr int cancel_tests = 1000;
-constexpr char const* aborted_here = "this rank's transport was aborted";
 // Of a failure report's text, so that reports fit into eager messages.
 constexpr std::size_t max_report_text = 2048;
 
