@@ -78,6 +78,8 @@ class Deadline {
     sooner.end_ = now() + sooner.allowance_;
     return sooner;
   }
+  // One with another allowance, which begins now.
+  Deadline restarted(Duration allowance) const { return {*clock_, allowance, interrupt_}; }
   // For what took time that the operation is not accountable for.
   void postpone(Duration time) { end_ += time; }
   bool passed() const { return remaining() == Duration::zero(); }

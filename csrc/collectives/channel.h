@@ -65,6 +65,10 @@ class Channel {
   }
   // For a part that has a deadline of its own.
   Channel under(Deadline const& deadline) const { return {transport_, operation_, deadline}; }
+  // Wakes a peer that idles before this operation; see Transport::ring().
+  void ring(int peer) { transport_.ring(peer, operation_); }
+  // Until a peer rings; see Transport::idle().
+  Woken idle(Deadline const& deadline) { return transport_.idle(operation_ - 1, deadline); }
   // See Deadline::postpone.
   void postpone(Duration time) { deadline_.postpone(time); }
   // Around a wait that is not the channel's: for a rank, for everybody, or for a service, whose

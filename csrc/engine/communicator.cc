@@ -53,7 +53,9 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
                                                 options_.runtime)
                  : nullptr),
       comparison_(transport_->size(), watch_.get()),
-      coordinator_(make_in_order(comparison_)) {
+      coordinator_(options_.cached_names == 0
+                       ? make_in_order(comparison_)
+                       : make_cached(comparison_, options_.cached_names, options_.timeout)) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });
@@ -119,43 +121,59 @@ void Communicator::require_own_process() const {
 }
 
 Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
-                                          Completion completion) {
+                                          Completion completion, std::string name) {
   require_own_process();
   Handle handle;
   handle.ticket_ = std::make_shared<Ticket>(options_.runtime);
   handle.threads_ = threads_;
+  bool idles = false;
   {
     std::lock_guard const lock(mutex_);
     require<Aborted>(!closing_, "this communicator is closed; make a new one");
-    coordinator_->add({std::move(operation), handle.ticket_, std::move(completion)});
+    idles = coordinator_->add(
+        {std::move(operation), handle.ticket_, std::move(completion), std::move(name)});
   }
   changed_->notify_all();
+  if (idles) transport_->wake();
   return handle;
 }
 
-void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt) {
+void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt,
+                       std::string name) {
   require_own_process();
   require_waitable();
   // The transport polls the interrupt as it waits; services need not.
   bool here = interrupt == nullptr || (transport_->interruptible() && interruptibles_->empty());
   if (here) {
     std::lock_guard const lock(mutex_);
-    here = !closing_ && !taken_ && coordinator_->empty();
+    here = !closing_ && !taken_ && !has_turn();
     if (here) {
-      coordinator_->add({operation});
+      coordinator_->add({.operation = operation, .name = std::move(name)});
       taken_ = running_ = true;
     }
   }
+  std::optional<Handle> handle;  // of an operation that another thread is to run
   if (!here) {
-    Handle const handle = submit(operation);
-    interrupt != nullptr ? wait(handle, *interrupt) : handle.wait();
-    return;
+    handle = submit(operation, {}, std::move(name));
+  } else {
+    handle = run_here(interrupt);
   }
+  if (handle) interrupt != nullptr ? wait(*handle, *interrupt) : handle->wait();
+}
+
+// Has the turn, and what the coordinator holds but for what others have added since has no ticket.
+std::optional<Communicator::Handle> Communicator::run_here(Interrupt* interrupt) {
   threads_->caller = std::this_thread::get_id();
   std::exception_ptr error;
+  std::optional<Handle> handle;
   Scheduled mine;
   try {
-    turn(mine, interrupt);
+    if (turn(mine, interrupt, true) != Turn::taken) {
+      handle.emplace();
+      handle->ticket_ = std::make_shared<Ticket>(options_.runtime);
+      handle->threads_ = threads_;
+      coordinator_->add_ticket(handle->ticket_);
+    }
   } catch (...) {
     error = std::current_exception();
   }
@@ -165,10 +183,11 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
     std::lock_guard const lock(mutex_);
     count();
     taken_ = running_ = false;
-    awaited = closing_ || !coordinator_->empty();
+    awaited = closing_ || has_turn();
   }
   if (awaited) changed_->notify_all();
   if (error) std::rethrow_exception(error);
+  return handle;
 }
 
 // Like the handle's, but ends what it waits for if the caller is interrupted.
@@ -214,13 +233,18 @@ Traffic Communicator::traffic() const {
   return traffic;
 }
 
+// Whether there is anything to do for a thread that takes the turn; with the lock held.
+bool Communicator::has_turn() const {
+  return !coordinator_->empty() || (coordinator_->listens() && broken_.empty());
+}
+
 void Communicator::progress() {
   for (;;) {
     bool closing = false;
     {
       std::unique_lock lock(mutex_);
-      changed_->wait(lock, [&] { return !taken_ && (closing_ || !coordinator_->empty()); });
-      if (coordinator_->empty()) return;
+      changed_->wait(lock, [&] { return !taken_ && (closing_ || has_turn()); });
+      if (closing_ && coordinator_->empty()) return;
       taken_ = running_ = true;
       closing = closing_;
     }
@@ -229,7 +253,7 @@ void Communicator::progress() {
     try {
       if (closing) discard(next);
       require<Aborted>(!closing, "the communicator was closed before this operation ran");
-      turn(next, nullptr);
+      turn(next, nullptr, false);
     } catch (...) {
       error = std::current_exception();
     }
@@ -238,12 +262,12 @@ void Communicator::progress() {
       count();
       running_ = false;
     }
-    auto& [operation, ticket, completion] = next.pending;
-    if (completion) keep_first_error(error, [&] { completion(error); });
+    Pending& pending = next.pending;
+    if (pending.completion) keep_first_error(error, [&] { pending.completion(error); });
     // What these hold may be Python's, and a program may end once it is told.
-    operation.reset();
-    completion = nullptr;
-    ticket->end(error);
+    pending.operation.reset();
+    pending.completion = nullptr;
+    if (pending.ticket) pending.ticket->end(error);
     std::lock_guard const lock(mutex_);
     taken_ = false;
   }
@@ -251,12 +275,15 @@ void Communicator::progress() {
 
 class Communicator::InProgress {
  public:
+  // Goes on with one that was left open.
   explicit InProgress(Communicator& communicator) : communicator_(communicator) {
     std::lock_guard const lock(communicator_.mutex_);
+    if (std::exchange(communicator_.open_, false)) return;
     ++communicator_.next_operation_;
     communicator_.progress_ = Progress::exchanging;
   }
   ~InProgress() {
+    if (communicator_.open_) return;
     FailureReport idle;
     {
       std::lock_guard const lock(communicator_.mutex_);
@@ -280,33 +307,35 @@ void Communicator::require_usable() {
                    "optimizer and make a new one on a process group of the ranks that are left");
 }
 
-// Takes what is next, which will not run, and rolls it back.
+// Takes what is next, if anything is, which will not run, and rolls it back.
 void Communicator::discard(Scheduled& next) {
-  next.pending = coordinator_->take();
-  next.pending.operation->roll_back();
+  if (!next.pending.operation && !coordinator_->empty()) next.pending = coordinator_->take();
+  if (next.pending.operation) next.pending.operation->roll_back();
 }
 
 // Runs what is next, and throws what becomes of it, after taking it in any case. A rank whose
 // operation comes to nothing before it has begun joins the aggregators all the same: others wait.
-void Communicator::turn(Scheduled& next, Interrupt* interrupt) {
+Turn Communicator::turn(Scheduled& next, Interrupt* interrupt, bool callers) {
   try {
     require_usable();
-    if (joining_ && joining_->due(*aggregators_)) {
+    if (joining_ && !open_ && joining_->due(*aggregators_)) {
       Scheduled joining{.pending = {joining_}};
       execute(joining, interrupt, [&](Channel& channel) {
-        joining.agreement = comparison_.run(channel, joining_.get());
+        joining.agreement = comparison_.run(channel, prepare(joining_.get())).agreement;
+        return Turn::taken;
       });
     }
   } catch (...) {
     discard(next);
     throw;
   }
-  execute(next, interrupt, [&](Channel& channel) { coordinator_->round(channel, next); });
+  return execute(next, interrupt,
+                 [&](Channel& channel) { return coordinator_->round(channel, next, callers); });
 }
 
-// Runs what `agree` schedules.
+// Runs what `agree` hands over.
 template <class Agree>
-void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& agree) {
+Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& agree) {
   struct EndOfWhole {
     Scheduled& scheduled;
     ~EndOfWhole() { scheduled.whole.end(); }
@@ -315,28 +344,31 @@ void Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& a
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
                   Deadline(clock_, options_.timeout, interrupt));
   StallWatch::Operation const watched(watch_.get(), next_operation_);
-  auto const operation = [&]() -> Operation& {
-    if (!next.pending.operation) next.pending = coordinator_->take();
-    return *next.pending.operation;
-  };
+  Traffic const before = traffic();
   try {
     require_no_alarm();
-    agree(channel);
+    Turn const taken = agree(channel);
+    open_ = taken == Turn::others;
+    if (taken != Turn::taken) return taken;
     if (next.error) std::rethrow_exception(next.error);
     bool const commits = next.agreement.ends_batch && size() > 1;
+    next.agreement.traffic_before = before;
     if (commits) next.agreement.committer = this;
-    operation().run(channel, next.agreement);
+    next.pending.operation->run(channel, next.agreement);
     require<Error>(!commits || committing(), "an operation ended without commit()");
+    return taken;
   } catch (AgreedError const&) {
-    operation().roll_back();
+    discard(next);
     throw;
   } catch (...) {
     // What failed after commit() stands on the others.
     bool const committed = committing();
-    if (!committed) operation().roll_back();
+    if (!committed) discard(next);
     if (!broken_.empty()) throw;  // concluded by commit()
     bool const stands = conclude_failure(std::current_exception(), committed, interrupt);
-    if (committed && !stands) operation().roll_back();
+    if (committed && !stands) discard(next);
+    // Without an operation that has failed here the next one throws it.
+    if (!next.pending.operation) return Turn::nothing;
     throw_failure();
   }
 }

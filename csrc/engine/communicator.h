@@ -29,6 +29,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -82,6 +83,9 @@ struct CommunicatorOptions {
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
   Runtime runtime = {};  // of the communicator's threads and waits
+  // Names of operations that ranks remember, the same on all; 0: they run in the order of
+  // submission, whatever their names, and all ranks compare each.
+  std::size_t cached_names = 0;
   // The same on all ranks. Numbers of 64 bits, of which messages carry 32, and tags fewer.
   std::uint64_t first_operation = 0;
 };
@@ -123,11 +127,15 @@ class Communicator final : private Commit {
   Communicator(Communicator const&) = delete;
   Communicator& operator=(Communicator const&) = delete;
 
-  // Throws Aborted once the communicator is closed.
-  Handle submit(std::shared_ptr<Operation> operation, Completion completion = {});
-  // The same as submit(operation).wait(), but in this thread where nothing else is going on.
-  // `interrupt`: what it throws breaks the operation off, or cancels it if it has not begun.
-  void run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt = nullptr);
+  // Throws Aborted once the communicator is closed. An operation with a name runs with those of
+  // that name on the other ranks, whatever else was submitted before it there; throws
+  // InvalidArgument if one is pending already that has not been cancelled.
+  Handle submit(std::shared_ptr<Operation> operation, Completion completion = {},
+                std::string name = {});
+  // The same as submit(operation, {}, name).wait(), but in this thread where nothing else is going
+  // on. `interrupt`: what it throws breaks the operation off, or cancels it if it has not begun.
+  void run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt = nullptr,
+           std::string name = {});
 
   // Fails what is queued with Aborted, breaks off what runs, and ends the threads: no completion
   // runs any more. Not on a thread of its own.
@@ -177,10 +185,12 @@ class Communicator final : private Commit {
   void progress();
   void count();
   void require_usable();
-  void turn(Scheduled& next, Interrupt* interrupt);
+  bool has_turn() const;
+  std::optional<Handle> run_here(Interrupt* interrupt);
+  Turn turn(Scheduled& next, Interrupt* interrupt, bool callers);
   void discard(Scheduled& next);
   template <class Agree>
-  void execute(Scheduled& next, Interrupt* interrupt, Agree const& agree);
+  Turn execute(Scheduled& next, Interrupt* interrupt, Agree const& agree);
   void alarm();
   // Returns if the operation stands; throws what it shall throw if it is rolled back.
   void commit(Channel& channel) override;
@@ -205,6 +215,7 @@ class Communicator final : private Commit {
   std::unique_ptr<LinkModel> link_model_;
   FigureExchange<std::byte> round_;
   std::atomic<std::uint64_t> next_operation_ = options_.first_operation;
+  bool open_ = false;           // ranks have agreed on what runs as next_operation_
   std::string broken_;          // why, once the transport has failed
   std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next
 

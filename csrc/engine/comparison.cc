@@ -11,27 +11,49 @@
 namespace sparsecomm {
 namespace {
 
-enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
-
 // A proposal on the wire; the payload follows.
 struct Fingerprint {
   std::uint64_t key;
   std::uint64_t changing;
   std::uint8_t finite;
   std::uint8_t ends_batch;
-  std::uint16_t requests;
+  std::uint8_t requests;
+  std::uint8_t kind;  // what Result::alike is about
   Intent intent;
 };
 static_assert(sizeof(Fingerprint) == 24);
 
 constexpr std::size_t max_proposal_bytes = 4096;
 
-bool is_last_of_batch(Operation const& operation) {
-  Batch const* const batch = operation.batch();
+bool is_last_of_batch(Prepared const& prepared) {
+  if (prepared.intent != Intent::go) return false;
+  Batch const* const batch = prepared.operation->batch();
   return batch != nullptr && batch->left() == 1;
 }
 
 }  // namespace
+
+Prepared prepare(Operation* operation) {
+  Prepared prepared;
+  if (operation == nullptr) return prepared;
+  prepared.operation = operation;
+  try {
+    prepared.proposal = operation->prepare();
+    std::size_t const bytes = prepared.proposal.payload.size();
+    require<Error>(bytes <= max_payload_bytes, "a payload of ", bytes, " bytes; there is room for ",
+                   max_payload_bytes);
+    prepared.intent = Intent::go;
+  } catch (...) {
+    prepared.intent = Intent::failed;
+    prepared.proposal = {};
+    prepared.failure = what_of(std::current_exception());
+  }
+  return prepared;
+}
+
+void Comparison::show(Proposal const& proposal) const {
+  if (watch_ != nullptr) watch_->propose(proposal.text, proposal.step);
+}
 
 std::span<const FrameView> Comparison::allgather(Channel& channel, Phase phase,
                                                  std::span<const std::byte> payload,
@@ -41,31 +63,18 @@ std::span<const FrameView> Comparison::allgather(Channel& channel, Phase phase,
   return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
 }
 
-Agreement Comparison::run(Channel& channel, Operation* operation) {
-  Proposal proposal;
-  std::string explanation;
-  Intent intent = Intent::go;
-  try {
-    if (operation == nullptr) {
-      intent = Intent::cancelled;
-    } else {
-      Proposal const prepared = operation->prepare();
-      require<Error>(prepared.payload.size() <= max_payload_bytes, "a payload of ",
-                     prepared.payload.size(), " bytes; there is room for ", max_payload_bytes);
-      proposal = prepared;
-    }
-  } catch (...) {
-    intent = Intent::failed;
-    explanation = what_of(std::current_exception());
-  }
-  if (watch_ != nullptr) watch_->propose(proposal.text, proposal.step);
+Comparison::Result Comparison::run(Channel& channel, Prepared const& prepared) {
+  auto const& [operation, intent, proposal, failure] = prepared;
+  show(proposal);
   ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
-  Fingerprint const own{.key = proposal.key,
-                        .changing = proposal.changing,
-                        .finite = proposal.finite,
-                        .ends_batch = intent == Intent::go && is_last_of_batch(*operation),
-                        .requests = requests_.exchange(false),
-                        .intent = intent};
+  Fingerprint const own{
+      .key = proposal.key,
+      .changing = proposal.changing,
+      .finite = proposal.finite,
+      .ends_batch = is_last_of_batch(prepared),
+      .requests = take_request(),
+      .kind = static_cast<std::uint8_t>(prepared.ends_alone() + 2 * proposal.payload_is_known),
+      .intent = intent};
 
   std::array<std::byte, sizeof own + max_payload_bytes> fingerprint{};
   std::memcpy(fingerprint.data(), &own, sizeof own);
@@ -75,7 +84,8 @@ Agreement Comparison::run(Channel& channel, Operation* operation) {
                                 fingerprint.size());
   auto const payload = std::span(payload_).first(proposal.payload.size());
   std::ranges::fill(payload, std::byte{0});
-  Agreement agreement{.payload = payload, .ends_batch = true};
+  Result result{.agreement = {.payload = payload, .ends_batch = true}};
+  Agreement& agreement = result.agreement;
   bool agreed = true;
   bool requested = false;
   for (int rank = 0; rank < channel.size(); ++rank) {
@@ -99,14 +109,16 @@ Agreement Comparison::run(Channel& channel, Operation* operation) {
     agreement.all_finite = agreement.all_finite && other.finite != 0;
     agreement.ends_batch = agreement.ends_batch && other.ends_batch != 0;
     requested = requested || other.requests != 0;
+    result.alike = result.alike && other.kind == own.kind;
     intents_[rank] = static_cast<std::uint32_t>(other.intent);
   }
-  if (requested) requested_ = true;
-  if (agreed) return agreement;
+  if (requested) add_requested();
+  if (agreed) return result;
 
-  if (intent == Intent::go) {
-    explanation = shorten_values(concat(proposal.text, operation->changing_fields(payload)));
-  }
+  std::string const explanation =
+      intent == Intent::go
+          ? shorten_values(concat(proposal.text, operation->changing_fields(payload)))
+          : failure;
   explain(channel, std::string_view(explanation).substr(0, max_proposal_bytes));
 }
 

@@ -1,6 +1,7 @@
 // Compares on all ranks what they are about to do, before an operation moves data.
 //
 // 1. Prepare the operation, which makes its proposal; one that fails or was cancelled has none.
+//    This may be done long before the rest.
 // 2. Bruck allgather of fingerprints: two hashes, flags, what is intended, and the payload.
 // 3. Merge the payloads, in the order of the ranks.
 // 4. Only where fingerprints differ or payloads do not go together: allgather of the texts, from
@@ -12,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -25,17 +27,45 @@ namespace sparsecomm {
 
 class StallWatch;  // engine/stall.h
 
+enum class Intent : std::uint32_t { go = 0, failed = 1, cancelled = 2 };
+
+// An operation as this rank is about to run it.
+struct Prepared {
+  Operation* operation = nullptr;  // null: this rank has cancelled it
+  Intent intent = Intent::cancelled;
+  Proposal proposal = {};
+  std::string failure = {};  // why it cannot be proposed
+
+  bool ends_alone() const { return operation != nullptr && operation->batch() == &batch_of_one; }
+};
+
+// Step 1. `operation`: null if it was cancelled.
+Prepared prepare(Operation* operation);
+
 class Comparison {
  public:
   // `watch`: is told what is proposed; null: nobody is.
   Comparison(int ranks, StallWatch* watch) : watch_(watch), intents_(ranks) {}
 
-  // `operation`: null where this rank has cancelled it. Throws the same Mismatch or Cancelled on
-  // every rank where proposals differ, one could not be made, or a rank has cancelled.
-  Agreement run(Channel& channel, Operation* operation);
+  struct Result {
+    Agreement agreement;
+    // On all ranks the operation is a batch of its own, or on none, and all of them know the
+    // others' payloads, or none does.
+    bool alike = true;
+  };
+
+  // Steps 2 to 4. Throws the same Mismatch or Cancelled on every rank where proposals differ, one
+  // could not be made, or a rank has cancelled.
+  Result run(Channel& channel, Prepared const& prepared);
+
+  // Tells the watch, if there is one, what this rank is at.
+  void show(Proposal const& proposal) const;
 
   // Lets every rank know, with the next comparison, that this one has a request. From any thread.
   void request() { requests_ = true; }
+  // Takes this rank's own, for whoever tells the others instead.
+  bool take_request() { return requests_.exchange(false); }
+  void add_requested() { requested_ = true; }
   // Whether any rank has had one since the last call.
   bool take_requested() { return requested_.exchange(false); }
 

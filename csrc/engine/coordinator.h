@@ -1,9 +1,12 @@
 // Which of the operations that were submitted runs next, alike on all ranks.
 #pragma once
 
+#include <cstddef>
+#include <cstdint>
 #include <exception>
 #include <memory>
 
+#include "base/clock.h"
 #include "collectives/channel.h"
 #include "engine/comparison.h"
 #include "engine/observer.h"
@@ -17,29 +20,55 @@ struct Scheduled {
   Pending pending = {};
   Agreement agreement = {};
   std::exception_ptr error = {};  // it is not to run: the same on all ranks
-  ObservedStage whole = {};       // of the operation, since it is prepared
+  ObservedStage whole = {};       // of the operation, since it is prepared, or since its turn
+};
+
+enum class Turn : std::uint8_t {
+  taken,    // an operation is handed over
+  nothing,  // no operation is to run now
+  others,   // the next one is not the caller's: it is for another thread
+};
+
+// Some ranks have added an operation, the others have not before its deadline: the same error on
+// all.
+class NotSubmitted : public Timeout {
+ public:
+  using Timeout::Timeout;
 };
 
 class Coordinator {
  public:
   virtual ~Coordinator() = default;
 
-  // From any thread.
-  virtual void add(Pending pending) = 0;
+  // From any thread. Throws InvalidArgument if an operation of that name is pending. Returns true
+  // if the thread that uses the transport may idle there: Transport::wake() lets it hear of this.
+  virtual bool add(Pending pending) = 0;
   virtual bool empty() const = 0;
+  // Whether other ranks may need this one's part in the next round though it is empty.
+  virtual bool listens() const = 0;
 
-  // The following are for one thread at a time, where it is not empty.
+  // The following are for one thread at a time. The first of them where it is not empty, or
+  // listens.
 
   // Decides with all other ranks what runs next, and hands it over, with the observer's
-  // Stage::whole begun before it was prepared. What it throws ends the communicator; then nothing
-  // has been handed over.
-  virtual void round(Channel& channel, Scheduled& next) = 0;
-  // Hands over what is not to run any more.
+  // Stage::whole begun. `callers`: only what has no ticket. What it throws ends the communicator;
+  // then nothing has been handed over.
+  virtual Turn round(Channel& channel, Scheduled& next, bool callers) = 0;
+  // Gives what has no ticket one, since another thread is to run it.
+  virtual void add_ticket(std::shared_ptr<Ticket> ticket) = 0;
+  // Hands over what is not to run any more. Not where it is empty.
   virtual Pending take() = 0;
 };
 
 // Runs operations in the order in which they were added, which must be the same on all ranks, and
 // compares each just before it runs.
 std::unique_ptr<Coordinator> make_in_order(Comparison& comparison);
+
+// Runs operations that have a name once all ranks have added one of that name, in an order that is
+// the same on all ranks; those without one in the order in which they were added. Compares an
+// operation only where ranks have something new to say of it. See cached.cc.
+// `capacity`: of the cache of names. `timeout`: of an operation that some ranks do not add.
+std::unique_ptr<Coordinator> make_cached(Comparison& comparison, std::size_t capacity,
+                                         Duration timeout);
 
 }  // namespace sparsecomm

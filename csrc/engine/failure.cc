@@ -39,6 +39,8 @@ FailureReport report_of(std::exception_ptr const& error, std::uint64_t operation
     std::rethrow_exception(error);
   } catch (PeerInvalid const& invalid) {
     return report(Cause::invalid, invalid.ranks());
+  } catch (NotSubmitted const& absent) {
+    return report(Cause::absent, absent.ranks());
   } catch (Timeout const& timeout) {
     return report(Cause::timeout, timeout.ranks());
   } catch (Interrupted const& interrupted) {

@@ -11,22 +11,6 @@
 namespace sparsecomm {
 namespace {
 
-// Measures a stage, and shows it.
-class Stopwatch {
- public:
-  Stopwatch(StageObserver* observer, Stage stage, Clock const& clock, Duration& total)
-      : observed_(observer, stage), clock_(clock), total_(total), start_(clock.now()) {}
-  ~Stopwatch() { total_ += clock_.now() - start_; }
-  Stopwatch(Stopwatch const&) = delete;
-  Stopwatch& operator=(Stopwatch const&) = delete;
-
- private:
-  ObservedStage observed_;
-  Clock const& clock_;
-  Duration& total_;
-  TimePoint start_;
-};
-
 template <class V>
 AlgorithmOptions collective_options(ExchangeOptions const& options) {
   AlgorithmOptions collective = options.collective;
@@ -147,6 +131,7 @@ void GradientExchange<T>::set_layout(std::string text) {
 // Those there are belong to another k.
 template <class T>
 void GradientExchange<T>::forget_thresholds() {
+  ++changes_;
   state_.local_threshold = 0;
   state_.collective.global_threshold = 0;
   local_->reset(0);
@@ -172,6 +157,7 @@ void GradientExchange<T>::follow(double loss_scale) {
   if (loss_scale == state_.loss_scale) return;
   state_.collective.global_threshold *= loss_scale / state_.loss_scale;
   state_.loss_scale = loss_scale;
+  ++changes_;
   if (sparse_) sparse_->load_state(state_.collective);
 }
 
@@ -206,6 +192,7 @@ void GradientExchange<T>::restore_state(ExchangeState state) {
   local_->reset(state.local_threshold);
   if (sparse_) sparse_->load_state(state.collective);
   state_ = std::move(state);
+  ++changes_;
 }
 
 template <class T>
@@ -276,7 +263,6 @@ Proposal GradientExchange<T>::prepare() {
   await_gradient();
   before_ = stats_;
   state_before_ = state_;
-  traffic_before_ = communicator_->traffic();
   lacks_threshold_ = true;
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
@@ -297,14 +283,15 @@ Proposal GradientExchange<T>::prepare() {
       !warms_up_densely() && algorithm_ != nullptr && algorithm_->sparse) {
     find_threshold();
   }
-  proposed_ = communicator_->clock().now();
-  prepared_ = proposed_ - started;
+  prepared_ = communicator_->clock().now() - started;
   return {.text = text_,
           .key = key_,
           .changing = changing.value(),
+          .version = Digest().add(changes_).add(former_).value(),
           .step = step,
           .finite = finite,
-          .payload = payload_of(payload_)};
+          .payload = payload_of(payload_),
+          .payload_is_known = !planned_ && payload_.loss_scale.value == state_.loss_scale};
 }
 
 template <class T>
@@ -331,8 +318,10 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   Clock const& clock = communicator_->clock();
   bool const warmup = warms_up_densely();
   ends_batch_ = agreement.ends_batch;
-  stats_.agree += clock.now() - proposed_;
-  auto const agreed_on = read_payload<StepPayload>(agreement.payload);
+  stats_.agree += agreement.waited;
+  traffic_before_ = agreement.traffic_before;
+  auto const agreed_on =
+      agreement.payload.empty() ? payload_ : read_payload<StepPayload>(agreement.payload);
   if (agreed_on.loss_scale.value > 0) follow(agreed_on.loss_scale.value);
   std::optional<double> predicted;
   if (planned_ && !warmup) {

@@ -192,6 +192,7 @@ class GradientExchange final : public Operation {
   std::string layout_;  // empty: the usual one
   std::uint64_t key_;   // of both
   std::uint64_t former_ = 0;
+  std::uint64_t changes_ = 0;  // of what ranks must agree on beside the text, but by exchanges
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;
@@ -216,9 +217,8 @@ class GradientExchange final : public Operation {
   // As this step began.
   ExchangeStats before_;
   ExchangeState state_before_;
-  Traffic traffic_before_;
-  TimePoint proposed_{};  // when its proposal was ready
-  Duration prepared_{};   // how long that took
+  Traffic traffic_before_;  // its agreement included
+  Duration prepared_{};     // how long its proposal took
   // Tells the other ranks the scale of this one's gradient, 0 for theirs, and what its last step
   // says to the plan.
   StepPayload payload_{.loss_scale = {1}};

@@ -11,9 +11,10 @@ class InOrder final : public Coordinator {
  public:
   explicit InOrder(Comparison& comparison) : comparison_(comparison) {}
 
-  void add(Pending pending) override {
+  bool add(Pending pending) override {
     std::lock_guard const lock(mutex_);
     queue_.push_back(std::move(pending));
+    return false;
   }
 
   bool empty() const override {
@@ -21,17 +22,25 @@ class InOrder final : public Coordinator {
     return queue_.empty();
   }
 
-  void round(Channel& channel, Scheduled& next) override {
+  bool listens() const override { return false; }
+
+  Turn round(Channel& channel, Scheduled& next, bool /*callers*/) override {
     Pending& first = front();
     bool const cancelled = first.ticket && first.ticket->begin();
     next.whole.begin(first.operation->observer(), Stage::whole);
     try {
-      next.agreement = comparison_.run(channel, cancelled ? nullptr : first.operation.get());
+      Prepared const prepared = prepare(cancelled ? nullptr : first.operation.get());
+      TimePoint const began = channel.deadline().now();
+      next.agreement = comparison_.run(channel, prepared).agreement;
+      next.agreement.waited = channel.deadline().now() - began;
     } catch (AgreedError const&) {
       next.error = std::current_exception();
     }
     next.pending = take();
+    return Turn::taken;
   }
+
+  void add_ticket(std::shared_ptr<Ticket> ticket) override { front().ticket = std::move(ticket); }
 
   Pending take() override {
     std::lock_guard const lock(mutex_);

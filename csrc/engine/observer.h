@@ -4,10 +4,12 @@
 #include <cstdint>
 #include <utility>
 
+#include "base/clock.h"
+
 namespace sparsecomm {
 
 enum class Stage : std::uint8_t {
-  whole,     // all that follows
+  whole,     // all that follows; twice if an operation is prepared before its turn
   agree,     // waits for the other ranks and compares with them; see Proposal
   select,    // finds what is sent
   exchange,  // sends and reduces it
@@ -43,6 +45,22 @@ class ObservedStage {
  private:
   StageObserver* observer_ = nullptr;
   Stage stage_ = Stage::whole;
+};
+
+// Adds the time that a stage takes to a total, and shows it.
+class Stopwatch {
+ public:
+  Stopwatch(StageObserver* observer, Stage stage, Clock const& clock, Duration& total)
+      : observed_(observer, stage), clock_(clock), total_(total), start_(clock.now()) {}
+  ~Stopwatch() { total_ += clock_.now() - start_; }
+  Stopwatch(Stopwatch const&) = delete;
+  Stopwatch& operator=(Stopwatch const&) = delete;
+
+ private:
+  ObservedStage observed_;
+  Clock const& clock_;
+  Duration& total_;
+  TimePoint start_;
 };
 
 }  // namespace sparsecomm

@@ -10,6 +10,7 @@
 #include "collectives/channel.h"
 #include "engine/observer.h"
 #include "engine/proposal.h"
+#include "engine/step_record.h"
 
 namespace sparsecomm {
 
@@ -26,6 +27,8 @@ class Commit {
 struct Agreement {
   bool all_finite = true;
   std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
+  Duration waited{};                        // for the other ranks, and compared with them
+  Traffic traffic_before = {};              // the communicator's, before that
   bool ends_batch = false;                  // its batch ends with this operation, which commits
   Commit* committer = nullptr;              // null: commit() does nothing
 

@@ -45,11 +45,17 @@ struct Proposal {
   std::uint64_t key = Digest().add(text).value();
   // A digest of what ranks must agree on as well, but may change from one run to the next.
   std::uint64_t changing = 0;
+  // Another one since `changing` has last changed by anything but what ranks have agreed on. Never
+  // compared between ranks.
+  std::uint64_t version = 0;
   std::optional<std::uint64_t> step = {};  // shown when the operation stalls
   bool finite = true;                      // no NaN or Inf in what this rank contributes
   // Bytes of the operation's own for all ranks, see Operation::merge(). At most max_payload_bytes,
   // as many on all ranks with the same key; they stay valid until the agreement.
   std::span<const std::byte> payload = {};
+  // They say nothing that the other ranks do not know: if no rank has more to say they may be left
+  // out, and then Agreement::payload is empty.
+  bool payload_is_known = false;
 };
 
 }  // namespace sparsecomm

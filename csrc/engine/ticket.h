@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <string>
 
 #include "base/runtime.h"
 #include "engine/operation.h"
@@ -23,6 +24,15 @@ class Ticket {
   bool begin() {
     std::lock_guard const lock(mutex_);
     begun_ = true;
+    return cancelled_;
+  }
+  // It has not begun after all.
+  void put_back() {
+    std::lock_guard const lock(mutex_);
+    begun_ = false;
+  }
+  bool cancelled() const {
+    std::lock_guard const lock(mutex_);
     return cancelled_;
   }
   // False where it has begun.
@@ -80,6 +90,7 @@ struct Pending {
   std::shared_ptr<Operation> operation;
   std::shared_ptr<Ticket> ticket = {};  // null: the caller runs it
   Completion completion = {};
+  std::string name = {};  // empty: known by its place among those without one
 };
 
 }  // namespace sparsecomm

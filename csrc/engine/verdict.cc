@@ -27,7 +27,7 @@ bool waits_for_no_rank(FailureReport const& report) {
 
 // What the reports say against whom.
 struct Evidence {
-  std::set<int> invalid, own;
+  std::set<int> invalid, own, absent;
   std::set<int> cut;  // both ends of each connection that was lost before either had reported
   // Ranks that the chains of waits lead to: all of them, those without a report, those between two
   // operations, and those whose messages are missing.
@@ -88,6 +88,9 @@ Evidence collect(std::span<const std::optional<FailureReport>> reports) {
     } else if (report.cause == Cause::own) {
       evidence.own.insert(rank);
       if (evidence.invalid.empty()) evidence.text = report.text;
+    } else if (report.cause == Cause::absent) {
+      evidence.absent.insert(report.suspects.begin(), report.suspects.end());
+      if (evidence.invalid.empty() && evidence.own.empty()) evidence.text = report.text;
     }
   }
   follow_chains(reports, evidence);
@@ -114,6 +117,9 @@ Verdict blame(std::span<const std::optional<FailureReport>> reports) {
     return blame(found.invalid, false, " broke the exchange: " + found.text);
   }
   if (!found.own.empty()) return blame(found.own, false, " failed: " + found.text);
+  if (!found.absent.empty()) {
+    return blame(found.absent, true, " did not take part before the deadline: " + found.text);
+  }
   if (found.unheard.empty() && !found.cut.empty()) {
     return blame(found.cut, false, " lost the connection to each other");
   }

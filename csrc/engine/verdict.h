@@ -30,11 +30,12 @@ std::optional<Verdict> parse_verdict(std::string_view bytes, int size);
 //
 // 1. ranks whose messages were seen to be invalid;
 // 2. ranks that failed by themselves;
-// 3. ranks without a report at the ends of the chains of who waited for whom, which begin at ranks
+// 3. ranks that have not submitted an operation in time, as all know;
+// 4. ranks without a report at the ends of the chains of who waited for whom, which begin at ranks
 //    that lost a connection or waited for a whole deadline;
-// 4. both ends of a connection that was lost before either had reported: ranks report before they
+// 5. both ends of a connection that was lost before either had reported: ranks report before they
 //    close their connections;
-// 5. along those chains, ranks between two operations that others waited for until the deadline;
+// 6. along those chains, ranks between two operations that others waited for until the deadline;
 //    else ranks of which messages are missing; else all of them, which wait in a circle.
 Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 

@@ -47,9 +47,7 @@ void ProfilerLabels::begin(Stage stage) noexcept {
 
 void ProfilerLabels::end(Stage stage) noexcept {
   if (seen_) ranges_[static_cast<std::size_t>(stage)].reset();
-  if (stage != Stage::whole) return;
-  guard_.reset();
-  caller_.reset();
+  if (stage == Stage::whole) guard_.reset();
 }
 
 }  // namespace sparsecomm

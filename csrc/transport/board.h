@@ -21,6 +21,7 @@ struct FailureReport {
     timeout = 2,      // the deadline passed while waiting for a suspect
     invalid = 3,      // a suspect's message failed validation: first-hand evidence
     interrupted = 4,  // another rank's report ended the wait for a suspect, if there was one
+    absent = 5,       // all ranks know that the suspects did not submit what others did in time
   };
   // The operation that failed; if none was running, the next one.
   std::uint64_t operation = 0;

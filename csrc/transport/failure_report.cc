@@ -25,7 +25,7 @@ std::optional<FailureReport> parse_report(std::string_view bytes, int size) {
   int cause = -1;
   std::size_t suspects = 0;
   in >> report.operation >> cause >> report.committing >> suspects;
-  if (!in || cause < 0 || cause > int(FailureReport::Cause::interrupted) || suspects > ranks) {
+  if (!in || cause < 0 || cause > int(FailureReport::Cause::absent) || suspects > ranks) {
     return std::nullopt;
   }
   report.cause = static_cast<FailureReport::Cause>(cause);

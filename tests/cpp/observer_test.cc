@@ -53,11 +53,13 @@ TEST(ObserverTest, SeesTheStagesOfEveryStepAlsoOfOneThatFails) {
     exchange->show_to(journal);
     std::vector<float> residual(numel, 0.0f);
     run_step(communicator, exchange, residual, 0);
-    EXPECT_EQ(journal.text, "whole\n  select\n  agree\n  select\n  exchange\n  apply\n");
+    // Where names are cached the operation is prepared, and waits, before its turn.
+    std::string const turn = cached_names() > 0 ? "  agree\nwhole\n  agree\n" : "  agree\n";
+    EXPECT_EQ(journal.text, "whole\n  select\n" + turn + "  select\n  exchange\n  apply\n");
     journal.text.clear();
     exchange->set_density(communicator.rank() == 0 ? 0.1 : 0.2);
     EXPECT_THROW(run_step(communicator, exchange, residual, 1), Mismatch);
-    EXPECT_EQ(journal.text, "whole\n  select\n  agree\n");
+    EXPECT_EQ(journal.text, "whole\n  select\n" + turn);
     EXPECT_TRUE(journal.nested && journal.closed());
   }));
 }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -26,6 +27,12 @@ struct RankFault {
   int rank;
   Fault fault;
 };
+
+// CommunicatorOptions::cached_names, so that tests run with either coordinator.
+inline std::size_t cached_names() {
+  char const* const names = std::getenv("SPARSECOMM_TEST_CACHED_NAMES");
+  return names == nullptr ? 0 : std::stoul(names);
+}
 
 // What takes half as long as the deadline has waited for it, and should not have. The grace is
 // short because some failures take all of it: a rank that dies amid the commit round may seem to be
@@ -89,6 +96,7 @@ inline std::vector<std::exception_ptr> run_ranks(
   std::uint64_t const run = runs++;
   return on_threads(size, [&](int rank) {
     CommunicatorOptions own = options;
+    if (own.cached_names == 0) own.cached_names = cached_names();
     if (around.equip) around.equip(own, run, rank, size);
     Communicator communicator(std::move(transports[rank]), std::move(own));
     body(communicator);

@@ -1,0 +1,62 @@
+// Small numbers for the names of operations, the same on all ranks, and what each rank last
+// compared under each: Horovod's response cache (Sergeev and Del Balso 2018; Romero et al. 2022,
+// section 3).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <limits>
+#include <list>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+namespace sparsecomm {
+
+// Stays the same on all ranks if they call add() and use() alike.
+class ResponseCache {
+ public:
+  using Id = std::uint32_t;
+
+  // `capacity`: names that are kept, 1 or more; of those in use there may be more.
+  explicit ResponseCache(std::size_t capacity);
+
+  // All ids are below.
+  std::size_t size() const { return slots_.size(); }
+  std::optional<Id> find(std::string_view name) const;
+  std::string const& name(Id id) const { return slots_[id].name; }
+
+  // Gives a name that it lacks an id: a new one, or if the cache is full that of the least recently
+  // used name for which `unused` holds, which is forgotten; O(names in use).
+  Id add(std::string name, std::function<bool(Id)> const& unused);
+  // It is the most recently used one.
+  void use(Id id);
+
+  // A digest of this rank's proposal under that name when all ranks last agreed on theirs; none: it
+  // is to be compared.
+  std::optional<std::uint64_t> agreed(Id id) const { return slots_[id].agreed; }
+  void set_agreed(Id id, std::optional<std::uint64_t> digest) { slots_[id].agreed = digest; }
+
+ private:
+  struct Hash {
+    using is_transparent = void;
+    std::size_t operator()(std::string_view name) const {
+      return std::hash<std::string_view>()(name);
+    }
+  };
+  struct Slot {
+    std::string name;
+    std::optional<std::uint64_t> agreed;
+    std::list<Id>::iterator place;  // in order_
+  };
+
+  std::size_t capacity_;
+  std::vector<Slot> slots_;
+  std::list<Id> order_;  // the least recently used one first
+  std::unordered_map<std::string, Id, Hash, std::equal_to<>> ids_;
+};
+
+}  // namespace sparsecomm

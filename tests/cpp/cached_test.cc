@@ -1,0 +1,474 @@
+// Operations with names, which ranks submit in any order.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <bit>
+#include <functional>
+#include <future>
+#include <map>
+#include <mutex>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "engine/payload.h"
+#include "engine/response_cache.h"
+#include "engine/standings.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+CommunicatorOptions cached(std::size_t names = 1024) {
+  CommunicatorOptions options = patient_options();
+  options.cached_names = names;
+  return options;
+}
+
+// What ran on a rank, in this order.
+class Log {
+ public:
+  void add(std::string const& name) {
+    std::lock_guard const lock(mutex_);
+    names_.push_back(name);
+  }
+  std::vector<std::string> names() const {
+    std::lock_guard const lock(mutex_);
+    return names_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::string> names_;
+};
+
+// Sums one number over the ranks; by its payload, or by messages of its own.
+class Sum final : public Operation {
+ public:
+  Sum(std::string text, std::uint64_t number, bool by_payload, Log* log = nullptr,
+      bool commits = true)
+      : text_("operation=" + std::move(text)),
+        number_(number),
+        by_payload_(by_payload),
+        commits_(commits),
+        log_(log) {}
+
+  Proposal prepare() override {
+    return {.text = text_,
+            .finite = finite,
+            .payload = by_payload_ ? payload_of(number_) : std::span<const std::byte>{}};
+  }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    if (!by_payload_) return Operation::merge(into, other);
+    auto const sum = read_payload<std::uint64_t>(into) + read_payload<std::uint64_t>(other);
+    std::ranges::copy(payload_of(sum), into.begin());
+    return true;
+  }
+  void run(Channel& channel, Agreement const& agreement) override {
+    all_finite = agreement.all_finite;
+    if (log_ != nullptr) log_->add(text_);
+    sum = number_;
+    if (by_payload_) {
+      sum = read_payload<std::uint64_t>(agreement.payload);
+    } else {
+      census_.run(channel, Phase::reduce, std::span(&sum, 1), std::plus(),
+                  [](std::span<const std::uint64_t>, int) {});
+    }
+    agreement.commit(channel);
+  }
+  Batch const* batch() const override { return commits_ ? &batch_of_one : nullptr; }
+
+  std::uint64_t sum = 0;
+  bool finite = true, all_finite = false;
+
+ private:
+  std::string text_;
+  std::uint64_t number_;
+  bool by_payload_, commits_;
+  Log* log_;
+  CensusAllreduce<std::uint64_t> census_;
+};
+
+std::string name_of(std::size_t i) { return concat("tensor ", i); }
+
+TEST(ResponseCacheTest, GivesNumbersAndTakesThoseOfTheLeastRecentlyUsed) {
+  ResponseCache cache(2);
+  auto const any = [](ResponseCache::Id) { return true; };
+  EXPECT_EQ(cache.add("a", any), 0u);
+  EXPECT_EQ(cache.add("b", any), 1u);
+  cache.set_agreed(1, 7);
+  cache.use(0);
+  EXPECT_EQ(cache.add("c", any), 1u);
+  EXPECT_FALSE(cache.agreed(1)) << "what b had";
+  EXPECT_FALSE(cache.find("b"));
+  EXPECT_EQ(cache.find("c"), 1u);
+  EXPECT_EQ(cache.add("d", [](ResponseCache::Id id) { return id != 0; }), 1u);
+  EXPECT_EQ(cache.add("e", [](ResponseCache::Id) { return false; }), 2u) << "all are in use";
+  EXPECT_EQ(cache.size(), 3u);
+  EXPECT_EQ(cache.find("a"), 0u);
+  EXPECT_THROW(ResponseCache(0), InvalidArgument);
+}
+
+TEST(StandingsTest, MeetAsTheyShall) {
+  constexpr Standing all[] = {Standing::mixed, Standing::absent, Standing::changed,
+                              Standing::ready};
+  auto const expected = [](std::vector<Standing> const& standings) {
+    auto const every = [&](auto... wanted) {
+      return std::ranges::all_of(standings, [&](Standing one) { return ((one == wanted) || ...); });
+    };
+    if (every(Standing::absent)) return Standing::absent;
+    if (every(Standing::ready)) return Standing::ready;
+    if (every(Standing::ready, Standing::changed)) return Standing::changed;
+    return Standing::mixed;
+  };
+  for (int const ranks : {1, 2, 3, 5}) {
+    auto const transports = make_inproc_transports(ranks);
+    expect_no_errors(on_threads(ranks, [&](int rank) {
+      Channel channel(*transports[rank], 1, Deadline(steady_clock(), long_time()));
+      auto const standing_on = [&](int one, std::size_t operation) {
+        return all[(operation >> (2 * (one % 3))) % 4];
+      };
+      Standings standings;
+      standings.reset(70);
+      for (std::size_t i = 0; i < 70; ++i) standings.set(i, standing_on(rank, i));
+      standings.set(AgreedFlag::has_unnamed);
+      if (rank == 0) standings.set(AgreedFlag::completes);
+      standings.set_digest(rank == ranks - 1 ? 5 : 7);
+      standings.allreduce(channel);
+      std::set<std::size_t> mixed;
+      for (std::size_t i = 0; i < 70; ++i) {
+        std::vector<Standing> each;
+        for (int one = 0; one < ranks; ++one) each.push_back(standing_on(one, i));
+        EXPECT_EQ(standings.of(i), expected(each)) << i << " of " << ranks;
+        if (expected(each) == Standing::mixed) mixed.insert(i);
+      }
+      std::set<std::size_t> found;
+      standings.for_each_mixed([&](std::size_t i) { found.insert(i); });
+      EXPECT_EQ(found, mixed);
+      EXPECT_TRUE(standings.holds(AgreedFlag::has_unnamed));
+      EXPECT_EQ(standings.holds(AgreedFlag::completes), ranks == 1);
+      EXPECT_FALSE(standings.holds(AgreedFlag::nothing_new));
+      EXPECT_EQ(standings.digests_agree(), ranks == 1);
+    }));
+  }
+}
+
+// Submits `names` of them in an order of the rank's own, each step, and waits for all.
+TEST(CachedTest, RunsWhatAllRanksBringInOneOrderWhateverTheirs) {
+  constexpr std::size_t names = 20;
+  for (int const ranks : {1, 2, 3, 5}) {
+    std::vector<Log> logs(ranks);
+    expect_no_errors(run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          int const rank = communicator.rank();
+          std::mt19937_64 draw(rank);
+          for (std::size_t step = 0; step < 5; ++step) {
+            std::vector<std::size_t> order(names);
+            std::iota(order.begin(), order.end(), 0);
+            std::ranges::shuffle(order, draw);
+            std::map<std::size_t, std::shared_ptr<Sum>> sums;
+            std::vector<Communicator::Handle> handles;
+            for (std::size_t const i : order) {
+              sums[i] = std::make_shared<Sum>(name_of(i), i + rank, i % 2 == 0, &logs[rank]);
+              handles.push_back(communicator.submit(sums[i], {}, name_of(i)));
+            }
+            for (auto const& handle : handles) handle.wait();
+            for (auto const& [i, sum] : sums) {
+              EXPECT_EQ(sum->sum, i * ranks + ranks * (ranks - 1) / 2);
+            }
+          }
+        },
+        cached()));
+    for (Log const& log : logs) EXPECT_EQ(log.names(), logs[0].names());
+    EXPECT_EQ(logs[0].names().size(), 5 * names);
+  }
+}
+
+// Moves nothing.
+class Quiet final : public Operation {
+ public:
+  explicit Quiet(std::string text) : text_("operation=" + std::move(text)) {}
+  Proposal prepare() override { return {.text = text_}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
+
+ private:
+  std::string text_;
+};
+
+// Holds up what is submitted after it until it is opened, so that it all comes to one round. Then
+// counts what this rank has sent before.
+class Gate final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = "operation=gate"}; }
+  void run(Channel& channel, Agreement const& /*agreement*/) override {
+    running_.set_value();
+    opened_.get_future().wait();
+    before = Traffic::of(channel.transport().counters());
+  }
+  void await() { running_.get_future().wait(); }
+  void open() { opened_.set_value(); }
+
+  Traffic before;
+
+ private:
+  std::promise<void> running_, opened_;
+};
+
+// Submits all of them at once, and waits for them. Returns what their agreement and they sent.
+template <class Make>
+Traffic submit_together(Communicator& communicator, std::size_t names, Make const& make) {
+  auto const gate = std::make_shared<Gate>();
+  std::vector<Communicator::Handle> handles{communicator.submit(gate)};
+  gate->await();
+  for (std::size_t i = 0; i < names; ++i) {
+    handles.push_back(communicator.submit(make(i), {}, name_of(i)));
+  }
+  gate->open();
+  for (auto const& handle : handles) handle.wait();
+  Traffic const after = Traffic::of(communicator.counters());
+  return {.sent_bytes = after.sent_bytes - gate->before.sent_bytes,
+          .messages = after.messages - gate->before.messages};
+}
+
+TEST(CachedTest, ASteadyStepTakesOneRound) {
+  for (int const ranks : {2, 3, 4, 7, 8}) {
+    std::uint64_t const rounds = std::bit_width(static_cast<unsigned>(ranks - 1));
+    for (std::size_t const names : {1, 5, 10, 161}) {
+      expect_no_errors(run_ranks(
+          ranks,
+          [&](Communicator& communicator) {
+            auto const quiet = [](std::size_t i) { return std::make_shared<Quiet>(name_of(i)); };
+            submit_together(communicator, names, quiet);
+            Traffic const sent = submit_together(communicator, names, quiet);
+            EXPECT_EQ(sent.messages, rounds) << names << " on " << ranks;
+            EXPECT_LE(sent.sent_bytes, rounds * (64 + names / 4.0)) << names << " on " << ranks;
+            // Payloads take as many messages more, all of them together.
+            auto const telling = [](std::size_t i) {
+              return std::make_shared<Sum>(name_of(i), i, true, nullptr, false);
+            };
+            submit_together(communicator, names, telling);
+            EXPECT_EQ(submit_together(communicator, names, telling).messages, 2 * rounds);
+          },
+          cached()));
+    }
+  }
+}
+
+// Each error on every rank, and what is submitted after it runs.
+TEST(CachedTest, DifferentProposalsOfAName) {
+  std::vector<std::string> messages(3);
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        auto const run = [&](std::string const& text, std::string const& name) {
+          auto const sum = std::make_shared<Sum>(text, 1, true);
+          communicator.run(sum, nullptr, name);
+          return sum->sum;
+        };
+        for (int step = 0; step < 3; ++step) {
+          EXPECT_EQ(run("sum;numel=5", "a"), 3u);
+          EXPECT_EQ(run("sum;numel=6", "b"), 3u);
+          try {
+            run(rank == 1 ? "sum;numel=4" : "sum;numel=5", "a");
+            ADD_FAILURE() << "they agreed";
+          } catch (Mismatch const& error) {
+            messages[rank] = error.what();
+          }
+        }
+        EXPECT_EQ(run("sum;numel=5", "a"), 3u);
+      },
+      cached()));
+  EXPECT_NE(messages[0].find("numel: 4 on rank 1 but 5 on ranks 0, 2"), std::string::npos)
+      << messages[0];
+  EXPECT_EQ(messages, std::vector<std::string>(3, messages[0]));
+}
+
+TEST(CachedTest, WithoutANameTheOrderOfSubmissionMustBeTheSame) {
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        for (int step = 0; step < 3; ++step) {
+          std::vector<std::string> texts{"a", "b", "c"};
+          if (rank == 2) std::swap(texts[0], texts[1]);
+          std::vector<Communicator::Handle> handles;
+          for (std::string const& text : texts) {
+            handles.push_back(communicator.submit(std::make_shared<Sum>(text, 1, step == 1)));
+          }
+          EXPECT_THROW(handles[0].wait(), Mismatch);
+          EXPECT_THROW(handles[1].wait(), Mismatch);
+          handles[2].wait();
+        }
+      },
+      cached()));
+}
+
+TEST(CachedTest, ANameThatIsPendingIsRefusedUnlessItWasCancelled) {
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        auto const gate = std::make_shared<Gate>();
+        auto const gate_handle = communicator.submit(gate);
+        gate->await();
+        auto const first = communicator.submit(std::make_shared<Sum>("a", 1, true), {}, "a");
+        EXPECT_THROW(communicator.submit(std::make_shared<Sum>("a", 1, true), {}, "a"),
+                     InvalidArgument);
+        if (communicator.rank() == 0) {
+          EXPECT_TRUE(first.cancel());
+        }
+        std::optional<Communicator::Handle> second;
+        auto const sum = std::make_shared<Sum>("a", 1, true);
+        if (communicator.rank() == 0) second = communicator.submit(sum, {}, "a");
+        gate->open();
+        gate_handle.wait();
+        EXPECT_THROW(first.wait(), Cancelled);
+        if (!second) second = communicator.submit(sum, {}, "a");
+        second->wait();
+        EXPECT_EQ(sum->sum, 2u);
+      },
+      cached()));
+}
+
+// Of three ranks one brings another name than two others, which have to go on listening.
+TEST(CachedTest, WhatSomeRanksDoNotBringWaitsWhileOthersRun) {
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        std::vector<std::shared_ptr<Sum>> early;
+        std::vector<Communicator::Handle> handles;
+        auto const submit = [&](std::string const& name) {
+          early.push_back(std::make_shared<Sum>(name, 1, true));
+          handles.push_back(communicator.submit(early.back(), {}, name));
+        };
+        submit(concat("only ", rank));
+        for (std::size_t i = 0; i < 20; ++i) {
+          auto const sum = std::make_shared<Sum>(name_of(i), i, i % 2 == 0);
+          communicator.run(sum, nullptr, i % 3 == 0 ? "" : name_of(i % 7));
+          EXPECT_EQ(sum->sum, 3 * i);
+        }
+        EXPECT_FALSE(handles[0].done());
+        for (int other = 0; other < 3; ++other) {
+          if (other != rank) submit(concat("only ", other));
+        }
+        for (auto const& handle : handles) handle.wait();
+        for (auto const& sum : early) EXPECT_EQ(sum->sum, 3u);
+      },
+      cached()));
+}
+
+TEST(CachedTest, MoreNamesThanTheCacheHolds) {
+  std::vector<Log> logs(3);
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        Log& log = logs[communicator.rank()];
+        for (int step = 0; step < 4; ++step) {
+          submit_together(communicator, 10, [&](std::size_t i) {
+            return std::make_shared<Sum>(name_of(i), i, i % 2 == 0, &log);
+          });
+          for (std::size_t i = 0; i < 7; ++i) {
+            communicator.run(std::make_shared<Sum>(name_of(i), i, true, &log), nullptr,
+                             concat("other ", step, i));
+          }
+        }
+      },
+      cached(4)));
+  for (Log const& log : logs) EXPECT_EQ(log.names(), logs[0].names());
+  EXPECT_EQ(logs[0].names().size(), 4u * 17);
+}
+
+TEST(CachedTest, ANameThatARankDoesNotBringEndsWithTheDeadline) {
+  CommunicatorOptions options = cached();
+  options.timeout = patiently(std::chrono::milliseconds(300));
+  auto const errors = run_ranks(
+      4,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        communicator.run(std::make_shared<Sum>("first", 1, true), nullptr, "first");
+        std::vector<Communicator::Handle> handles;
+        handles.push_back(
+            communicator.submit(std::make_shared<Sum>("x", 1, true), {}, concat("of ", rank % 2)));
+        try {
+          handles[0].wait();
+        } catch (Timeout const& error) {
+          EXPECT_EQ(error.ranks(), (std::vector{1, 3})) << error.what();
+          throw;
+        }
+      },
+      options);
+  for (auto const& error : errors) {
+    EXPECT_NE(message_of(error).find("ranks 1, 3 did not take part before the deadline: operation "
+                                     "'of 0' was submitted by ranks 0, 2 only"),
+              std::string::npos)
+        << message_of(error);
+  }
+}
+
+TEST(CachedTest, ARankWithNothingPendingHearsOfAFailure) {
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        communicator.run(std::make_shared<Sum>("first", 1, true), nullptr, "first");
+        // Leaves something pending on rank 0, so that all listen.
+        std::optional<Communicator::Handle> left;
+        if (rank == 0)
+          left = communicator.submit(std::make_shared<Sum>("left", 1, true), {}, "left");
+        communicator.run(std::make_shared<Sum>("second", 1, true), nullptr, "second");
+        if (rank == 2) return;  // closes its communicator
+        if (left) {
+          EXPECT_THROW(left->wait(), PeerLost);
+        }
+        EXPECT_THROW(communicator.run(std::make_shared<Sum>("third", 1, true), nullptr, "third"),
+                     Error);
+      },
+      cached()));
+}
+
+// Some of them cancelled on a rank, some brought late, all from several threads.
+TEST(CachedTest, ManyThreadsBringManyNamesInAnyOrder) {
+  constexpr std::size_t names = 60;
+  constexpr int ranks = 4, threads = 3;
+  int const steps = 20;
+  std::vector<Log> logs(ranks);
+  expect_no_errors(run_ranks(
+      ranks,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        for (int step = 0; step < steps; ++step) {
+          std::vector<std::size_t> order(names);
+          std::iota(order.begin(), order.end(), 0);
+          std::mt19937_64 draw(rank + ranks * step);
+          std::ranges::shuffle(order, draw);
+          std::vector<std::shared_ptr<Sum>> sums(names);
+          std::vector<Communicator::Handle> handles(names);
+          auto const bring = [&](int thread) {
+            for (std::size_t at = thread; at < names; at += threads) {
+              std::size_t const i = order[at];
+              sums[i] = std::make_shared<Sum>(name_of(i), i, i % 2 == 0, &logs[rank]);
+              handles[i] = communicator.submit(sums[i], {}, name_of(i));
+              if (at % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+            }
+          };
+          std::vector<std::thread> others;
+          for (int thread = 1; thread < threads; ++thread) others.emplace_back(bring, thread);
+          bring(0);
+          for (std::thread& other : others) other.join();
+          for (std::size_t i = 0; i < names; ++i) {
+            handles[i].wait();
+            EXPECT_EQ(sums[i]->sum, i * ranks);
+          }
+        }
+      },
+      cached(names / 2)));
+  for (Log const& log : logs) EXPECT_EQ(log.names(), logs[0].names());
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
