@@ -197,9 +197,9 @@ site: tools ## build the documentation site into build/site, without a warning (
 
 # Those of the decoders, which read what the network brings, and of the quicker loops over vectors;
 # and those of what threads share.
-SANITIZED_ADDRESS := wire_test values_test qsgd_test frame_test fuzz_replay_test ring_test sparse_test block_scan_test fused_test \
+SANITIZED_ADDRESS := cached_test wire_test values_test qsgd_test frame_test fuzz_replay_test ring_test sparse_test block_scan_test fused_test \
   ina_client_test ina_host_test message_stream_test aggregator_server_test aggregator_program_test
-SANITIZED_THREAD := failure_test coordinator_test ring_test ucx_test parallel_test ina_client_test aggregator_server_test aggregator_program_test
+SANITIZED_THREAD := failure_test cached_test coordinator_test ring_test ucx_test parallel_test ina_client_test aggregator_server_test aggregator_program_test
 # Their threads run one at a time, so that there are no races to find.
 SIMULATED := FailureTest.AnyMessage|InaFailureTest|SparseFailureTest
 

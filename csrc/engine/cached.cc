@@ -11,7 +11,8 @@
 //    can run.
 // 2. Prepare what is pending: all that have names, and the first of those that have none, which
 //    goes by the key of its proposal instead.
-// 3. Allreduce the standings. What is pending on all ranks runs, in the order of the numbers.
+// 3. Allreduce the standings. What is pending on all ranks runs, in the order of the numbers. If a
+//    rank says so, what is to run before all else is compared and run at once.
 // 4. If a rank has names without numbers, or something is late: allgather of the names that are
 //    pending and do not run. New ones get their numbers in the order of the ranks. What is late on
 //    one rank and not pending on another ends the communicator.
@@ -21,21 +22,17 @@
 // 7. One after another, run them; what is changed is compared when its turn comes (comparison.h),
 //    which tells all ranks what is wrong, or makes it agreed.
 #include <algorithm>
-#include <array>
-#include <cstring>
-#include <limits>
-#include <list>
-#include <map>
-#include <mutex>
+#include <chrono>
 #include <optional>
+#include <ranges>
 #include <string>
-#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "collectives/allgather_bytes.h"
-#include "collectives/patterns.h"
 #include "engine/coordinator.h"
+#include "engine/names_of_ranks.h"
+#include "engine/pending_list.h"
 #include "engine/response_cache.h"
 #include "engine/standings.h"
 
@@ -43,217 +40,111 @@ namespace sparsecomm {
 namespace {
 
 using Id = ResponseCache::Id;
+using Entry = PendingList::Entry;
 
-// Before names in the cache, of operations that have one and of keys of those that have none.
-constexpr char named = '=', unnamed = '#';
-// Of one that cannot be prepared.
-constexpr std::string_view no_key(&unnamed, 1);
-constexpr std::uint64_t longest_names = std::uint64_t{64} << 20;  // of one rank, in bytes
+// In place of the key of what has no proposal.
+constexpr std::string_view no_key(&PendingList::key_mark, 1);
 
-std::string name_of_key(std::uint64_t key) {
-  std::array<char, sizeof key> bytes{};
-  std::memcpy(bytes.data(), &key, sizeof key);
-  return unnamed + std::string(bytes.data(), bytes.size());
-}
+bool is_key(std::string_view name) { return name.front() == PendingList::key_mark; }
 
-// Of what ranks must agree on, but for what evolves from what they have agreed on.
+// A digest of what ranks must agree on, but for what evolves from what they have agreed on.
 std::uint64_t digest_of(Prepared const& prepared) {
   Proposal const& proposal = prepared.proposal;
   return Digest()
       .add(proposal.key)
-      .add(proposal.version)
+      .add(proposal.version.has_value())
+      .add(proposal.version.value_or(proposal.changing))
       .add(proposal.payload.size())
       .add(proposal.payload_is_known)
       .add(prepared.ends_alone())
       .value();
 }
 
-struct Entry {
-  Pending pending;
-  // Of the thread whose turn it is:
-  std::string name = {};  // in the cache; empty: it has none yet
-  std::optional<Prepared> prepared = {};
-  TimePoint late_from{};
-  bool is_new = true;  // it has not stood in a round
-
-  bool is_named() const { return !pending.name.empty(); }
-  bool is_cancelled() const { return pending.ticket && pending.ticket->cancelled(); }
-};
-using Entries = std::list<Entry>;
-
-// One that is pending and takes part in the round.
-struct Standee {
-  Entries::iterator entry;
+// Takes part in a round.
+struct Candidate {
+  PendingList::Iterator entry;
   std::optional<Id> id = {};
-  bool runs = false;
+  bool selected = false;
 };
 
-// One that is to run.
-struct Runner {
-  Entries::iterator entry;
-  Id id;
+// Runs.
+struct Selected {
+  PendingList::Iterator entry;
+  std::optional<Id> id;  // none: it differs from the others'
   bool compare = false;
   Agreement agreement = {};
-  std::size_t payload_begin = 0;
+  std::size_t payload_begin = 0, payload_size = 0;  // 0: it needs none of the others'
 
   Prepared const& prepared() const { return *entry->prepared; }
-  bool has_payload() const {
-    Proposal const& proposal = prepared().proposal;
-    return !compare && !proposal.payload_is_known && !proposal.payload.empty();
-  }
-};
-// After all that have one.
-constexpr Id no_id = std::numeric_limits<Id>::max();
-
-// What is pending and does not run, of all ranks.
-class NamesOfRanks {
- public:
-  struct Holders {
-    std::vector<int> ranks;
-    bool late = false;
-  };
-
-  static void append(std::vector<std::byte>& list, std::string_view name, bool late) {
-    Head const head{.length = static_cast<std::uint32_t>(name.size()), .late = late};
-    for (auto const bytes : {std::as_bytes(std::span(&head, 1)), std::as_bytes(std::span(name))}) {
-      list.insert(list.end(), bytes.begin(), bytes.end());
-    }
-  }
-  // Throws MalformedFrame where these are not what append() makes.
-  void read(int rank, std::span<const std::byte> list) {
-    while (!list.empty()) {
-      Head head{};
-      require<MalformedFrame>(list.size() >= sizeof head, "names end amid one");
-      std::memcpy(&head, list.data(), sizeof head);
-      list = list.subspan(sizeof head);
-      require<MalformedFrame>(head.length > 0 && head.length <= list.size() && head.late <= 1,
-                              "a name of ", head.length, " bytes where ", list.size(),
-                              " are left, late is ", head.late);
-      std::string_view const name(reinterpret_cast<char const*>(list.data()), head.length);
-      require<MalformedFrame>(name.front() == named || name.front() == unnamed,
-                              "a name that begins with character ", int{name.front()});
-      list = list.subspan(head.length);
-      auto const [place, is_first] = holders_.try_emplace(name);
-      Holders& holders = place->second;
-      require<MalformedFrame>(is_first || holders.ranks.back() != rank, "a name comes twice");
-      if (is_first) names_.push_back(name);
-      holders.ranks.push_back(rank);
-      holders.late = holders.late || head.late != 0;
-    }
-  }
-  // In the order in which they were read first.
-  std::span<const std::string_view> names() const { return names_; }
-  Holders const& holders(std::string_view name) const { return holders_.at(name); }
-
- private:
-  struct Head {
-    std::uint32_t length, late;
-  };
-
-  std::vector<std::string_view> names_;
-  std::unordered_map<std::string_view, Holders> holders_;
 };
 
 class Cached final : public Coordinator {
  public:
   Cached(Comparison& comparison, std::size_t capacity, Duration timeout)
-      : comparison_(comparison), cache_(capacity), timeout_(std::min(timeout, longest_duration)) {}
+      : comparison_(comparison),
+        capacity_(capacity),
+        cache_(capacity),
+        timeout_(std::min(timeout, longest_duration)) {}
 
-  bool add(Pending pending) override {
-    std::lock_guard const lock(mutex_);
-    if (!pending.name.empty()) {
-      for (Entry const& entry : pending_) {
-        require(entry.pending.name != pending.name || entry.is_cancelled(), "an operation named '",
-                pending.name, "' is pending already; wait for it, or choose another name");
+  bool add(Pending pending) override { return pending_.add(std::move(pending)); }
+  bool empty() const override { return pending_.empty(); }
+  bool listens() const override { return pending_.listens(); }
+
+  Turn round(Channel& channel, Scheduled& next, bool callers, Operation* first) override {
+    if (next_ == selected_.size()) {
+      select_none();
+      if (listens()) listen(channel);
+      try {
+        hold_round(channel, first);
+      } catch (...) {
+        select_none();
+        throw;
       }
     }
-    if (spare_.empty()) spare_.emplace_back();
-    spare_.front().pending = std::move(pending);
-    pending_.splice(pending_.end(), spare_, spare_.begin());
-    return listens_;
-  }
-
-  bool empty() const override {
-    std::lock_guard const lock(mutex_);
-    return pending_.empty();
-  }
-
-  bool listens() const override {
-    std::lock_guard const lock(mutex_);
-    return listens_;
-  }
-
-  Turn round(Channel& channel, Scheduled& next, bool callers) override {
-    if (runners_.empty()) {
-      if (listens()) listen(channel);
-      hold_round(channel);
-    }
-    if (runners_.empty()) return Turn::nothing;
-    if (callers && runners_.front().entry->pending.ticket) return Turn::others;
+    if (next_ == selected_.size()) return Turn::nothing;
+    if (callers && selected_[next_].entry->pending.ticket) return Turn::others;
     hand_over(channel, next);
     return Turn::taken;
   }
 
   void add_ticket(std::shared_ptr<Ticket> ticket) override {
-    std::lock_guard const lock(mutex_);
-    auto const entry = std::ranges::find_if(
-        pending_, [](Entry const& candidate) { return !candidate.pending.ticket; });
-    bool const runs =
-        std::ranges::any_of(runners_, [&](Runner const& runner) { return runner.entry == entry; });
-    if (runs) ticket->begin();
-    entry->pending.ticket = std::move(ticket);
+    auto const entry = pending_.add_ticket(std::move(ticket));
+    if (std::ranges::find(selected_, entry, &Selected::entry) != selected_.end()) entry->begin();
   }
 
   Pending take() override {
-    std::lock_guard const lock(mutex_);
-    auto entry = pending_.begin();
-    if (!runners_.empty()) {
-      entry = runners_.front().entry;
-      runners_.erase(runners_.begin());
-    }
-    if (entry->pending.ticket) entry->pending.ticket->begin();
-    Pending taken = std::move(entry->pending);
-    *entry = {};
-    spare_.splice(spare_.end(), pending_, entry);
-    return taken;
+    return pending_.take(next_ < selected_.size() ? selected_[next_++].entry : pending_.first());
   }
 
  private:
-  // Calls f(entry) for the first of each name, and of those without one; with the lock held.
-  template <class F>
-  void for_each_standing(F&& f) {
-    bool has_unnamed = false;
-    cancelled_.clear();
-    for (auto entry = pending_.begin(); entry != pending_.end(); ++entry) {
-      if (!entry->is_named()) {
-        if (std::exchange(has_unnamed, true)) continue;
-      } else {
-        std::string_view const name = entry->pending.name;
-        if (std::ranges::find(cancelled_, name) != cancelled_.end()) continue;
-        if (entry->is_cancelled()) cancelled_.push_back(name);
-      }
-      f(entry);
-    }
+  void select_none() {
+    selected_.clear();
+    next_ = 0;
+  }
+
+  void show(Entry const& entry, std::size_t others) const {
+    comparison_.show(entry.prepared->proposal, entry.pending.name, others);
   }
 
   // Step 1, after a round that has left something.
   void listen(Channel& channel) {
     TimePoint const began = channel.deadline().now();
     for (;;) {
-      bool has_any = false, has_new = false;
+      pending_.find_candidates(entries_);
+      Entry const* waits = nullptr;
+      bool has_new = false;
       TimePoint late_from = TimePoint::max();
-      {
-        std::lock_guard const lock(mutex_);
-        for_each_standing([&](Entries::iterator entry) {
-          has_any = true;
-          has_new = has_new || entry->is_new;
-          if (!entry->is_new) late_from = std::min(late_from, entry->late_from);
-        });
+      for (auto const& entry : entries_) {
+        has_new = has_new || entry->is_new;
+        if (entry->is_new || entry->is_cancelled()) continue;
+        if (waits == nullptr) waits = &*entry;
+        late_from = std::min(late_from, entry->late_from);
       }
       TimePoint const now = channel.deadline().now();
       if (has_new || late_from <= now) break;
-      Duration const left = has_any ? late_from - now : longest_duration;
-      auto const waiting = channel.waiting_for(has_any ? everybody : nobody);
+      if (waits != nullptr) show(*waits, entries_.size() - 1);
+      Duration const left = waits != nullptr ? late_from - now : longest_duration;
+      auto const waiting = channel.waiting_for(waits != nullptr ? everybody : anybody);
       if (channel.idle(channel.deadline().restarted(left)) == Woken::rung) break;
     }
     for (int distance = 1; distance < channel.size(); distance *= 2) {
@@ -262,71 +153,70 @@ class Cached final : public Coordinator {
     channel.postpone(channel.deadline().now() - began);
   }
 
-  void hold_round(Channel& channel) {
-    find_standees();
+  void hold_round(Channel& channel, Operation* first) {
+    pending_.find_candidates(entries_);
+    candidates_.clear();
+    for (auto const& entry : entries_) candidates_.push_back({.entry = entry});
     // Whoever watches the first one sees it wait.
     StageObserver* const observer =
-        standees_.empty() ? nullptr : standees_.front().entry->pending.operation->observer();
+        entries_.empty() ? nullptr : entries_.front()->pending.operation->observer();
     ObservedStage const whole(observer, Stage::whole);
-    for (Standee& standee : standees_) prepare_one(standee);
+    for (Candidate& candidate : candidates_) prepare_one(candidate);
+    if (!entries_.empty()) show(*entries_.front(), entries_.size() - 1);
     ObservedStage const agreeing(observer, Stage::agree);
     TimePoint const began = channel.deadline().now();
+    bool const requests = comparison_.take_request();
     state_standings(began);
+    standings_.set(AnyFlag::requests, requests);
+    standings_.set(AnyFlag::has_first, first != nullptr);
     standings_.allreduce(channel);
-    if (!standings_.holds(AgreedFlag::nothing_asked)) comparison_.add_requested();
-    for (Standee& standee : standees_) {
-      if (!standee.id) continue;
-      Standing const standing = standings_.of(*standee.id);
+    bool const has_first = standings_.holds(AnyFlag::has_first);
+    failed_first_ = has_first ? comparison_.run_first(channel, first) : nullptr;
+    for (Candidate& candidate : candidates_) {
+      if (!candidate.id) continue;
+      Standing const standing = standings_.of(*candidate.id);
       if (standing == Standing::ready || standing == Standing::changed) {
-        schedule(standee, standing == Standing::changed);
+        select(candidate, standing == Standing::changed);
       }
     }
-    bool left = false, left_unnamed = false;  // of what is pending on some ranks
-    auto const leave = [&](std::string_view name) {
-      (name.front() == named ? left : left_unnamed) = true;
-    };
+    bool left = false, left_unnamed = false;
+    auto const leave = [&](std::string_view name) { (is_key(name) ? left_unnamed : left) = true; };
     standings_.for_each_mixed([&](std::size_t id) { leave(cache_.name(static_cast<Id>(id))); });
-    if (!standings_.holds(AgreedFlag::nothing_new) || !standings_.holds(AgreedFlag::nothing_late)) {
+    if (standings_.holds(AnyFlag::has_new) || standings_.holds(AnyFlag::late)) {
       exchange_names(channel, leave);
     }
-    std::ranges::sort(runners_, {}, &Runner::id);
-    bool const unlike = schedule_unlike();
+    std::ranges::sort(selected_, {}, &Selected::id);
+    bool const unlike = select_unlike();
     left = left || (left_unnamed && !unlike);
     end_batches(left);
     exchange_payloads(channel);
-    if (!runners_.empty()) runners_.front().agreement.waited = channel.deadline().now() - began;
-    std::lock_guard const lock(mutex_);
-    for (Standee const& standee : standees_) {
-      if (!standee.runs && standee.entry->pending.ticket) standee.entry->pending.ticket->put_back();
+    for (Candidate const& candidate : candidates_) {
+      if (!candidate.selected) candidate.entry->put_back();
     }
-    listens_ = left;
-  }
-
-  void find_standees() {
-    standees_.clear();
-    std::lock_guard const lock(mutex_);
-    for_each_standing([&](Entries::iterator entry) { standees_.push_back({.entry = entry}); });
+    pending_.set_listens(left);
+    requested_ = standings_.holds(AnyFlag::requests);
+    if (!selected_.empty()) {
+      selected_.front().agreement.waited = channel.deadline().now() - began;
+    } else if (requests) {
+      comparison_.request();  // again, with the next operation
+    }
   }
 
   // Step 2.
-  void prepare_one(Standee& standee) {
-    Entry& entry = *standee.entry;
+  void prepare_one(Candidate& candidate) {
+    Entry& entry = *candidate.entry;
     Operation* const operation = entry.pending.operation.get();
-    if (entry.pending.ticket && entry.pending.ticket->begin()) {
+    if (entry.begin()) {
       entry.prepared = prepare(nullptr);
     } else if (!entry.prepared) {
-      bool const is_first = &standee == standees_.data();
+      bool const is_first = &candidate == candidates_.data();
       ObservedStage const whole(is_first ? nullptr : operation->observer(), Stage::whole);
       entry.prepared = prepare(operation);
+      if (!entry.is_named() && entry.prepared->intent == Intent::go) {
+        entry.set_key(entry.prepared->proposal.key);
+      }
     }
-    if (!entry.name.empty()) {
-      // It has one already.
-    } else if (entry.is_named()) {
-      entry.name = named + entry.pending.name;
-    } else if (entry.prepared->intent == Intent::go) {
-      entry.name = name_of_key(entry.prepared->proposal.key);
-    }
-    if (!entry.name.empty()) standee.id = cache_.find(entry.name);
+    if (!entry.known_as().empty()) candidate.id = cache_.find(entry.known_as());
   }
 
   bool is_agreed(Prepared const& prepared, Id id) const {
@@ -334,28 +224,28 @@ class Cached final : public Coordinator {
            cache_.agreed(id) == digest_of(prepared);
   }
 
+  static bool is_late(Entry const& entry, TimePoint now) {
+    return entry.prepared->intent != Intent::cancelled && entry.late_from <= now;
+  }
+
   // Of this rank, for step 3.
   void state_standings(TimePoint now) {
     standings_.reset(cache_.size());
     bool has_unnamed = false, has_new = false, late = false;
-    for (auto const& [entry, id, runs] : standees_) {
+    for (auto const& [entry, id, selected] : candidates_) {
       if (std::exchange(entry->is_new, false)) entry->late_from = now + timeout_;
       if (id) {
         standings_.set(*id, is_agreed(*entry->prepared, *id) ? Standing::ready : Standing::changed);
       }
       has_unnamed = has_unnamed || !entry->is_named();
-      has_new = has_new || (!id && !entry->name.empty());
-      late = late || entry->late_from <= now;
+      has_new = has_new || (!id && !entry->known_as().empty());
+      late = late || is_late(*entry, now);
     }
-    auto const [completes, digest] = batches();
-    auto const set_if = [&](AgreedFlag flag, bool holds) {
-      if (holds) standings_.set(flag);
-    };
-    set_if(AgreedFlag::has_unnamed, has_unnamed);
-    set_if(AgreedFlag::completes, completes);
-    set_if(AgreedFlag::nothing_new, !has_new);
-    set_if(AgreedFlag::nothing_asked, !comparison_.take_request());
-    set_if(AgreedFlag::nothing_late, !late);
+    auto const [complete, digest] = describe_batches();
+    standings_.set(AllFlag::has_unnamed, has_unnamed);
+    standings_.set(AllFlag::completes, complete);
+    standings_.set(AnyFlag::has_new, has_new);
+    standings_.set(AnyFlag::late, late);
     standings_.set_digest(digest);
   }
 
@@ -363,15 +253,15 @@ class Cached final : public Coordinator {
     bool complete;         // all that is left of those that have something pending is pending
     std::uint64_t digest;  // of which operation belongs to which
   };
-  Batches batches() {
+  Batches describe_batches() {
     parts_.clear();
-    for (Standee const& standee : standees_) {
-      Batch const* const batch = standee.entry->pending.operation->batch();
+    for (auto const& entry : entries_) {
+      Batch const* const batch = entry->pending.operation->batch();
       if (batch == nullptr || batch == &batch_of_one) continue;
       auto part = std::ranges::find(parts_, batch, &Part::batch);
       if (part == parts_.end()) part = parts_.insert(part, {.batch = batch});
       ++part->pending;
-      part->names += Digest().add(standee.entry->name).value();
+      part->names += Digest().add(entry->known_as()).value();
     }
     Batches all{.complete = true, .digest = 0};
     for (Part const& part : parts_) {
@@ -381,110 +271,120 @@ class Cached final : public Coordinator {
     return all;
   }
 
-  void schedule(Standee& standee, bool compare) {
-    standee.runs = true;
-    runners_.push_back(
-        {.entry = standee.entry, .id = standee.id.value_or(no_id), .compare = compare});
+  void select(Candidate& candidate, bool compare) {
+    candidate.selected = true;
+    selected_.push_back({.entry = candidate.entry, .id = candidate.id, .compare = compare});
   }
 
   // Step 4. Calls leave(name) for each that has a number from now on but is not pending everywhere.
   template <class Leave>
   void exchange_names(Channel& channel, Leave&& leave) {
+    bool const late = standings_.holds(AnyFlag::late);
     TimePoint const now = channel.deadline().now();
-    list_.clear();
-    for (auto const& [entry, id, runs] : standees_) {
-      if (runs) continue;
-      std::string_view const name = entry->name.empty() ? no_key : std::string_view(entry->name);
-      NamesOfRanks::append(list_, name, entry->late_from <= now);
+    NamesOfRanks::begin(list_, capacity_);
+    for (auto const& [entry, id, selected] : candidates_) {
+      std::string_view const name = entry->known_as();
+      if (late ? selected : (id || name.empty())) continue;
+      NamesOfRanks::append(list_, name.empty() ? no_key : name, is_late(*entry, now));
     }
-    auto const lists = names_.run(channel, list_);
     NamesOfRanks all;
+    auto const lists = gather_names(channel);
     for (int rank = 0; rank < channel.size(); ++rank) {
-      channel.decode_from(rank, [&] { all.read(rank, lists[static_cast<std::size_t>(rank)]); });
+      channel.decode_from(rank, [&] { all.read(rank, lists[rank], capacity_); });
     }
     auto const ranks = static_cast<std::size_t>(channel.size());
     std::size_t const counted = cache_.size();
-    for (std::string_view const name : all.names()) {
+    for (std::string_view const view : all.names()) {
+      std::string const name(view);
       if (name == no_key || cache_.find(name)) continue;
-      Id const id = cache_.add(std::string(name), [&](Id other) {
+      Id const id = cache_.add(name, [&](Id other) {
         return other < counted && standings_.of(other) == Standing::absent;
       });
       if (id < counted) standings_.set(id, Standing::mixed);  // not to be given again
       if (all.holders(name).ranks.size() < ranks) leave(name);
     }
-    for (Standee& standee : standees_) {
-      if (standee.runs || standee.entry->name.empty()) continue;
-      if (all.holders(standee.entry->name).ranks.size() < ranks) continue;
-      standee.id = cache_.find(standee.entry->name);
-      schedule(standee, true);
+    for (Candidate& candidate : candidates_) {
+      std::string const& name = candidate.entry->known_as();
+      if (candidate.id || name.empty() || all.holders(name).ranks.size() < ranks) continue;
+      candidate.id = cache_.find(name);
+      select(candidate, true);
     }
-    end_if_late(channel, all);
+    if (late) require_all_submitted(channel, all);
   }
 
-  // Throws NotSubmitted, the same on all ranks, if what is late on one rank is pending on others
-  // only.
-  void end_if_late(Channel const& channel, NamesOfRanks const& all) const {
-    std::vector<int> holders;  // of operations without names
-    bool late = false;
-    auto const require_all = [&](std::string const& what, std::vector<int> const& present) {
+  std::span<const std::span<const std::byte>> gather_names(Channel& channel) {
+    try {
+      return names_.run(channel, list_);
+    } catch (AgreedError const& error) {
+      throw Error(concat("names of operations: ", error.what()));
+    }
+  }
+
+  // Throws NotSubmitted, the same on all ranks, if what is late on one is not pending on another.
+  static void require_all_submitted(Channel const& channel, NamesOfRanks const& all) {
+    NamesOfRanks::Holders unnamed;
+    auto const require_all = [&](std::string const& what, NamesOfRanks::Holders const& holders) {
+      if (!holders.late) return;
       std::vector<int> missing;
       for (int rank = 0; rank < channel.size(); ++rank) {
-        if (std::ranges::find(present, rank) == present.end()) missing.push_back(rank);
+        bool const has_it = std::ranges::find(holders.ranks, rank) != holders.ranks.end();
+        if (!has_it) missing.push_back(rank);
       }
       if (missing.empty()) return;
-      std::string const text = concat(what, " was submitted by ", join_ranks(present), " only");
+      std::string const text =
+          concat(what, " was submitted by ", join_ranks(holders.ranks), " only");
       throw NotSubmitted(text, std::move(missing));
     };
     for (std::string_view const name : all.names()) {
-      auto const& [ranks, is_late] = all.holders(name);
-      if (name.front() == named) {
-        if (is_late) require_all(concat("operation '", name.substr(1), "'"), ranks);
-      } else {
-        holders.insert(holders.end(), ranks.begin(), ranks.end());
-        late = late || is_late;
+      NamesOfRanks::Holders const& holders = all.holders(name);
+      if (!is_key(name)) {
+        require_all(concat("operation '", name, "'"), holders);
+        continue;
       }
+      unnamed.ranks.insert(unnamed.ranks.end(), holders.ranks.begin(), holders.ranks.end());
+      unnamed.late = unnamed.late || holders.late;
     }
-    if (late) require_all("an operation without a name", holders);
+    require_all("an operation without a name", unnamed);
   }
 
-  // Step 5. Returns whether it has scheduled one.
-  bool schedule_unlike() {
+  // Step 5. Returns whether it has selected one.
+  bool select_unlike() {
     auto const is_unnamed = [](auto const& one) { return !one.entry->is_named(); };
-    if (!standings_.holds(AgreedFlag::has_unnamed) || std::ranges::any_of(runners_, is_unnamed)) {
+    if (!standings_.holds(AllFlag::has_unnamed) || std::ranges::any_of(selected_, is_unnamed)) {
       return false;
     }
-    Standee& first = *std::ranges::find_if(standees_, is_unnamed);
-    first.id.reset();
-    schedule(first, true);
+    Candidate& candidate = *std::ranges::find_if(candidates_, is_unnamed);
+    candidate.id.reset();
+    select(candidate, true);
     return true;
   }
 
-  // Tells those that run as last agreed whether their batches end with them. `left`: something
-  // stays pending, so that it is not known of which batches that is.
+  // Decides which operations end their batches, of those that are not compared, which decides that
+  // too. `left`: some stay pending, which may belong to the batches of others.
   void end_batches(bool left) {
-    bool const complete = !left && standings_.holds(AgreedFlag::completes) &&
-                          standings_.holds(AgreedFlag::nothing_new) && standings_.digests_agree();
-    parts_.clear();
-    for (auto runner = runners_.rbegin(); runner != runners_.rend(); ++runner) {
-      Batch const* const batch = runner->entry->pending.operation->batch();
+    bool const complete = !left && standings_.holds(AllFlag::completes) &&
+                          !standings_.holds(AnyFlag::has_new) && standings_.digests_agree();
+    ended_.clear();
+    for (Selected& last : std::views::reverse(selected_)) {
+      Batch const* const batch = last.entry->pending.operation->batch();
       if (batch == &batch_of_one) {
-        runner->agreement.ends_batch = true;
-      } else if (complete && batch != nullptr &&
-                 std::ranges::find(parts_, batch, &Part::batch) == parts_.end()) {
-        parts_.push_back({.batch = batch});
-        runner->agreement.ends_batch = true;
+        last.agreement.ends_batch = true;
+      } else if (complete && batch != nullptr && std::ranges::find(ended_, batch) == ended_.end()) {
+        ended_.push_back(batch);
+        last.agreement.ends_batch = true;
       }
     }
   }
 
-  // Step 6. Where payloads do not go together the operation is compared, which says why.
+  // Step 6. Operations whose payloads do not go together are compared, which says why.
   void exchange_payloads(Channel& channel) {
     payloads_.clear();
-    for (Runner& runner : runners_) {
-      if (!runner.has_payload()) continue;
-      auto const payload = runner.prepared().proposal.payload;
-      runner.payload_begin = payloads_.size();
-      payloads_.insert(payloads_.end(), payload.begin(), payload.end());
+    for (Selected& selected : selected_) {
+      Proposal const& proposal = selected.prepared().proposal;
+      if (selected.compare || proposal.payload_is_known) continue;
+      selected.payload_begin = payloads_.size();
+      selected.payload_size = proposal.payload.size();
+      payloads_.insert(payloads_.end(), proposal.payload.begin(), proposal.payload.end());
     }
     if (payloads_.empty()) return;
     auto const frame = frame_.take(header_bytes + payloads_.size());
@@ -496,45 +396,54 @@ class Cached final : public Coordinator {
         auto const arrived = frames[static_cast<std::size_t>(rank)].values;
         require<MalformedFrame>(arrived.size() == merged_.size(), "payloads of ", arrived.size(),
                                 " bytes instead of ", merged_.size());
-        for (Runner& runner : runners_) {
-          if (!runner.has_payload()) continue;
-          std::size_t const size = runner.prepared().proposal.payload.size();
-          auto const merged = std::span(merged_).subspan(runner.payload_begin, size);
-          runner.agreement.payload = merged;
-          runner.compare = !runner.prepared().operation->merge(
-              merged, arrived.subspan(runner.payload_begin, size));
-        }
+        merge_payloads(arrived);
       });
+    }
+  }
+
+  void merge_payloads(std::span<const std::byte> arrived) {
+    for (Selected& selected : selected_) {
+      if (selected.payload_size == 0) continue;
+      auto const payload =
+          std::span(merged_).subspan(selected.payload_begin, selected.payload_size);
+      selected.agreement.payload = payload;
+      bool const agrees = selected.prepared().operation->merge(
+          payload, arrived.subspan(selected.payload_begin, selected.payload_size));
+      selected.compare = selected.compare || !agrees;
     }
   }
 
   // Step 7.
   void hand_over(Channel& channel, Scheduled& next) {
-    Runner const& runner = runners_.front();
-    Prepared const& prepared = runner.prepared();
-    next.whole.begin(runner.entry->pending.operation->observer(), Stage::whole);
-    next.agreement = runner.agreement;
-    if (runner.compare) {
-      compare(channel, runner, next);
+    Selected const& selected = selected_[next_];
+    Entry const& entry = *selected.entry;
+    next.whole.begin(entry.pending.operation->observer(), Stage::whole);
+    next.agreement = selected.agreement;
+    if (failed_first_) {
+      next.error = failed_first_;
+    } else if (selected.compare) {
+      compare(channel, selected, next);
     } else {
-      comparison_.show(prepared.proposal);
+      show(entry, 0);
     }
-    if (runner.id != no_id) cache_.use(runner.id);
+    if (selected.id) cache_.use(*selected.id);
+    if (std::exchange(requested_, false)) comparison_.add_requested();
     next.pending = take();
   }
 
-  void compare(Channel& channel, Runner const& runner, Scheduled& next) {
+  void compare(Channel& channel, Selected const& selected, Scheduled& next) {
     TimePoint const began = channel.deadline().now();
     std::optional<std::uint64_t> agreed;
     try {
-      auto const result = comparison_.run(channel, runner.prepared());
+      auto const result =
+          comparison_.run(channel, selected.prepared(), selected.entry->pending.name);
       next.agreement = result.agreement;
-      next.agreement.waited = runner.agreement.waited + (channel.deadline().now() - began);
-      if (result.alike) agreed = digest_of(runner.prepared());
+      next.agreement.waited = selected.agreement.waited + (channel.deadline().now() - began);
+      if (result.alike) agreed = digest_of(selected.prepared());
     } catch (AgreedError const&) {
       next.error = std::current_exception();
     }
-    if (runner.id != no_id) cache_.set_agreed(runner.id, agreed);
+    if (selected.id) cache_.set_agreed(*selected.id, agreed);
   }
 
   // A batch in a round.
@@ -545,19 +454,22 @@ class Cached final : public Coordinator {
   };
 
   Comparison& comparison_;
-  mutable std::mutex mutex_;  // guards what follows
-  Entries pending_, spare_;
-  bool listens_ = false;  // a round has left something pending, on some ranks only
-  // Of the thread whose turn it is.
+  PendingList pending_;  // listens if a round has left something pending on some ranks only
+  // Of the thread that has the turn.
+  std::uint64_t const capacity_;
   ResponseCache cache_;
   Duration const timeout_;
   Standings standings_;
-  std::vector<Standee> standees_;
-  std::vector<Runner> runners_;  // in their order
-  std::vector<std::string_view> cancelled_;
+  std::vector<PendingList::Iterator> entries_;
+  std::vector<Candidate> candidates_;
+  std::vector<Selected> selected_;  // in their order, those before next_ are handed over
+  std::size_t next_ = 0;
+  std::exception_ptr failed_first_;
+  bool requested_ = false;  // by some rank, with this round
   std::vector<Part> parts_;
+  std::vector<Batch const*> ended_;
   std::vector<std::byte> list_, payloads_, merged_;
-  BytesAllgather names_{longest_names};
+  BytesAllgather names_{PendingList::longest_list};
   ByteBuffer frame_;
   FrameAllgather gather_;
 };

@@ -74,6 +74,7 @@ Communicator::~Communicator() {
     // held it: it can only be left alone.
     std::ignore = transport_.release();
     std::ignore = changed_.release();
+    std::ignore = coordinator_.release();
     std::ignore = watch_.release();
     std::ignore = interruptibles_.release();
     std::ignore = aggregators_.release();
@@ -94,7 +95,7 @@ void Communicator::close() {
     {
       std::lock_guard const lock(mutex_);
       closing_ = true;
-      busy = running_ || !coordinator_->empty();
+      busy = running_ || has_turn();
     }
     changed_->notify_all();
     if (busy) break_off(closed_by_its_owner);
@@ -148,7 +149,8 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
     std::lock_guard const lock(mutex_);
     here = !closing_ && !taken_ && !has_turn();
     if (here) {
-      coordinator_->add({.operation = operation, .name = std::move(name)});
+      if (!spare_ticket_) spare_ticket_ = std::make_shared<Ticket>(options_.runtime);
+      coordinator_->add({.operation = operation, .name = name});
       taken_ = running_ = true;
     }
   }
@@ -170,7 +172,7 @@ std::optional<Communicator::Handle> Communicator::run_here(Interrupt* interrupt)
   try {
     if (turn(mine, interrupt, true) != Turn::taken) {
       handle.emplace();
-      handle->ticket_ = std::make_shared<Ticket>(options_.runtime);
+      handle->ticket_ = std::exchange(spare_ticket_, nullptr);
       handle->threads_ = threads_;
       coordinator_->add_ticket(handle->ticket_);
     }
@@ -316,26 +318,19 @@ void Communicator::discard(Scheduled& next) {
 // Runs what is next, and throws what becomes of it, after taking it in any case. A rank whose
 // operation comes to nothing before it has begun joins the aggregators all the same: others wait.
 Turn Communicator::turn(Scheduled& next, Interrupt* interrupt, bool callers) {
+  Operation* first = nullptr;
   try {
     require_usable();
-    if (joining_ && !open_ && joining_->due(*aggregators_)) {
-      Scheduled joining{.pending = {joining_}};
-      execute(joining, interrupt, [&](Channel& channel) {
-        joining.agreement = comparison_.run(channel, prepare(joining_.get())).agreement;
-        return Turn::taken;
-      });
-    }
+    if (joining_ && !open_ && joining_->due(*aggregators_)) first = joining_.get();
   } catch (...) {
     discard(next);
     throw;
   }
-  return execute(next, interrupt,
-                 [&](Channel& channel) { return coordinator_->round(channel, next, callers); });
+  return execute(next, interrupt, callers, first);
 }
 
-// Runs what `agree` hands over.
-template <class Agree>
-Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& agree) {
+// Runs what the coordinator hands over; see Coordinator::round().
+Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, Operation* first) {
   struct EndOfWhole {
     Scheduled& scheduled;
     ~EndOfWhole() { scheduled.whole.end(); }
@@ -347,7 +342,7 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, Agree const& a
   Traffic const before = traffic();
   try {
     require_no_alarm();
-    Turn const taken = agree(channel);
+    Turn const taken = coordinator_->round(channel, next, callers, first);
     open_ = taken == Turn::others;
     if (taken != Turn::taken) return taken;
     if (next.error) std::rethrow_exception(next.error);

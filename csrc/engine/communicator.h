@@ -109,7 +109,8 @@ class Communicator final : private Commit {
     void require_waitable() const;          // only that
     bool done() const;
     // Keeps an operation that has not begun from running: every rank, also those that did not
-    // cancel, gets Cancelled. False where it had begun, and then it runs to its end.
+    // cancel, gets Cancelled. False where it had begun, or was about to in case all ranks have
+    // submitted it: if so it runs to its end, else it is cancelled all the same.
     bool cancel() const;
 
    private:
@@ -163,6 +164,8 @@ class Communicator final : private Commit {
   // Whether any rank has had one since the last call: the same on all, if called after the same
   // operation.
   bool take_requested() { return comparison_.take_requested(); }
+  // Another number in each call.
+  std::uint64_t draw_number() { return drawn_++; }
   Clock const& clock() const { return clock_; }
   Executor const& executor() const { return *options_.executor; }
   // As of the last completed operation; bytes to and from aggregators stand behind those of ranks.
@@ -189,8 +192,7 @@ class Communicator final : private Commit {
   std::optional<Handle> run_here(Interrupt* interrupt);
   Turn turn(Scheduled& next, Interrupt* interrupt, bool callers);
   void discard(Scheduled& next);
-  template <class Agree>
-  Turn execute(Scheduled& next, Interrupt* interrupt, Agree const& agree);
+  Turn execute(Scheduled& next, Interrupt* interrupt, bool callers, Operation* first);
   void alarm();
   // Returns if the operation stands; throws what it shall throw if it is rolled back.
   void commit(Channel& channel) override;
@@ -215,8 +217,9 @@ class Communicator final : private Commit {
   std::unique_ptr<LinkModel> link_model_;
   FigureExchange<std::byte> round_;
   std::atomic<std::uint64_t> next_operation_ = options_.first_operation;
-  bool open_ = false;           // ranks have agreed on what runs as next_operation_
-  std::string broken_;          // why, once the transport has failed
+  std::shared_ptr<Ticket> spare_ticket_;  // of the next operation that run() hands over
+  bool open_ = false;                     // ranks have agreed on what runs as next_operation_
+  std::string broken_;                    // why, once the transport has failed
   std::exception_ptr failure_;  // to be thrown by the operation that failed, or else by the next
 
   mutable std::mutex mutex_;  // guards what follows
@@ -235,6 +238,7 @@ class Communicator final : private Commit {
   Comparison comparison_;
   std::unique_ptr<Coordinator> coordinator_;
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
+  std::atomic<std::uint64_t> drawn_ = 0;
   std::once_flag closed_;
   std::unique_ptr<std::thread> thread_;  // last, so that it starts when all else is ready
 };

@@ -31,6 +31,13 @@ bool is_last_of_batch(Prepared const& prepared) {
   return batch != nullptr && batch->left() == 1;
 }
 
+// Proposes nothing.
+class Nothing final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = ""}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
+};
+
 }  // namespace
 
 Prepared prepare(Operation* operation) {
@@ -51,8 +58,19 @@ Prepared prepare(Operation* operation) {
   return prepared;
 }
 
-void Comparison::show(Proposal const& proposal) const {
-  if (watch_ != nullptr) watch_->propose(proposal.text, proposal.step);
+std::exception_ptr Comparison::run_first(Channel& channel, Operation* first) {
+  Nothing nothing;
+  Operation& operation = first != nullptr ? *first : nothing;
+  try {
+    operation.run(channel, run(channel, prepare(&operation)).agreement);
+  } catch (AgreedError const&) {
+    return std::current_exception();
+  }
+  return nullptr;
+}
+
+void Comparison::show(Proposal const& proposal, std::string_view name, std::size_t others) const {
+  if (watch_ != nullptr) watch_->propose(proposal.text, proposal.step, name, others);
 }
 
 std::span<const FrameView> Comparison::allgather(Channel& channel, Phase phase,
@@ -63,9 +81,10 @@ std::span<const FrameView> Comparison::allgather(Channel& channel, Phase phase,
   return gather_.run(channel, phase, std::span(frame_).first(length), header_bytes + capacity);
 }
 
-Comparison::Result Comparison::run(Channel& channel, Prepared const& prepared) {
+Comparison::Result Comparison::run(Channel& channel, Prepared const& prepared,
+                                   std::string_view name) {
   auto const& [operation, intent, proposal, failure] = prepared;
-  show(proposal);
+  show(proposal, name);
   ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
   Fingerprint const own{
       .key = proposal.key,

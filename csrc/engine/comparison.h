@@ -12,6 +12,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <exception>
 #include <span>
 #include <string>
 #include <string_view>
@@ -56,10 +57,16 @@ class Comparison {
 
   // Steps 2 to 4. Throws the same Mismatch or Cancelled on every rank where proposals differ, one
   // could not be made, or a rank has cancelled.
-  Result run(Channel& channel, Prepared const& prepared);
+  // `name`: as for show().
+  Result run(Channel& channel, Prepared const& prepared, std::string_view name = {});
+
+  // Compares and runs what goes before all else, where any rank has it; `first`: null on those that
+  // have not. Returns what is then wrong on all ranks alike, if anything is.
+  std::exception_ptr run_first(Channel& channel, Operation* first);
 
   // Tells the watch, if there is one, what this rank is at.
-  void show(Proposal const& proposal) const;
+  // `name`: of the operation, may be empty. `others`: so many, which are not shown, wait with it.
+  void show(Proposal const& proposal, std::string_view name = {}, std::size_t others = 0) const;
 
   // Lets every rank know, with the next comparison, that this one has a request. From any thread.
   void request() { requests_ = true; }

@@ -47,13 +47,13 @@ class Coordinator {
   // Whether other ranks may need this one's part in the next round though it is empty.
   virtual bool listens() const = 0;
 
-  // The following are for one thread at a time. The first of them where it is not empty, or
-  // listens.
+  // The following are for one thread at a time, the one that has the turn.
 
-  // Decides with all other ranks what runs next, and hands it over, with the observer's
-  // Stage::whole begun. `callers`: only what has no ticket. What it throws ends the communicator;
-  // then nothing has been handed over.
-  virtual Turn round(Channel& channel, Scheduled& next, bool callers) = 0;
+  // To be called if it is not empty, or listens. Decides with all other ranks what runs next, and
+  // hands it over, with the observer's Stage::whole begun. `callers`: only what has no ticket.
+  // `first`: runs before, on all ranks if on any; null: this rank has none. What it throws ends the
+  // communicator; then nothing has been handed over.
+  virtual Turn round(Channel& channel, Scheduled& next, bool callers, Operation* first) = 0;
   // Gives what has no ticket one, since another thread is to run it.
   virtual void add_ticket(std::shared_ptr<Ticket> ticket) = 0;
   // Hands over what is not to run any more. Not where it is empty.

@@ -40,6 +40,7 @@ GradientExchange<T>::GradientExchange(std::string name, std::uint64_t extent,
       options_(options),
       text_(text_of(name_, extent_, dtype_of<T>(), options)),
       key_(Digest().add(text_).add(layout_).value()),
+      number_(communicator.draw_number()),
       communicator_(&communicator),
       planned_((validate(options), options.algorithm == auto_algorithm)),
       local_(local ? std::move(local)
@@ -205,6 +206,7 @@ void GradientExchange<T>::require_possible(Communicator const& communicator) con
 template <class T>
 void GradientExchange<T>::reconnect(Communicator& communicator) {
   communicator_ = &communicator;
+  number_ = communicator.draw_number();
   sparse_.reset();  // made with the former communicator's services
   dense_.reset();
   if (warmup_) make_warmup();
@@ -287,7 +289,7 @@ Proposal GradientExchange<T>::prepare() {
   return {.text = text_,
           .key = key_,
           .changing = changing.value(),
-          .version = Digest().add(changes_).add(former_).value(),
+          .version = Digest().add(number_).add(changes_).add(former_).value(),
           .step = step,
           .finite = finite,
           .payload = payload_of(payload_),

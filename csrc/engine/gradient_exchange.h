@@ -192,7 +192,9 @@ class GradientExchange final : public Operation {
   std::string layout_;  // empty: the usual one
   std::uint64_t key_;   // of both
   std::uint64_t former_ = 0;
-  std::uint64_t changes_ = 0;  // of what ranks must agree on beside the text, but by exchanges
+  // Of what ranks must agree on beside the text; such as every exchange makes do not count.
+  std::uint64_t changes_ = 0;
+  std::uint64_t number_;  // another one for each that the communicator has seen
   Communicator* communicator_;
   bool planned_;  // by plan_, and dense exchanges take the residual along
   Plan plan_;

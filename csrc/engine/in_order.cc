@@ -24,18 +24,12 @@ class InOrder final : public Coordinator {
 
   bool listens() const override { return false; }
 
-  Turn round(Channel& channel, Scheduled& next, bool /*callers*/) override {
-    Pending& first = front();
-    bool const cancelled = first.ticket && first.ticket->begin();
-    next.whole.begin(first.operation->observer(), Stage::whole);
-    try {
-      Prepared const prepared = prepare(cancelled ? nullptr : first.operation.get());
-      TimePoint const began = channel.deadline().now();
-      next.agreement = comparison_.run(channel, prepared).agreement;
-      next.agreement.waited = channel.deadline().now() - began;
-    } catch (AgreedError const&) {
-      next.error = std::current_exception();
-    }
+  Turn round(Channel& channel, Scheduled& next, bool /*callers*/, Operation* first) override {
+    if (first != nullptr) next.error = comparison_.run_first(channel, first);
+    Pending& head = front();
+    bool const cancelled = head.ticket && head.ticket->begin();
+    next.whole.begin(head.operation->observer(), Stage::whole);
+    if (!next.error) compare(channel, cancelled ? nullptr : head.operation.get(), next);
     next.pending = take();
     return Turn::taken;
   }
@@ -51,6 +45,17 @@ class InOrder final : public Coordinator {
   }
 
  private:
+  void compare(Channel& channel, Operation* operation, Scheduled& next) {
+    try {
+      Prepared const prepared = prepare(operation);
+      TimePoint const began = channel.deadline().now();
+      next.agreement = comparison_.run(channel, prepared).agreement;
+      next.agreement.waited = channel.deadline().now() - began;
+    } catch (AgreedError const&) {
+      next.error = std::current_exception();
+    }
+  }
+
   // Stays where it is, whatever is added.
   Pending& front() {
     std::lock_guard const lock(mutex_);

@@ -9,7 +9,7 @@
 namespace sparsecomm {
 
 enum class Stage : std::uint8_t {
-  whole,     // all that follows; twice if an operation is prepared before its turn
+  whole,     // all that follows; in several parts if an operation waits between them
   agree,     // waits for the other ranks and compares with them; see Proposal
   select,    // finds what is sent
   exchange,  // sends and reduces it

@@ -45,9 +45,11 @@ struct Proposal {
   std::uint64_t key = Digest().add(text).value();
   // A digest of what ranks must agree on as well, but may change from one run to the next.
   std::uint64_t changing = 0;
-  // Another one since `changing` has last changed by anything but what ranks have agreed on. Never
-  // compared between ranks.
-  std::uint64_t version = 0;
+  // Tells this rank, and nobody else, whether `changing` may differ from the other ranks' though it
+  // did not when they were last compared: only if this is another number. Between these `changing`
+  // changes by nothing but data on which ranks have agreed. None: it may differ whenever it
+  // changes.
+  std::optional<std::uint64_t> version = {};
   std::optional<std::uint64_t> step = {};  // shown when the operation stalls
   bool finite = true;                      // no NaN or Inf in what this rank contributes
   // Bytes of the operation's own for all ranks, see Operation::merge(). At most max_payload_bytes,

@@ -12,7 +12,7 @@ ResponseCache::ResponseCache(std::size_t capacity) : capacity_(capacity) {
   require(capacity > 0, "a response cache of ", capacity, " names; it must hold 1 or more");
 }
 
-std::optional<ResponseCache::Id> ResponseCache::find(std::string_view name) const {
+std::optional<ResponseCache::Id> ResponseCache::find(std::string const& name) const {
   auto const found = ids_.find(name);
   return found == ids_.end() ? std::nullopt : std::optional(found->second);
 }

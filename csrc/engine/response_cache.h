@@ -10,7 +10,6 @@
 #include <list>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <unordered_map>
 #include <vector>
 
@@ -26,7 +25,7 @@ class ResponseCache {
 
   // All ids are below.
   std::size_t size() const { return slots_.size(); }
-  std::optional<Id> find(std::string_view name) const;
+  std::optional<Id> find(std::string const& name) const;
   std::string const& name(Id id) const { return slots_[id].name; }
 
   // Gives a name that it lacks an id: a new one, or if the cache is full that of the least recently
@@ -41,12 +40,6 @@ class ResponseCache {
   void set_agreed(Id id, std::optional<std::uint64_t> digest) { slots_[id].agreed = digest; }
 
  private:
-  struct Hash {
-    using is_transparent = void;
-    std::size_t operator()(std::string_view name) const {
-      return std::hash<std::string_view>()(name);
-    }
-  };
   struct Slot {
     std::string name;
     std::optional<std::uint64_t> agreed;
@@ -56,7 +49,7 @@ class ResponseCache {
   std::size_t capacity_;
   std::vector<Slot> slots_;
   std::list<Id> order_;  // the least recently used one first
-  std::unordered_map<std::string, Id, Hash, std::equal_to<>> ids_;
+  std::unordered_map<std::string, Id> ids_;
 };
 
 }  // namespace sparsecomm

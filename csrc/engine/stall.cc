@@ -54,6 +54,7 @@ std::string describe(int rank, std::optional<Whereabouts> const& at, std::uint64
     if (at->operation == 0) return concat(name, " has begun no operation", since);
     return concat(name, " is in no operation", since, ", its last was ", name_operation(*at));
   }
+  if (at->awaited == anybody) return concat(name, " has submitted nothing", since);
   if (at->awaited == nobody) return concat(name, " computes in ", name_operation(*at), since);
   return concat(name, " waits", since, " for ", name_awaited(*at), " in ", name_operation(*at));
 }
@@ -72,7 +73,7 @@ std::set<int> find_missing(int rank, Whereabouts const& own,
       if (waits_for_all) awaited.insert(peer);
       continue;
     }
-    bool const waits = at->running && at->awaited != nobody;
+    bool const waits = at->running && at->awaited != nobody && at->awaited != anybody;
     bool const behind = at->operation < own.operation;
     if (behind || (at->operation == own.operation && at->running && !waits)) missing.insert(peer);
     if (waits && at->awaited >= 0 && at->awaited != rank) awaited.insert(at->awaited);
@@ -105,7 +106,7 @@ std::optional<Whereabouts> parse_whereabouts(std::string_view bytes, int size) {
   std::istringstream in{std::string(bytes)};
   Whereabouts at;
   in >> at.operation >> at.running >> at.awaited >> at.seconds;
-  if (!in || at.awaited < a_service || at.awaited >= size || !(at.seconds >= 0)) {
+  if (!in || at.awaited < anybody || at.awaited >= size || !(at.seconds >= 0)) {
     return std::nullopt;
   }
   in.get();
@@ -166,12 +167,25 @@ void StallWatch::begin(std::uint64_t operation) {
   running_ = true;
   proposal_.clear();
   step_.reset();
+  name_.clear();
+  others_ = 0;
 }
 
-void StallWatch::propose(std::string_view text, std::optional<std::uint64_t> step) {
+void StallWatch::propose(std::string_view text, std::optional<std::uint64_t> step,
+                         std::string_view name, std::size_t others) {
   std::lock_guard const lock(mutex_);
   proposal_ = text;
   step_ = step;
+  name_ = name;
+  others_ = others;
+}
+
+// With the lock held.
+std::string StallWatch::describe_operation() const {
+  std::string what = describe_proposal(step_ ? concat(proposal_, ";step=", *step_) : proposal_);
+  if (!name_.empty()) what = concat("'", name_, "'", what.empty() ? "" : ": ", what);
+  if (others_ > 0) what += concat(" and ", others_, others_ == 1 ? " other" : " others");
+  return what;
 }
 
 void StallWatch::end() {
@@ -233,14 +247,12 @@ void StallWatch::watch() {
 }
 
 void StallWatch::report(std::unique_lock<std::mutex>& lock, Place const& seen, Duration stalled) {
-  Whereabouts const own{seen.operation,
-                        seen.running,
-                        seen.awaited,
-                        seconds(stalled),
-                        describe_proposal(step_ ? concat(proposal_, ";step=", *step_) : proposal_),
-                        seen.awaited == a_service ? transport_.awaited_service() : ""};
+  Whereabouts const own{
+      seen.operation,       seen.running,
+      seen.awaited,         seconds(stalled),
+      describe_operation(), seen.awaited == a_service ? transport_.awaited_service() : ""};
   post(lock, serialize_whereabouts(own));
-  if (!seen.running || seen.awaited == nobody) return;
+  if (!seen.running || seen.awaited == nobody || seen.awaited == anybody) return;
   if (!asks(transport_.rank(), transport_.size())) return;
   // The others notice at about the same time.
   Duration const patience = std::max(options_.limit / looks_per_limit, shortest_pause);

@@ -25,7 +25,7 @@ namespace sparsecomm {
 struct Whereabouts {
   std::uint64_t operation = 0;  // the last that it began; 0: none yet
   bool running = false;         // that has not ended
-  int awaited = nobody;         // the peer that it waits for
+  int awaited = nobody;         // the peer that it waits for, if any; see transport.h
   double seconds = 0;           // without any progress, when it said so
   std::string what;             // the operation, in words; empty where it is still being prepared
   std::string service = {};     // that it waits for, if `awaited` says so
@@ -79,8 +79,9 @@ class StallWatch {
     StallWatch* watch_;
   };
 
-  // What the operation is; see Proposal.
-  void propose(std::string_view text, std::optional<std::uint64_t> step);
+  // What the operation is; see Proposal and Comparison::show().
+  void propose(std::string_view text, std::optional<std::uint64_t> step, std::string_view name,
+               std::size_t others);
   std::thread::id thread() const { return thread_.get_id(); }
   // For good; does not wait for a message that is being logged.
   void stop();
@@ -99,6 +100,7 @@ class StallWatch {
   void begin(std::uint64_t operation);
   void end();
   Place place() const;
+  std::string describe_operation() const;
   void watch();
   void report(std::unique_lock<std::mutex>& lock, Place const& seen, Duration stalled);
   void post(std::unique_lock<std::mutex>& lock, std::string_view status);
@@ -115,6 +117,8 @@ class StallWatch {
   bool running_ = false;
   std::string proposal_;
   std::optional<std::uint64_t> step_;
+  std::string name_;
+  std::size_t others_ = 0;
   std::thread thread_;  // last, so that it starts when all else is ready
 };
 

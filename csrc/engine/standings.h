@@ -22,23 +22,28 @@ enum class Standing : std::uint8_t {
   ready = 0b11,    // pending on all, as last agreed
 };
 
-// Of all ranks together: whether they hold on each of them.
-enum class AgreedFlag : std::uint8_t {
-  has_unnamed,    // an operation without a name is pending
-  completes,      // what is pending is all that is left of its batches
-  nothing_new,    // no name is pending that has no number
-  nothing_asked,  // nobody has a request
-  nothing_late,   // nothing is pending for too long
-  first_unused
+// Holds if it does on all ranks.
+enum class AllFlag : std::uint8_t {
+  has_unnamed,  // an operation without a name is pending
+  completes,    // what is pending is all that is left of its batches
 };
+
+// Holds if it does on any rank.
+enum class AnyFlag : std::uint8_t {
+  has_new = 2,  // a name is pending that has no number
+  requests,     // see Comparison::request()
+  late,         // an operation has been pending for too long
+  has_first,    // something is to run before all else
+};
+inline constexpr int flags = 6;
 
 class Standings {
  public:
-  // On this rank, of `count` operations: none is pending, no flag holds.
+  // Of this rank: of `count` operations none is pending, and no flag holds.
   void reset(std::size_t count) {
     count_ = count;
     words_.assign(1 + (count + bits - 1) / bits, {.high = 0, .low = ~Bits{0}});
-    words_[0].high = unused_flags;
+    words_[0].high = ~digest_mask & ~all_flags;
   }
   void set(std::size_t operation, Standing standing) {
     Word& word = words_[1 + operation / bits];
@@ -52,8 +57,14 @@ class Standings {
     auto const bit = [&](Bits of_all) { return (of_all >> operation % bits) & 1; };
     return static_cast<Standing>(2 * bit(word.high) + bit(word.low));
   }
-  void set(AgreedFlag flag) { words_[0].high |= bit_of(flag); }
-  bool holds(AgreedFlag flag) const { return (words_[0].high & bit_of(flag)) != 0; }
+  void set(AllFlag flag, bool holds) {
+    words_[0].high = holds ? words_[0].high | bit_of(flag) : words_[0].high & ~bit_of(flag);
+  }
+  bool holds(AllFlag flag) const { return (words_[0].high & bit_of(flag)) != 0; }
+  void set(AnyFlag flag, bool holds) {
+    words_[0].high = holds ? words_[0].high & ~bit_of(flag) : words_[0].high | bit_of(flag);
+  }
+  bool holds(AnyFlag flag) const { return (words_[0].high & bit_of(flag)) == 0; }
   // What all ranks must have the same of: 24 bits of it.
   void set_digest(std::uint64_t digest) {
     words_[0].high = (words_[0].high & ~digest_mask) | static_cast<Bits>(digest) << 8;
@@ -85,9 +96,13 @@ class Standings {
     Bits high, low;
   };
   static constexpr Bits digest_mask = ~Bits{0xff};
-  static constexpr Bits bit_of(AgreedFlag flag) { return Bits{1} << static_cast<unsigned>(flag); }
-  static constexpr Bits unused_flags =
-      0xff & ~Bits{0} << static_cast<unsigned>(AgreedFlag::first_unused);
+  static constexpr Bits all_flags = 0b11;
+  static constexpr Bits unused_flags = ~digest_mask & ~Bits{0} << flags;
+  // All bits are combined by AND, so that those of AnyFlag are set if it does not hold.
+  template <class Flag>
+  static constexpr Bits bit_of(Flag flag) {
+    return Bits{1} << static_cast<unsigned>(flag);
+  }
 
   // Ready and changed make changed, what is the same stays, and all else is mixed. Where bits of a
   // digest differ the low one becomes 0.

@@ -30,17 +30,18 @@ class Ticket {
   void put_back() {
     std::lock_guard const lock(mutex_);
     begun_ = false;
+    cancelled_ = cancelled_ || wanted_cancelled_;
   }
   bool cancelled() const {
     std::lock_guard const lock(mutex_);
     return cancelled_;
   }
-  // False where it has begun.
+  // False where it has begun; it is cancelled if it is put back.
   bool cancel() {
     std::lock_guard const lock(mutex_);
-    if (begun_) return false;
-    cancelled_ = true;
-    return true;
+    wanted_cancelled_ = true;
+    if (!begun_) cancelled_ = true;
+    return !begun_;
   }
   void end(std::exception_ptr const& error) {
     {
@@ -82,6 +83,7 @@ class Ticket {
   Condition changed_{runtime_, "the end of an operation"};
   bool begun_ = false;
   bool cancelled_ = false;
+  bool wanted_cancelled_ = false;  // if it does not run now
   bool done_ = false;
   std::exception_ptr error_;
 };

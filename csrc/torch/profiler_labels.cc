@@ -47,6 +47,7 @@ void ProfilerLabels::begin(Stage stage) noexcept {
 
 void ProfilerLabels::end(Stage stage) noexcept {
   if (seen_) ranges_[static_cast<std::size_t>(stage)].reset();
+  // Of the caller nothing is let go, for there may be another part of the whole.
   if (stage == Stage::whole) guard_.reset();
 }
 

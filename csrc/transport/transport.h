@@ -28,8 +28,8 @@ inline constexpr Tag tag_limit = 0x7fffff80;
 // What Interrupted says after interrupt() or abort().
 inline constexpr char const* aborted_here = "this rank's transport was aborted";
 
-// In place of a peer that is waited for.
-inline constexpr int nobody = -1, everybody = -2, a_service = -3;
+// In place of a peer that is waited for; anybody: for whoever may need this rank.
+inline constexpr int nobody = -1, everybody = -2, a_service = -3, anybody = -4;
 
 // A posted send or receive. Trivially copyable; owned by the transport, released by wait().
 struct Request {

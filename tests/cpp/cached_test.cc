@@ -2,6 +2,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <bit>
 #include <functional>
 #include <future>
@@ -14,6 +16,8 @@
 #include <vector>
 
 #include "engine/communicator.h"
+#include "engine/gradient_exchange.h"
+#include "engine/names_of_ranks.h"
 #include "engine/payload.h"
 #include "engine/response_cache.h"
 #include "engine/standings.h"
@@ -134,8 +138,9 @@ TEST(StandingsTest, MeetAsTheyShall) {
       Standings standings;
       standings.reset(70);
       for (std::size_t i = 0; i < 70; ++i) standings.set(i, standing_on(rank, i));
-      standings.set(AgreedFlag::has_unnamed);
-      if (rank == 0) standings.set(AgreedFlag::completes);
+      standings.set(AllFlag::has_unnamed, true);
+      standings.set(AllFlag::completes, rank == 0);
+      standings.set(AnyFlag::late, rank == 0);
       standings.set_digest(rank == ranks - 1 ? 5 : 7);
       standings.allreduce(channel);
       std::set<std::size_t> mixed;
@@ -148,9 +153,10 @@ TEST(StandingsTest, MeetAsTheyShall) {
       std::set<std::size_t> found;
       standings.for_each_mixed([&](std::size_t i) { found.insert(i); });
       EXPECT_EQ(found, mixed);
-      EXPECT_TRUE(standings.holds(AgreedFlag::has_unnamed));
-      EXPECT_EQ(standings.holds(AgreedFlag::completes), ranks == 1);
-      EXPECT_FALSE(standings.holds(AgreedFlag::nothing_new));
+      EXPECT_TRUE(standings.holds(AllFlag::has_unnamed));
+      EXPECT_EQ(standings.holds(AllFlag::completes), ranks == 1);
+      EXPECT_TRUE(standings.holds(AnyFlag::late));
+      EXPECT_FALSE(standings.holds(AnyFlag::has_new));
       EXPECT_EQ(standings.digests_agree(), ranks == 1);
     }));
   }
@@ -353,6 +359,7 @@ TEST(CachedTest, WhatSomeRanksDoNotBringWaitsWhileOthersRun) {
           EXPECT_EQ(sum->sum, 3 * i);
         }
         EXPECT_FALSE(handles[0].done());
+        communicator.run(std::make_shared<Sum>("all have looked", 1, false));
         for (int other = 0; other < 3; ++other) {
           if (other != rank) submit(concat("only ", other));
         }
@@ -391,6 +398,8 @@ TEST(CachedTest, ANameThatARankDoesNotBringEndsWithTheDeadline) {
       [&](Communicator& communicator) {
         int const rank = communicator.rank();
         communicator.run(std::make_shared<Sum>("first", 1, true), nullptr, "first");
+        // Theirs is not late when that of the others is.
+        if (rank % 2 == 1) std::this_thread::sleep_for(options.timeout / 2);
         std::vector<Communicator::Handle> handles;
         handles.push_back(
             communicator.submit(std::make_shared<Sum>("x", 1, true), {}, concat("of ", rank % 2)));
@@ -431,12 +440,53 @@ TEST(CachedTest, ARankWithNothingPendingHearsOfAFailure) {
       cached()));
 }
 
+TEST(CachedTest, AStallReportNamesTheOperationAndWhoHasNotSubmittedIt) {
+  std::string const expected = "('left': sum and 1 other) for rank 2: rank 2 has submitted nothing";
+  std::atomic<bool> heard = false, said_by_rank_2 = false;
+  CommunicatorOptions options = cached();
+  options.timeout = std::chrono::hours(1);
+  Surroundings around;
+  around.equip = [&](CommunicatorOptions& own, std::uint64_t, int rank, int) {
+    own.stall = {.limit = patiently(std::chrono::milliseconds(100)),
+                 .log = [&, rank](std::string const& text) {
+                   if (text.find("left") == std::string::npos) return;
+                   if (rank == 2) said_by_rank_2 = true;
+                   if (text.find(expected) != std::string::npos) heard = true;
+                 }};
+  };
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        communicator.run(std::make_shared<Sum>("first", 1, true), nullptr, "first");
+        std::vector<Communicator::Handle> handles;
+        auto const submit = [&](std::string const& name) {
+          handles.push_back(communicator.submit(std::make_shared<Sum>("sum", 1, true), {}, name));
+        };
+        if (rank != 2) {
+          submit("left");
+          submit("right");
+        }
+        communicator.run(std::make_shared<Sum>("second", 1, true), nullptr, "second");
+        while (!heard) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        if (rank == 2) {
+          EXPECT_FALSE(said_by_rank_2) << "it waits for nobody";
+          submit("right");
+          submit("left");
+        }
+        for (auto const& handle : handles) handle.wait();
+      },
+      options, std::nullopt, around));
+}
+
 // Some of them cancelled on a rank, some brought late, all from several threads.
 TEST(CachedTest, ManyThreadsBringManyNamesInAnyOrder) {
   constexpr std::size_t names = 60;
-  constexpr int ranks = 4, threads = 3;
-  int const steps = 20;
+  constexpr int ranks = 4, threads = 3, steps = 20;
   std::vector<Log> logs(ranks);
+  // Of each operation: ranks on which it ran, those on which it was cancelled, and those that had
+  // been told that it would be.
+  std::vector<std::array<std::atomic<int>, 3>> outcomes(names * steps);
   expect_no_errors(run_ranks(
       ranks,
       [&](Communicator& communicator) {
@@ -454,6 +504,8 @@ TEST(CachedTest, ManyThreadsBringManyNamesInAnyOrder) {
               sums[i] = std::make_shared<Sum>(name_of(i), i, i % 2 == 0, &logs[rank]);
               handles[i] = communicator.submit(sums[i], {}, name_of(i));
               if (at % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(200));
+              bool const cancels = static_cast<int>(i) % ranks == rank && at % 3 == 0;
+              if (cancels && handles[i].cancel()) ++outcomes[step * names + i][2];
             }
           };
           std::vector<std::thread> others;
@@ -461,13 +513,200 @@ TEST(CachedTest, ManyThreadsBringManyNamesInAnyOrder) {
           bring(0);
           for (std::thread& other : others) other.join();
           for (std::size_t i = 0; i < names; ++i) {
-            handles[i].wait();
-            EXPECT_EQ(sums[i]->sum, i * ranks);
+            auto& [ran, cancelled, told] = outcomes[step * names + i];
+            try {
+              handles[i].wait();
+              EXPECT_EQ(sums[i]->sum, i * ranks);
+              ++ran;
+            } catch (Cancelled const&) {
+              ++cancelled;
+            }
           }
         }
       },
       cached(names / 2)));
   for (Log const& log : logs) EXPECT_EQ(log.names(), logs[0].names());
+  int cancelled_in_all = 0;
+  for (auto const& [ran, cancelled, told] : outcomes) {
+    EXPECT_TRUE((ran == ranks && cancelled == 0) || (ran == 0 && cancelled == ranks))
+        << ran << " and " << cancelled;
+    EXPECT_TRUE(told == 0 || cancelled == ranks);
+    cancelled_in_all += cancelled == ranks;
+  }
+  EXPECT_GT(cancelled_in_all, 0);
+}
+
+// One thread runs its operations where it is, and hands its turn over if others come first.
+TEST(CachedTest, AThreadThatRunsAndOneThatSubmits) {
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        std::thread other([&] {
+          for (std::uint64_t i = 0; i < 500; ++i) {
+            auto const sum = std::make_shared<Sum>("submitted", i, i % 2 == 0);
+            communicator.submit(sum, {}, "submitted").wait();
+            EXPECT_EQ(sum->sum, 2 * i);
+          }
+        });
+        for (std::uint64_t i = 0; i < 500; ++i) {
+          auto const sum = std::make_shared<Sum>("run", i, i % 2 == 0);
+          communicator.run(sum, nullptr, i % 3 == 0 ? "" : "run");
+          EXPECT_EQ(sum->sum, 2 * i);
+        }
+        other.join();
+      },
+      cached()));
+}
+
+// A rank is lost while one thread runs and another has submitted: each hears of it.
+TEST(CachedTest, AThreadThatRunsAndOneThatSubmitsHearOfAFailure) {
+  for (std::uint64_t message = 0; message < 40; message += 3) {
+    auto const errors = run_ranks(
+        3,
+        [&](Communicator& communicator) {
+          std::exception_ptr of_other;
+          std::thread other([&] {
+            try {
+              for (;;) {
+                communicator.submit(std::make_shared<Sum>("a", 1, true), {}, "a").wait();
+              }
+            } catch (...) {
+              of_other = std::current_exception();
+            }
+          });
+          std::exception_ptr own;
+          try {
+            for (;;) communicator.run(std::make_shared<Sum>("b", 1, true), nullptr, "b");
+          } catch (...) {
+            own = std::current_exception();
+          }
+          other.join();
+          EXPECT_TRUE(own && of_other);
+        },
+        cached(), RankFault{1, {FaultKind::die, message}});
+    expect_no_errors(errors);
+  }
+}
+
+// Its operations are those that have not ended.
+class CountedBatch final : public Batch {
+ public:
+  explicit CountedBatch(std::size_t left) : left_(left) {}
+  std::optional<std::size_t> left() const override { return left_; }
+  void end() { --left_; }
+
+ private:
+  std::atomic<std::size_t> left_;
+};
+
+class Part final : public Operation {
+ public:
+  Part(std::string text, CountedBatch& batch) : text_(std::move(text)), batch_(batch) {}
+  Proposal prepare() override { return {.text = text_}; }
+  void run(Channel& channel, Agreement const& agreement) override {
+    ended = agreement.ends_batch;
+    agreement.commit(channel);
+    batch_.end();
+  }
+  Batch const* batch() const override { return &batch_; }
+
+  bool ended = false;
+
+ private:
+  std::string text_;
+  CountedBatch& batch_;
+};
+
+TEST(CachedTest, TheLastOfABatchEndsItAlsoIfAllRunInOneRound) {
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        for (int step = 0; step < 3; ++step) {
+          CountedBatch first(3), second(2);
+          std::vector<std::shared_ptr<Part>> parts;
+          submit_together(communicator, 5, [&](std::size_t i) {
+            parts.push_back(std::make_shared<Part>(name_of(i), i < 3 ? first : second));
+            return parts.back();
+          });
+          for (std::size_t i = 0; i < 5; ++i) EXPECT_EQ(parts[i]->ended, i == 2 || i == 4) << i;
+        }
+        // If rank 0 has more to come the batch goes on.
+        CountedBatch batch(communicator.rank() == 0 ? 3 : 2);
+        std::vector<std::shared_ptr<Part>> parts;
+        submit_together(communicator, 2, [&](std::size_t i) {
+          parts.push_back(std::make_shared<Part>(name_of(i), batch));
+          return parts.back();
+        });
+        EXPECT_FALSE(parts[0]->ended || parts[1]->ended);
+      },
+      cached()));
+}
+
+TEST(CachedTest, AnExchangeThatIsMadeAnewOnOneRankIsCompared) {
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        constexpr std::size_t numel = 100;
+        std::vector<float> gradient(numel, 1.0f), residual(numel, 0.0f);
+        auto const make = [&] {
+          return std::make_shared<GradientExchange<float>>("test", numel, ExchangeOptions{},
+                                                           communicator);
+        };
+        auto exchange = make();
+        auto const step = [&] {
+          exchange->bind({{gradient, residual}});
+          communicator.run(exchange);
+        };
+        for (int i = 0; i < 3; ++i) step();
+        if (communicator.rank() == 0) exchange = make();
+        EXPECT_THROW(step(), Mismatch);
+      },
+      cached()));
+}
+
+TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
+  std::vector<std::byte> list;
+  NamesOfRanks::begin(list, 7);
+  NamesOfRanks::append(list, "a", false);
+  NamesOfRanks::append(list, "bc", true);
+  NamesOfRanks good;
+  good.read(0, list, 7);
+  good.read(2, list, 7);
+  EXPECT_EQ(good.names().size(), 2u);
+  EXPECT_EQ(good.holders("bc").ranks, (std::vector{0, 2}));
+  EXPECT_TRUE(good.holders("bc").late);
+  EXPECT_FALSE(good.holders("a").late);
+  std::size_t refused = 0;
+  for (std::size_t length = 0; length < list.size(); ++length) {
+    try {
+      NamesOfRanks().read(0, std::span(list).first(length), 7);
+    } catch (MalformedFrame const&) {
+      ++refused;
+    }
+  }
+  EXPECT_EQ(refused, list.size() - 2) << "all but those that end with a name, or before the first";
+  EXPECT_THROW(NamesOfRanks().read(0, list, 8), MalformedFrame);
+  NamesOfRanks::append(list, "a", false);
+  EXPECT_THROW(NamesOfRanks().read(0, list, 7), MalformedFrame) << "twice";
+  for (std::size_t byte = 8; byte < 16; ++byte) {
+    std::vector<std::byte> changed = list;
+    changed[byte] = std::byte{0xff};
+    EXPECT_THROW(NamesOfRanks().read(0, changed, 7), MalformedFrame) << byte;
+  }
+}
+
+TEST(CachedTest, NamesThatAreNone) {
+  expect_no_errors(run_ranks(
+      1,
+      [&](Communicator& communicator) {
+        auto const run = [&](std::string const& name) {
+          communicator.run(std::make_shared<Sum>("a", 1, true), nullptr, name);
+        };
+        EXPECT_THROW(run("#a"), InvalidArgument);
+        EXPECT_THROW(run(std::string(1025, 'a')), InvalidArgument);
+        run(std::string(1024, 'a'));
+      },
+      cached()));
 }
 
 }  // namespace

@@ -35,7 +35,7 @@ struct Rank {
 
   void round(Scheduled& next) {
     Channel channel(transport, ++rounds, Deadline(steady_clock(), patient_options().timeout));
-    coordinator->round(channel, next, false);
+    coordinator->round(channel, next, false, nullptr);
   }
 
   Transport& transport;

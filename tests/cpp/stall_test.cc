@@ -37,7 +37,7 @@ TEST(WhereaboutsTest, TravelAsTextAndAreValidated) {
   EXPECT_EQ(describe_proposal("operation=calibration"), "calibration");
   EXPECT_EQ(describe_proposal(""), "");
   for (char const* const bytes :
-       {"", "nonsense", "1 1", "1 1 4 2\n", "1 1 -4 2\n", "1 1 -3 2\n\na sum",
+       {"", "nonsense", "1 1", "1 1 4 2\n", "1 1 -5 2\n", "1 1 -3 2\n\na sum",
         "1 1 0 2\nan aggregator\na sum", "1 1 0 -2\n"}) {
     EXPECT_FALSE(parse_whereabouts(bytes, 4).has_value()) << bytes;
   }

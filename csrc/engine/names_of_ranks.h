@@ -1,0 +1,79 @@
+// Names of operations, as ranks tell each other those that others may lack.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "base/error.h"
+
+namespace sparsecomm {
+
+class NamesOfRanks {
+ public:
+  struct Holders {
+    std::vector<int> ranks;
+    bool late = false;  // on one of them
+  };
+
+  // Begins a list.
+  static void begin(std::vector<std::byte>& list, std::uint64_t capacity) {
+    list.clear();
+    append(list, std::as_bytes(std::span(&capacity, 1)));
+  }
+  static void append(std::vector<std::byte>& list, std::string_view name, bool late) {
+    Head const head{.length = static_cast<std::uint32_t>(name.size()), .late = late};
+    append(list, std::as_bytes(std::span(&head, 1)));
+    append(list, std::as_bytes(std::span(name)));
+  }
+  // Reads a rank's list, which stays. Throws MalformedFrame where it is none, or began with another
+  // capacity.
+  void read(int rank, std::span<const std::byte> list, std::uint64_t capacity) {
+    auto const theirs = take<std::uint64_t>(list);
+    require<MalformedFrame>(theirs == capacity, "a cache of ", theirs, " names instead of ",
+                            capacity);
+    while (!list.empty()) {
+      auto const head = take<Head>(list);
+      require<MalformedFrame>(head.length > 0 && head.length <= list.size() && head.late <= 1,
+                              "a name of ", head.length, " bytes where ", list.size(),
+                              " are left, late is ", head.late);
+      std::string_view const name(reinterpret_cast<char const*>(list.data()), head.length);
+      list = list.subspan(head.length);
+      auto const [place, is_first] = holders_.try_emplace(name);
+      Holders& holders = place->second;
+      require<MalformedFrame>(is_first || holders.ranks.back() != rank, "a name comes twice");
+      if (is_first) names_.push_back(name);
+      holders.ranks.push_back(rank);
+      holders.late = holders.late || head.late != 0;
+    }
+  }
+  // In the order in which they were read first.
+  std::span<const std::string_view> names() const { return names_; }
+  Holders const& holders(std::string_view name) const { return holders_.at(name); }
+
+ private:
+  struct Head {
+    std::uint32_t length, late;
+  };
+
+  static void append(std::vector<std::byte>& list, std::span<const std::byte> bytes) {
+    list.insert(list.end(), bytes.begin(), bytes.end());
+  }
+  template <class T>
+  static T take(std::span<const std::byte>& list) {
+    T value;
+    require<MalformedFrame>(list.size() >= sizeof value, "names end amid one");
+    std::memcpy(&value, list.data(), sizeof value);
+    list = list.subspan(sizeof value);
+    return value;
+  }
+
+  std::vector<std::string_view> names_;
+  std::unordered_map<std::string_view, Holders> holders_;
+};
+
+}  // namespace sparsecomm

@@ -1,0 +1,88 @@
+#include "engine/pending_list.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "base/error.h"
+
+namespace sparsecomm {
+
+bool PendingList::add(Pending pending) {
+  require(pending.name.size() <= longest_name && !pending.name.starts_with(key_mark),
+          "an operation's name of ", pending.name.size(), " bytes that begins '",
+          std::string_view(pending.name).substr(0, 32), "': it may have at most ", longest_name,
+          ", and begin with anything but '", key_mark, "'");
+  std::lock_guard const lock(mutex_);
+  require(entries_.size() < most_pending, entries_.size(),
+          " operations are pending, no more may be; wait for some of them");
+  auto const same = by_name_.find(pending.name);
+  if (same != by_name_.end()) {
+    require(same->second->is_cancelled(), "an operation named '", pending.name,
+            "' is pending already; wait for it, or choose another name");
+    by_name_.erase(same);  // its key is the other one's
+  }
+  if (spare_.empty()) spare_.emplace_back();
+  Entry& entry = spare_.front();
+  entry.pending = std::move(pending);
+  if (entry.is_named()) by_name_.emplace(entry.pending.name, &entry);
+  entries_.splice(entries_.end(), spare_, spare_.begin());
+  return listens_;
+}
+
+bool PendingList::empty() const {
+  std::lock_guard const lock(mutex_);
+  return entries_.empty();
+}
+
+bool PendingList::listens() const {
+  std::lock_guard const lock(mutex_);
+  return listens_;
+}
+
+void PendingList::set_listens(bool listens) {
+  std::lock_guard const lock(mutex_);
+  listens_ = listens;
+}
+
+PendingList::Iterator PendingList::first() {
+  std::lock_guard const lock(mutex_);
+  return entries_.begin();
+}
+
+void PendingList::find_candidates(std::vector<Iterator>& candidates) {
+  std::lock_guard const lock(mutex_);
+  candidates.clear();
+  cancelled_.clear();
+  bool has_unnamed = false;
+  for (auto entry = entries_.begin(); entry != entries_.end(); ++entry) {
+    if (!entry->is_named()) {
+      if (std::exchange(has_unnamed, true)) continue;
+    } else {
+      // Another one of the same name can only be behind one that was cancelled.
+      if (cancelled_.contains(entry->pending.name)) continue;
+      if (entry->is_cancelled()) cancelled_.insert(entry->pending.name);
+    }
+    candidates.push_back(entry);
+  }
+}
+
+PendingList::Iterator PendingList::add_ticket(std::shared_ptr<Ticket> ticket) {
+  std::lock_guard const lock(mutex_);
+  auto const entry = std::ranges::find_if(
+      entries_, [](Entry const& candidate) { return !candidate.pending.ticket; });
+  entry->pending.ticket = std::move(ticket);
+  return entry;
+}
+
+Pending PendingList::take(Iterator entry) {
+  std::lock_guard const lock(mutex_);
+  entry->begin();
+  auto const same = by_name_.find(entry->pending.name);
+  if (same != by_name_.end() && same->second == &*entry) by_name_.erase(same);
+  Pending taken = std::move(entry->pending);
+  *entry = {};
+  spare_.splice(spare_.end(), entries_, entry);
+  return taken;
+}
+
+}  // namespace sparsecomm

@@ -1,0 +1,86 @@
+// Operations that were submitted and have not been handed over, in the order of submission.
+#pragma once
+
+#include <array>
+#include <cstring>
+#include <list>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <unordered_set>
+#include <vector>
+
+#include "base/clock.h"
+#include "engine/comparison.h"
+#include "engine/ticket.h"
+
+namespace sparsecomm {
+
+class PendingList {
+ public:
+  // Names are not longer, in bytes, and do not begin with that character.
+  static constexpr std::size_t longest_name = 1024;
+  static constexpr char key_mark = '#';
+  // So many may be pending, and their names take so many bytes, with 8 for each.
+  static constexpr std::size_t most_pending = 65000;
+  static constexpr std::uint64_t longest_list = most_pending * (longest_name + 8) + 8;
+
+  // Stays where it is until it is taken. All but `pending` is for the thread that has the turn.
+  struct Entry {
+    Pending pending;
+    std::optional<Prepared> prepared = {};
+    TimePoint late_from{};
+    bool is_new = true;  // it has taken part in no round
+
+    bool is_named() const { return !pending.name.empty(); }
+    // All ranks know it by this: its name, or that of its proposal's key; empty: it is not known
+    // yet, or has no proposal.
+    std::string const& known_as() const { return is_named() ? pending.name : key_name_; }
+    void set_key(std::uint64_t key) {
+      std::array<char, sizeof key> bytes{};
+      std::memcpy(bytes.data(), &key, sizeof key);
+      key_name_.assign(1, key_mark).append(bytes.data(), bytes.size());
+    }
+    bool is_cancelled() const { return pending.ticket && pending.ticket->cancelled(); }
+    // For this round it is not to be cancelled. Returns whether it has been.
+    bool begin() const { return pending.ticket && pending.ticket->begin(); }
+    void put_back() const {
+      if (pending.ticket) pending.ticket->put_back();
+    }
+
+   private:
+    std::string key_name_;
+  };
+  using Iterator = std::list<Entry>::iterator;
+
+  // The following are for any thread.
+
+  // Throws InvalidArgument where the name is none, or one of that name is pending that has not been
+  // cancelled. Returns whether this rank listens.
+  bool add(Pending pending);
+  bool empty() const;
+  bool listens() const;
+
+  // The following are for the thread that has the turn.
+
+  void set_listens(bool listens);
+  Iterator first();  // if there is one
+  // Those that may run: the first of each name, and of those without one.
+  void find_candidates(std::vector<Iterator>& candidates);
+  // Gives the one that has no ticket this one.
+  Iterator add_ticket(std::shared_ptr<Ticket> ticket);
+  Pending take(Iterator entry);
+
+ private:
+  mutable std::mutex mutex_;  // guards what follows
+  std::list<Entry> entries_;
+  std::list<Entry> spare_;                                // memory for others
+  std::unordered_map<std::string_view, Entry*> by_name_;  // the last one of each
+  std::unordered_set<std::string_view> cancelled_;
+  bool listens_ = false;
+};
+
+}  // namespace sparsecomm
