@@ -42,14 +42,13 @@ bool connection_lost(FailureReport const& waiting, FailureReport const& suspecte
          waiting.number < suspected.number;
 }
 
-// The chains begin at the ranks that lost a connection or waited for a whole deadline.
-void follow_chains(std::span<const std::optional<FailureReport>> reports, Evidence& evidence) {
-  using Cause = FailureReport::Cause;
+// The chains begin at the ranks that failed so: that lost a connection, or waited for a whole
+// deadline.
+void follow_chains(std::span<const std::optional<FailureReport>> reports,
+                   FailureReport::Cause cause, Evidence& evidence) {
   std::vector<int> open;
   for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
-    auto const& report = reports[rank];
-    if (!report) continue;
-    if (report->cause == Cause::lost || report->cause == Cause::timeout) open.push_back(rank);
+    if (reports[rank] && reports[rank]->cause == cause) open.push_back(rank);
   }
   std::set<int> followed(open.begin(), open.end());
   while (!open.empty()) {
@@ -66,7 +65,7 @@ void follow_chains(std::span<const std::optional<FailureReport>> reports, Eviden
       if (connection_lost(waiting, *report)) evidence.cut.insert({waiter, suspect});
       if (waits_for_no_rank(*report)) {
         // Between two operations it keeps others waiting; if it was lost, it left for the alarm.
-        if (waiting.cause == Cause::timeout) evidence.idle.insert(suspect);
+        if (cause == FailureReport::Cause::timeout) evidence.idle.insert(suspect);
         continue;
       }
       if (message_missing(waiting, waiter, *report, suspect)) evidence.silent.insert(suspect);
@@ -93,7 +92,8 @@ Evidence collect(std::span<const std::optional<FailureReport>> reports) {
       if (evidence.invalid.empty() && evidence.own.empty()) evidence.text = report.text;
     }
   }
-  follow_chains(reports, evidence);
+  follow_chains(reports, Cause::lost, evidence);
+  follow_chains(reports, Cause::timeout, evidence);
   return evidence;
 }
 

@@ -35,8 +35,8 @@ std::optional<Verdict> parse_verdict(std::string_view bytes, int size);
 //    that lost a connection or waited for a whole deadline;
 // 5. both ends of a connection that was lost before either had reported: ranks report before they
 //    close their connections;
-// 6. along those chains, ranks between two operations that others waited for until the deadline;
-//    else ranks of which messages are missing; else all of them, which wait in a circle.
+// 6. ranks between two operations, at the ends of the chains that begin with a deadline;
+// 7. ranks on the chains of which messages are missing; else all on them, which wait in a circle.
 Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 
 // True when no further report is waited for: every rank has made one, or some report says that the

@@ -789,6 +789,11 @@ TEST(VerdictTest, ARankBetweenTwoOperationsIsToBlameForATimeoutAlone) {
   reports[1]->suspects = {};
   reports[0]->suspects = {2};
   EXPECT_EQ(conclude(reports).culprits, std::vector{2});
+  // Also if others waited for it, and only for those the deadline came.
+  reports[0] = {.operation = 7, .cause = Cause::timeout, .suspects = {1}};
+  reports[1] = {.operation = 7, .cause = Cause::interrupted, .suspects = {2}};
+  reports[2] = {.operation = 7, .cause = Cause::interrupted};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{2});
 }
 
 // Ranks 0 and 1 cannot hear one another any more. Rank 0 noticed, reported and left, which rank 2
