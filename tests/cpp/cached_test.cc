@@ -21,6 +21,7 @@
 #include "engine/payload.h"
 #include "engine/response_cache.h"
 #include "engine/standings.h"
+#include "named_sums.h"
 #include "ranks.h"
 
 namespace sparsecomm::test {
@@ -31,70 +32,6 @@ CommunicatorOptions cached(std::size_t names = 1024) {
   options.cached_names = names;
   return options;
 }
-
-// What ran on a rank, in this order.
-class Log {
- public:
-  void add(std::string const& name) {
-    std::lock_guard const lock(mutex_);
-    names_.push_back(name);
-  }
-  std::vector<std::string> names() const {
-    std::lock_guard const lock(mutex_);
-    return names_;
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::vector<std::string> names_;
-};
-
-// Sums one number over the ranks; by its payload, or by messages of its own.
-class Sum final : public Operation {
- public:
-  Sum(std::string text, std::uint64_t number, bool by_payload, Log* log = nullptr,
-      bool commits = true)
-      : text_("operation=" + std::move(text)),
-        number_(number),
-        by_payload_(by_payload),
-        commits_(commits),
-        log_(log) {}
-
-  Proposal prepare() override {
-    return {.text = text_,
-            .finite = finite,
-            .payload = by_payload_ ? payload_of(number_) : std::span<const std::byte>{}};
-  }
-  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
-    if (!by_payload_) return Operation::merge(into, other);
-    auto const sum = read_payload<std::uint64_t>(into) + read_payload<std::uint64_t>(other);
-    std::ranges::copy(payload_of(sum), into.begin());
-    return true;
-  }
-  void run(Channel& channel, Agreement const& agreement) override {
-    all_finite = agreement.all_finite;
-    if (log_ != nullptr) log_->add(text_);
-    sum = number_;
-    if (by_payload_) {
-      sum = read_payload<std::uint64_t>(agreement.payload);
-    } else {
-      census_.run(channel, Phase::reduce, std::span(&sum, 1), std::plus(),
-                  [](std::span<const std::uint64_t>, int) {});
-    }
-    agreement.commit(channel);
-  }
-  Batch const* batch() const override { return commits_ ? &batch_of_one : nullptr; }
-
-  std::uint64_t sum = 0;
-  bool finite = true, all_finite = false;
-
- private:
-  std::string text_;
-  std::uint64_t number_;
-  bool by_payload_, commits_;
-  Log* log_;
-  CensusAllreduce<std::uint64_t> census_;
-};
 
 std::string name_of(std::size_t i) { return concat("tensor ", i); }
 

@@ -1,6 +1,7 @@
 // Simulates steps in which a rank fails, one for each seed, which draws the algorithm, the number
 // of ranks, and which of them fails at which of its messages and how: `make explore`. Or
-// allreduces through aggregators, of which one fails, or a rank does, in the same way.
+// allreduces through aggregators, of which one fails, or a rank does, in the same way. Or
+// operations with names, which ranks submit in any order, amid which a rank fails or lacks one.
 #include <pthread.h>
 #include <sched.h>
 
@@ -16,19 +17,21 @@
 #include <tuple>
 
 #include "failing_aggregators.h"
+#include "failing_names.h"
 #include "simulated_failures.h"
 
 namespace sparsecomm::test {
 namespace {
 
 struct ExploreOptions {
-  bool of_aggregators = false;
+  std::string_view faults = "ranks";
   std::uint64_t first = 0, seeds = 10000;
   double minutes = 60;
 };
 
 constexpr char const* usage =
-    "usage: explore [--faults ranks|aggregators] [--seed FIRST] [--seeds COUNT] [--minutes LIMIT]\n"
+    "usage: explore [--faults ranks|aggregators|names] [--seed FIRST] [--seeds COUNT] [--minutes "
+    "LIMIT]\n"
     "Exit status 1: some seed has violated a contract; `explore --seed IT --seeds 1` repeats it.\n";
 
 template <class T>
@@ -46,9 +49,9 @@ ExploreOptions parse_options(std::vector<std::string_view> const& words) {
   for (std::size_t i = 0; i < words.size(); i += 2) {
     std::string_view const name = words[i], value = words[i + 1];
     if (name == "--faults") {
-      options.of_aggregators = value == "aggregators";
-      require(options.of_aggregators || value == "ranks", name, " is \"", value,
-              "\", must be ranks or aggregators");
+      options.faults = value;
+      require(value == "ranks" || value == "aggregators" || value == "names", name, " is \"", value,
+              "\", must be ranks, aggregators or names");
     } else if (name == "--seed") {
       options.first = parse_number<std::uint64_t>(name, value);
     } else if (name == "--seeds") {
@@ -119,8 +122,10 @@ class Explorer {
       std::uint64_t const seed = next_++;
       if (seed - options_.first >= options_.seeds) return;
       if (std::chrono::steady_clock::now() >= end_) return;
-      std::string const violation =
-          options_.of_aggregators ? violation_of_aggregators(seed) : violation_of_ranks(seed);
+      std::string const violation = options_.faults == "aggregators"
+                                        ? violation_of_aggregators(seed)
+                                    : options_.faults == "names" ? violation_of_names(seed)
+                                                                 : violation_of_ranks(seed);
       ++done_;
       if (violation.empty()) continue;
       ++violations_;
@@ -173,6 +178,21 @@ class Explorer {
                           }
                           return find_violation(run);
                         });
+  }
+
+  static std::string violation_of_names(std::uint64_t seed) {
+    std::mt19937_64 random(seed);
+    auto const below = [&](int most) { return static_cast<int>(random() % std::uint64_t(most)); };
+    NamesRun run{.ranks = 2 + below(5),
+                 .names = 1 + std::size_t(below(8)),
+                 .cached = 1 + std::size_t(below(10)),
+                 .seed = seed};
+    run.lacking = below(run.ranks);
+    if (below(5) > 0) {
+      auto const kind = static_cast<NetworkFault::Kind>(below(NetworkFault::kinds));
+      run.fault.emplace(below(run.ranks), kind, std::uint64_t(below(120)));
+    }
+    return violation_of(describe(run), [&] { return find_violation(run, simulate_names(run)); });
   }
 
   FailingRun draw(std::uint64_t seed) {

@@ -1,0 +1,78 @@
+// Operations whose results tell whether all ranks took part in the same one.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "collectives/figures.h"
+#include "engine/operation.h"
+#include "engine/payload.h"
+
+namespace sparsecomm::test {
+
+// What ran on a rank, in this order.
+class Log {
+ public:
+  void add(std::string const& name) {
+    std::lock_guard const lock(mutex_);
+    names_.push_back(name);
+  }
+  std::vector<std::string> names() const {
+    std::lock_guard const lock(mutex_);
+    return names_;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::vector<std::string> names_;
+};
+
+// Sums one number over the ranks: by its payload, or by messages of its own.
+class Sum final : public Operation {
+ public:
+  Sum(std::string text, std::uint64_t number, bool by_payload, Log* log = nullptr,
+      bool commits = true)
+      : text_("operation=" + std::move(text)),
+        number_(number),
+        by_payload_(by_payload),
+        commits_(commits),
+        log_(log) {}
+
+  Proposal prepare() override {
+    return {.text = text_,
+            .payload = by_payload_ ? payload_of(number_) : std::span<const std::byte>{}};
+  }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    if (!by_payload_) return Operation::merge(into, other);
+    auto const both = read_payload<std::uint64_t>(into) + read_payload<std::uint64_t>(other);
+    std::ranges::copy(payload_of(both), into.begin());
+    return true;
+  }
+  void run(Channel& channel, Agreement const& agreement) override {
+    if (log_ != nullptr) log_->add(text_);
+    sum = number_;
+    if (by_payload_) {
+      sum = read_payload<std::uint64_t>(agreement.payload);
+    } else {
+      census_.run(channel, Phase::reduce, std::span(&sum, 1), std::plus(),
+                  [](std::span<const std::uint64_t>, int) {});
+    }
+    if (commits_) agreement.commit(channel);
+  }
+  Batch const* batch() const override { return commits_ ? &batch_of_one : nullptr; }
+
+  std::uint64_t sum = 0;
+
+ private:
+  std::string text_;
+  std::uint64_t number_;
+  bool by_payload_, commits_;
+  Log* log_;
+  CensusAllreduce<std::uint64_t> census_;
+};
+
+}  // namespace sparsecomm::test
