@@ -22,6 +22,7 @@ from sparsecomm.collectives import (
     Work,
     allgather_sparse,
     allreduce,
+    grouped_allreduce,
     reduce_scatter_sparse,
 )
 from sparsecomm.communicator import Communicator
@@ -96,6 +97,7 @@ __all__ = [
     "fsdp",
     "functional",
     "gaussian_k_hook",
+    "grouped_allreduce",
     "gtopk_hook",
     "oktopk_hook",
     "optim",

@@ -1,11 +1,13 @@
 """Lossless collectives that send only what is not zero.
 
 Every rank of a process group, or of a :class:`~sparsecomm.Communicator`, calls them with tensors of
-the same shape and dtype, in the same order. Operations of one communicator run one after another in
-the order of the calls; a program that calls from several threads must see to it that the order is
-the same on every rank. Whoever uses no ``communicator`` gets one per process group, which connects
-at the first call (all ranks must take part in it) and lives as long as the group. Of a group of the
-backend ``"sparsecomm"`` it has the aggregators.
+the same shape and dtype. A collective with a ``name`` runs with those of that name on the other
+ranks, so ranks may call in any order, and from several threads. Those without a name run in the
+order of the calls, which must be the same on every rank. Ranks remember 1,024 names, those that
+were used last, which then take two bits of a message. Operations of one communicator run one after
+another, in an order that is the same on all ranks. Whoever uses no ``communicator`` gets one per
+process group, which connects at the first call (all ranks must take part in it) and lives as long
+as the group. Of a group of the backend ``"sparsecomm"`` it has the aggregators.
 
 Tensors are on the CPU and of dtype float32, float64, float16, bfloat16, int32 or int64, with at
 most 2^32 - 2 entries, zeros included. Half precision is reduced in float32 and rounded once. The
@@ -22,8 +24,10 @@ communicator only calls with ``async_op=True`` work; others raise ``RuntimeError
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from typing import Generic, Literal, TypeVar, overload
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, Literal, TypeVar, overload
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +41,14 @@ from sparsecomm.communicator import Communicator
 from sparsecomm.options import CommunicatorOptions
 from sparsecomm.transports import require_initialised
 
-__all__ = ["CancelledError", "Work", "allgather_sparse", "allreduce", "reduce_scatter_sparse"]
+__all__ = [
+    "CancelledError",
+    "Work",
+    "allgather_sparse",
+    "allreduce",
+    "grouped_allreduce",
+    "reduce_scatter_sparse",
+]
 
 T = TypeVar("T")
 
@@ -45,6 +56,8 @@ CancelledError.__doc__ = "A collective was cancelled, on this rank or another, b
 
 # An entry goes, and its connections close, when torch.distributed drops the group.
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Communicator] = WeakKeyDictionary()
+_lock_of_group: WeakKeyDictionary[dist.ProcessGroup, threading.Lock] = WeakKeyDictionary()
+_lock = threading.Lock()  # of the locks
 
 
 class Work(Generic[T]):
@@ -80,8 +93,8 @@ class Work(Generic[T]):
         :meth:`wait`, tensors are as they were, and later collectives run.
 
         Returns:
-            False where it had begun already; it then runs to its end, unless another rank has
-            cancelled it.
+            False where it had begun already, or was about to if all ranks had called it: if so it
+            runs to its end, unless another rank has cancelled it, else it is cancelled.
         """
         return self._native.cancel()
 
@@ -99,6 +112,7 @@ def allreduce(
     group: dist.ProcessGroup | None = ...,
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
+    name: str | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def allreduce(
@@ -109,6 +123,7 @@ def allreduce(
     communicator: Communicator | None = ...,
     *,
     async_op: Literal[True],
+    name: str | None = ...,
 ) -> Work[torch.Tensor]: ...
 def allreduce(
     tensor: torch.Tensor,
@@ -117,6 +132,7 @@ def allreduce(
     group: dist.ProcessGroup | None = None,
     communicator: Communicator | None = None,
     async_op: bool = False,
+    name: str | None = None,
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Reduces ``tensor`` over all ranks.
 
@@ -137,6 +153,8 @@ def allreduce(
         group: the ranks; the default group if ``None``.
         communicator: the ranks, instead of a group.
         async_op: return at once.
+        name: of the collective, at most 1,024 bytes that do not begin with ``#``; ``None``: it is
+            known by its place in the order of calls. One of a name may be pending at a time.
 
     Returns:
         ``tensor`` itself where it is dense, otherwise a coalesced COO tensor of its shape, in which
@@ -144,20 +162,88 @@ def allreduce(
         ``async_op``.
 
     Raises:
-        TypeError: ``tensor`` is not a tensor, or ``op`` not a string.
+        TypeError: ``tensor`` is not a tensor, or ``op`` or ``name`` not a string.
         ValueError: an unknown or lossy algorithm, an unknown op, a tensor that cannot be exchanged,
-            both a group and a communicator, or a closed communicator.
+            both a group and a communicator, a closed communicator, or a name that is empty, too
+            long or begins with ``#``, or of which there is one that has not ended.
         RuntimeError: torch.distributed is not initialised, or the ranks disagree.
-        torch.distributed.DistBackendError: a rank was lost, or the time ran out.
+        torch.distributed.DistBackendError: a rank was lost, or the time ran out, as it does where
+            some rank does not call with that name; then the communicator is done.
 
     Complexity: docs/algorithms.md says how many messages and words each algorithm takes for k
     entries a rank; a dense tensor is read once or twice besides.
     """
     _check(tensor, op)
+    given = _given(name)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_allreduce(tensor, algorithm, op))
-    return collectives.allreduce(tensor, algorithm, op)
+        return Work(collectives.start_allreduce(tensor, algorithm, op, given))
+    return collectives.allreduce(tensor, algorithm, op, given)
+
+
+@overload
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    algorithm: str = ...,
+    op: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    async_op: Literal[False] = ...,
+    name: str | None = ...,
+) -> list[torch.Tensor]: ...
+@overload
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    algorithm: str = ...,
+    op: str = ...,
+    group: dist.ProcessGroup | None = ...,
+    communicator: Communicator | None = ...,
+    *,
+    async_op: Literal[True],
+    name: str | None = ...,
+) -> Work[list[torch.Tensor]]: ...
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    algorithm: str = "auto",
+    op: str = "sum",
+    group: dist.ProcessGroup | None = None,
+    communicator: Communicator | None = None,
+    async_op: bool = False,
+    name: str | None = None,
+) -> list[torch.Tensor] | Work[list[torch.Tensor]]:
+    """Reduces ``tensors`` over all ranks as one operation: all of them, or none.
+
+    If a rank lacks one or has it in another shape, or is lost before all ranks have all results,
+    dense tensors are as they were. For that they are copied: until the operation has ended they
+    must not be resized.
+
+    Args:
+        tensors: as in :func:`allreduce`, of any dtypes, dense and sparse ones mixed; as many, in
+            the same order, on every rank.
+        algorithm: as in :func:`allreduce`, for each.
+        op: as in :func:`allreduce`.
+        group: the ranks; the default group if ``None``.
+        communicator: the ranks, instead of a group.
+        async_op: return at once.
+        name: of them together; as in :func:`allreduce`.
+
+    Returns:
+        The results of :func:`allreduce`, in the order of the tensors; a :class:`Work` of that list
+        with ``async_op``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError, torch.distributed.DistBackendError: as
+            :func:`allreduce`.
+
+    Complexity: the messages and words of each, one agreement for all, and 3 ceil(log2 P) messages.
+    """
+    members = _members(tensors)
+    _check_op(op)
+    given = _given(name)
+    collectives = _collectives(group, communicator)
+    if async_op:
+        return Work(collectives.start_grouped_allreduce(members, algorithm, op, given))
+    return collectives.grouped_allreduce(members, algorithm, op, given)
 
 
 @overload
@@ -166,6 +252,7 @@ def allgather_sparse(
     group: dist.ProcessGroup | None = ...,
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
+    name: str | None = ...,
 ) -> list[torch.Tensor]: ...
 @overload
 def allgather_sparse(
@@ -174,12 +261,14 @@ def allgather_sparse(
     communicator: Communicator | None = ...,
     *,
     async_op: Literal[True],
+    name: str | None = ...,
 ) -> Work[list[torch.Tensor]]: ...
 def allgather_sparse(
     tensor: torch.Tensor,
     group: dist.ProcessGroup | None = None,
     communicator: Communicator | None = None,
     async_op: bool = False,
+    name: str | None = None,
 ) -> Sequence[torch.Tensor] | Work[list[torch.Tensor]]:
     """Gives every rank the sparse tensors of all ranks, explicit zeros included.
 
@@ -189,6 +278,7 @@ def allgather_sparse(
         group: the ranks; the default group if ``None``.
         communicator: the ranks, instead of a group.
         async_op: return at once.
+        name: as in :func:`allreduce`.
 
     Returns:
         A coalesced COO tensor of the same shape from each rank, in rank order; a :class:`Work` of
@@ -200,10 +290,11 @@ def allgather_sparse(
     Complexity: ceil(log2 P) messages; 2k(P-1) words received, with k entries a rank.
     """
     _check(tensor)
+    given = _given(name)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_allgather(tensor))
-    return collectives.allgather(tensor)
+        return Work(collectives.start_allgather(tensor, given))
+    return collectives.allgather(tensor, given)
 
 
 @overload
@@ -213,6 +304,7 @@ def reduce_scatter_sparse(
     group: dist.ProcessGroup | None = ...,
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
+    name: str | None = ...,
 ) -> torch.Tensor: ...
 @overload
 def reduce_scatter_sparse(
@@ -222,6 +314,7 @@ def reduce_scatter_sparse(
     communicator: Communicator | None = ...,
     *,
     async_op: Literal[True],
+    name: str | None = ...,
 ) -> Work[torch.Tensor]: ...
 def reduce_scatter_sparse(
     tensor: torch.Tensor,
@@ -229,6 +322,7 @@ def reduce_scatter_sparse(
     group: dist.ProcessGroup | None = None,
     communicator: Communicator | None = None,
     async_op: bool = False,
+    name: str | None = None,
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Reduces ``tensor`` over all ranks and gives rank r the r-th of P parts of dimension 0.
 
@@ -243,6 +337,7 @@ def reduce_scatter_sparse(
         group: the ranks; the default group if ``None``.
         communicator: the ranks, instead of a group.
         async_op: return at once.
+        name: as in :func:`allreduce`.
 
     Returns:
         A coalesced COO tensor of shape ``(n/P, ...)``, in which entries that equal the neutral
@@ -255,19 +350,54 @@ def reduce_scatter_sparse(
     each part, 2k(P-1) at most.
     """
     _check(tensor, op)
+    given = _given(name)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_reduce_scatter(tensor, op))
-    return collectives.reduce_scatter(tensor, op)
+        return Work(collectives.start_reduce_scatter(tensor, op, given))
+    return collectives.reduce_scatter(tensor, op, given)
 
 
 def _check(tensor: torch.Tensor, op: str = "sum") -> None:
     if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"a tensor is needed, not {type(tensor).__name__}; call once for each")
+        raise TypeError(
+            f"a tensor is needed, not {type(tensor).__name__}; grouped_allreduce takes a list"
+        )
+    _check_op(op)
+
+
+def _check_op(op: str) -> None:
     if not isinstance(op, str):
         raise TypeError(
             f"op={op} is a {type(op).__name__}; give its name: sum, avg, product, min or max"
         )
+
+
+def _members(tensors: Any) -> list[torch.Tensor]:
+    if not isinstance(tensors, Sequence):
+        raise TypeError(
+            f"a list of tensors is needed, not {type(tensors).__name__}; give [tensor] for one"
+        )
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"tensors[{i}] is a {type(tensor).__name__}, must be a tensor")
+    return list(tensors)
+
+
+def _given(name: str | None) -> str:
+    """The name, empty where there is none."""
+    if name is None:
+        return ""
+    if not isinstance(name, str):
+        raise TypeError(f"name={name} is a {type(name).__name__}; give a string")
+    try:
+        size = len(name.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError(f"name={name!r} is no text: {error}") from error
+    if not 0 < size <= 1024:
+        raise ValueError(f"name takes {size} bytes, must take from 1 to 1024; or leave it out")
+    if name.startswith("#"):
+        raise ValueError(f"name={name!r} begins with '#'; choose another one")
+    return name
 
 
 def _collectives(
@@ -282,13 +412,23 @@ def _collectives(
     if group is None:
         require_initialised()
         group = distributed_c10d._get_default_group()
-    found = _of_group.get(group) if isinstance(group, dist.ProcessGroup) else None
-    if found is None:
-        found = Communicator._connected_in(
-            "the group's first sparse collective",
-            group,
-            CommunicatorOptions(),
-            own_backend(group),
-        )
-        _of_group[group] = found
+    # One thread of a rank connects, whichever comes first: with several, each would make a
+    # communicator, and meet another rank's other thread.
+    with _connecting(group):
+        found = _of_group.get(group) if isinstance(group, dist.ProcessGroup) else None
+        if found is None:
+            found = Communicator._connected_in(
+                "the group's first sparse collective",
+                group,
+                CommunicatorOptions(),
+                own_backend(group),
+            )
+            _of_group[group] = found
     return found._collectives
+
+
+def _connecting(group: Any) -> AbstractContextManager[object]:
+    if not isinstance(group, dist.ProcessGroup):
+        return nullcontext()  # connecting says what is wrong
+    with _lock:
+        return _lock_of_group.setdefault(group, threading.Lock())

@@ -16,12 +16,15 @@ from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_trouble, table
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+# Names of collectives that the ranks of a communicator remember.
+CACHED_NAMES = 1024
+
 
 class Communicator:
     """A group of ranks with connections and a progress thread of its own.
 
-    Made by :meth:`from_process_group` or :meth:`from_mpi`. Operations run one after another, in the
-    order in which they were submitted, which must be the same on every rank. When a rank is lost
+    Made by :meth:`from_process_group` or :meth:`from_mpi`. Operations run one after another, in an
+    order that is the same on every rank; see :mod:`sparsecomm.collectives`. When a rank is lost
     or a deadline passes, every rank that is left raises an error that names the culprit, and the
     communicator is done: close it and make a new one of the ranks that are left.
     """
@@ -92,7 +95,13 @@ class Communicator:
         addresses = options.aggregator_addresses() if backend is None else backend.aggregators
         return cls(
             _C.Communicator(
-                transport, options.limit, 1, options.stall_limit, log_trouble, addresses
+                transport,
+                options.limit,
+                1,
+                options.stall_limit,
+                log_trouble,
+                addresses,
+                cached_names=CACHED_NAMES,
             ),
             backend,
         )

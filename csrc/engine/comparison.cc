@@ -138,14 +138,15 @@ Comparison::Result Comparison::run(Channel& channel, Prepared const& prepared,
       intent == Intent::go
           ? shorten_values(concat(proposal.text, operation->changing_fields(payload)))
           : failure;
-  explain(channel, std::string_view(explanation).substr(0, max_proposal_bytes));
+  explain(channel, std::string_view(explanation).substr(0, max_proposal_bytes), name);
 }
 
-void Comparison::explain(Channel& channel, std::string_view own) {
+void Comparison::explain(Channel& channel, std::string_view own, std::string_view name) {
   auto const explained =
       allgather(channel, Phase::explain, std::as_bytes(std::span(own)), max_proposal_bytes);
   std::vector<std::string> texts;
   std::vector<int> cancellers;
+  std::string const quoted = name.empty() ? "" : concat(" '", name, "'");
   std::string message;
   for (int rank = 0; rank < channel.size(); ++rank) {
     auto const bytes = explained[rank].values;
@@ -155,8 +156,8 @@ void Comparison::explain(Channel& channel, std::string_view own) {
         texts.push_back(text);
         break;
       case Intent::failed:
-        message += concat(message.empty() ? "" : "; ", "rank ", rank,
-                          " failed before the exchange: ", text);
+        message += concat(message.empty() ? "" : "; ", "rank ", rank, " failed before the exchange",
+                          name.empty() ? "" : " of", quoted, ": ", text);
         break;
       case Intent::cancelled:
         cancellers.push_back(rank);
@@ -164,11 +165,12 @@ void Comparison::explain(Channel& channel, std::string_view own) {
     }
   }
   if (message.empty() && !cancellers.empty()) {
-    throw Cancelled(concat("the operation was cancelled on ", join_ranks(cancellers)));
+    throw Cancelled(concat("the operation", quoted, " was cancelled on ", join_ranks(cancellers)));
   }
   if (message.empty()) {
-    message = concat("ranks disagree: ", differences(texts),
-                     "; give every rank the same, in the same order of calls");
+    message =
+        concat("ranks disagree", name.empty() ? "" : " about", quoted, ": ", differences(texts),
+               "; give every rank the same", name.empty() ? ", in the same order of calls" : "");
   }
   throw Mismatch(message);
 }

@@ -80,7 +80,7 @@ class Comparison {
   // Valid until the next one.
   std::span<const FrameView> allgather(Channel& channel, Phase phase,
                                        std::span<const std::byte> payload, std::size_t capacity);
-  [[noreturn]] void explain(Channel& channel, std::string_view own);
+  [[noreturn]] void explain(Channel& channel, std::string_view own, std::string_view name);
 
   StallWatch* watch_;
   FrameAllgather gather_;

@@ -8,10 +8,10 @@
 namespace sparsecomm {
 
 bool PendingList::add(Pending pending) {
-  require(pending.name.size() <= longest_name && !pending.name.starts_with(key_mark),
-          "an operation's name of ", pending.name.size(), " bytes that begins '",
-          std::string_view(pending.name).substr(0, 32), "': it may have at most ", longest_name,
-          ", and begin with anything but '", key_mark, "'");
+  require(pending.name.size() <= longest_name, "an operation's name takes ", pending.name.size(),
+          " bytes, must take at most ", longest_name);
+  require(!pending.name.starts_with(key_mark), "the operation's name '", pending.name,
+          "' begins with '", key_mark, "'; choose another one");
   std::lock_guard const lock(mutex_);
   require(entries_.size() < most_pending, entries_.size(),
           " operations are pending, no more may be; wait for some of them");
@@ -77,8 +77,10 @@ PendingList::Iterator PendingList::add_ticket(std::shared_ptr<Ticket> ticket) {
 Pending PendingList::take(Iterator entry) {
   std::lock_guard const lock(mutex_);
   entry->begin();
-  auto const same = by_name_.find(entry->pending.name);
-  if (same != by_name_.end() && same->second == &*entry) by_name_.erase(same);
+  if (entry->is_named()) {
+    auto const same = by_name_.find(entry->pending.name);
+    if (same != by_name_.end() && same->second == &*entry) by_name_.erase(same);
+  }
   Pending taken = std::move(entry->pending);
   *entry = {};
   spare_.splice(spare_.end(), entries_, entry);

@@ -10,14 +10,27 @@ namespace {
 // The blocking form and the one that returns a work, of one kind.
 template <CollectiveKind K>
 at::Tensor run_one(Collectives& self, at::Tensor tensor, std::string_view algorithm,
-                   std::string_view op) {
-  return std::move(self.run(CollectiveRequest::make(K, std::move(tensor), algorithm, op)).front());
+                   std::string_view op, std::string name) {
+  auto results =
+      self.run(CollectiveRequest::make(K, std::move(tensor), algorithm, op), std::move(name));
+  return std::move(results.front());
 }
 
 template <CollectiveKind K>
 c10::intrusive_ptr<CollectiveWork> start(Collectives& self, at::Tensor tensor,
-                                         std::string_view algorithm, std::string_view op) {
-  return self.start(CollectiveRequest::make(K, std::move(tensor), algorithm, op));
+                                         std::string_view algorithm, std::string_view op,
+                                         std::string name) {
+  return self.start(CollectiveRequest::make(K, std::move(tensor), algorithm, op), std::move(name));
+}
+
+std::vector<CollectiveRequest> make_requests(std::vector<at::Tensor> tensors,
+                                             std::string_view algorithm, std::string_view op) {
+  std::vector<CollectiveRequest> requests;
+  for (at::Tensor& tensor : tensors) {
+    requests.push_back(
+        CollectiveRequest::make(CollectiveKind::allreduce, std::move(tensor), algorithm, op));
+  }
+  return requests;
 }
 
 }  // namespace
@@ -48,33 +61,52 @@ void bind_collectives(py::module_& module) {
                  return Collectives(communicator, options);
                }),
            py::arg("communicator"), py::arg("block_bytes") = AlgorithmOptions{}.block_bytes)
-      .def("allreduce", &run_one<Kind::allreduce>, Release())
-      .def("start_allreduce", &start<Kind::allreduce>, Release())
+      .def("allreduce", &run_one<Kind::allreduce>, py::arg("tensor"), py::arg("algorithm"),
+           py::arg("op"), py::arg("name") = "", Release())
+      .def("start_allreduce", &start<Kind::allreduce>, py::arg("tensor"), py::arg("algorithm"),
+           py::arg("op"), py::arg("name") = "", Release())
+      .def(
+          "grouped_allreduce",
+          [](Collectives& self, std::vector<at::Tensor> tensors, std::string_view algorithm,
+             std::string_view op, std::string name) {
+            return self.run(make_requests(std::move(tensors), algorithm, op), std::move(name));
+          },
+          py::arg("tensors"), py::arg("algorithm"), py::arg("op"), py::arg("name") = "", Release())
+      .def(
+          "start_grouped_allreduce",
+          [](Collectives& self, std::vector<at::Tensor> tensors, std::string_view algorithm,
+             std::string_view op, std::string name) {
+            return self.start(make_requests(std::move(tensors), algorithm, op), std::move(name));
+          },
+          py::arg("tensors"), py::arg("algorithm"), py::arg("op"), py::arg("name") = "", Release())
       .def(
           "allgather",
-          [](Collectives& self, at::Tensor tensor) {
+          [](Collectives& self, at::Tensor tensor, std::string name) {
             return self.run(
-                CollectiveRequest::make(Kind::allgather, std::move(tensor), "auto", "sum"));
+                CollectiveRequest::make(Kind::allgather, std::move(tensor), "auto", "sum"),
+                std::move(name));
           },
-          Release())
+          py::arg("tensor"), py::arg("name") = "", Release())
       .def(
           "start_allgather",
-          [](Collectives& self, at::Tensor tensor) {
-            return start<Kind::allgather>(self, std::move(tensor), "auto", "sum");
+          [](Collectives& self, at::Tensor tensor, std::string name) {
+            return start<Kind::allgather>(self, std::move(tensor), "auto", "sum", std::move(name));
           },
-          Release())
+          py::arg("tensor"), py::arg("name") = "", Release())
       .def(
           "reduce_scatter",
-          [](Collectives& self, at::Tensor tensor, std::string_view op) {
-            return run_one<Kind::reduce_scatter>(self, std::move(tensor), "auto", op);
+          [](Collectives& self, at::Tensor tensor, std::string_view op, std::string name) {
+            return run_one<Kind::reduce_scatter>(self, std::move(tensor), "auto", op,
+                                                 std::move(name));
           },
-          Release())
+          py::arg("tensor"), py::arg("op"), py::arg("name") = "", Release())
       .def(
           "start_reduce_scatter",
-          [](Collectives& self, at::Tensor tensor, std::string_view op) {
-            return start<Kind::reduce_scatter>(self, std::move(tensor), "auto", op);
+          [](Collectives& self, at::Tensor tensor, std::string_view op, std::string name) {
+            return start<Kind::reduce_scatter>(self, std::move(tensor), "auto", op,
+                                               std::move(name));
           },
-          Release());
+          py::arg("tensor"), py::arg("op"), py::arg("name") = "", Release());
 }
 
 }  // namespace sparsecomm

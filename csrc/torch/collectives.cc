@@ -1,20 +1,21 @@
 #include "collectives.h"
 
 #include "distributed_error.h"
+#include "grouped_collective.h"
 
 namespace sparsecomm {
 namespace {
 
-c10::TypePtr result_type(CollectiveKind kind) {
-  if (kind == CollectiveKind::allgather) return c10::ListType::create(c10::TensorType::get());
+c10::TypePtr result_type(bool is_list) {
+  if (is_list) return c10::ListType::create(c10::TensorType::get());
   return c10::TensorType::get();
 }
 
 }  // namespace
 
-CollectiveWork::CollectiveWork(CollectiveKind kind)
-    : kind_(kind),
-      future_(c10::make_intrusive<c10::ivalue::Future>(result_type(kind))),
+CollectiveWork::CollectiveWork(bool is_list)
+    : is_list_(is_list),
+      future_(c10::make_intrusive<c10::ivalue::Future>(result_type(is_list))),
       end_(*future_) {}
 
 c10::IValue CollectiveWork::wait_for_result() {
@@ -29,7 +30,7 @@ c10::IValue CollectiveWork::wait_for_result() {
 void CollectiveWork::end(std::exception_ptr const& failure, std::vector<at::Tensor> results) {
   if (failure) {
     future_->setError(as_distributed_error(failure));
-  } else if (kind_ == CollectiveKind::allgather) {
+  } else if (is_list_) {
     future_->markCompleted(std::move(results));
   } else {
     future_->markCompleted(std::move(results.front()));
@@ -43,39 +44,46 @@ std::shared_ptr<Communicator> Collectives::communicator() const {
   return communicator;
 }
 
-std::shared_ptr<TensorCollective> Collectives::bind(Communicator& communicator,
-                                                    CollectiveRequest request) const {
+Collectives::Task Collectives::make(Communicator& communicator, CollectiveRequest request) const {
   auto operation = idle_->take(request.tensor.scalar_type(), communicator);
   operation->bind(std::move(request));
-  return operation;
+  return {operation, [operation, idle = idle_](bool good) {
+            auto results = operation->release();
+            if (good) idle->give(operation);
+            return results;
+          }};
 }
 
-std::vector<at::Tensor> Collectives::run(CollectiveRequest request) {
-  auto const communicator = this->communicator();
-  auto operation = bind(*communicator, std::move(request));
-  std::vector<at::Tensor> results;
+Collectives::Task Collectives::make(Communicator& communicator,
+                                    std::vector<CollectiveRequest> requests) const {
+  auto operation = std::make_shared<GroupedCollective>(std::move(requests), communicator, idle_);
+  return {operation, [operation](bool good) { return operation->release(good); }};
+}
+
+std::vector<at::Tensor> Collectives::run_task(Communicator& communicator, Task const& task,
+                                              std::string name) {
   SignalCheck signals;
   try {
-    communicator->run(operation, signals.here());
-    results = operation->release();
+    communicator.run(task.operation, signals.here(), std::move(name));
+    return task.release(true);
   } catch (...) {
-    operation->release();
+    task.release(false);
     std::rethrow_exception(as_distributed_error(std::current_exception()));
   }
-  idle_->give(std::move(operation));
-  return results;
 }
 
-c10::intrusive_ptr<CollectiveWork> Collectives::start(CollectiveRequest request) {
-  auto const communicator = this->communicator();
-  auto work = c10::make_intrusive<CollectiveWork>(request.kind);
-  auto operation = bind(*communicator, std::move(request));
-  auto const end = [work, operation, idle = idle_](std::exception_ptr const& failure) {
-    auto results = operation->release();
-    if (!failure) idle->give(operation);
-    work->end(failure, std::move(results));
+c10::intrusive_ptr<CollectiveWork> Collectives::start_task(Communicator& communicator, Task task,
+                                                           bool is_list, std::string name) {
+  auto work = c10::make_intrusive<CollectiveWork>(is_list);
+  auto const end = [work, release = task.release](std::exception_ptr const& failure) {
+    work->end(failure, release(failure == nullptr));
   };
-  work->handle_ = communicator->submit(operation, end);
+  try {
+    work->handle_ = communicator.submit(task.operation, end, std::move(name));
+  } catch (...) {
+    task.release(false);
+    throw;
+  }
   return work;
 }
 

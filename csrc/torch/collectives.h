@@ -3,7 +3,9 @@
 
 #include <ATen/core/ivalue.h>
 
+#include <functional>
 #include <memory>
+#include <string>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <vector>
 
@@ -12,11 +14,10 @@
 
 namespace sparsecomm {
 
-// A collective that was started. Its future holds the tensor, or the list of tensors of an
-// allgather.
+// A collective that was started. Its future holds a tensor, or a list of tensors.
 class CollectiveWork final : public c10d::Work {
  public:
-  explicit CollectiveWork(CollectiveKind kind);
+  explicit CollectiveWork(bool is_list);
 
   // Throws what the operation threw, as torch.distributed's users know it, or what a signal's
   // handler raises meanwhile; the operation then goes on.
@@ -30,13 +31,13 @@ class CollectiveWork final : public c10d::Work {
   friend class Collectives;
   void end(std::exception_ptr const& failure, std::vector<at::Tensor> results);
 
-  CollectiveKind kind_;
+  bool is_list_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
   FutureEnd end_;
   Communicator::Handle handle_;
 };
 
-// Thread-safe; operations run in the order of the calls, which ranks must make alike.
+// Thread-safe. See Communicator::submit() for names and the order in which operations run.
 class Collectives {
  public:
   // Keeps no communicator alive: once it is closed every call throws InvalidArgument.
@@ -44,13 +45,38 @@ class Collectives {
                        AlgorithmOptions const& options = {})
       : communicator_(std::move(communicator)), idle_(std::make_shared<CollectivePool>(options)) {}
 
-  std::vector<at::Tensor> run(CollectiveRequest request);
-  c10::intrusive_ptr<CollectiveWork> start(CollectiveRequest request);
+  // `what`: a request, or several for one operation, see GroupedCollective. `name`: empty: it has
+  // none.
+  template <class What>
+  std::vector<at::Tensor> run(What what, std::string name) {
+    auto const alive = communicator();
+    return run_task(*alive, make(*alive, std::move(what)), std::move(name));
+  }
+  template <class What>
+  c10::intrusive_ptr<CollectiveWork> start(What what, std::string name) {
+    auto const alive = communicator();
+    bool const is_list = has_list(what);
+    return start_task(*alive, make(*alive, std::move(what)), is_list, std::move(name));
+  }
 
  private:
+  // An operation, and what is to be called once when it has ended, well or not.
+  struct Task {
+    std::shared_ptr<Operation> operation;
+    std::function<std::vector<at::Tensor>(bool good)> release;
+  };
+
   std::shared_ptr<Communicator> communicator() const;
-  std::shared_ptr<TensorCollective> bind(Communicator& communicator,
-                                         CollectiveRequest request) const;
+  Task make(Communicator& communicator, CollectiveRequest request) const;
+  Task make(Communicator& communicator, std::vector<CollectiveRequest> requests) const;
+  static std::vector<at::Tensor> run_task(Communicator& communicator, Task const& task,
+                                          std::string name);
+  static c10::intrusive_ptr<CollectiveWork> start_task(Communicator& communicator, Task task,
+                                                       bool is_list, std::string name);
+  static bool has_list(CollectiveRequest const& request) {
+    return request.kind == CollectiveKind::allgather;
+  }
+  static bool has_list(std::vector<CollectiveRequest> const& /*requests*/) { return true; }
 
   std::weak_ptr<Communicator> communicator_;
   std::shared_ptr<CollectivePool> idle_;

@@ -67,37 +67,6 @@ Op find_op(std::string_view op) {
   throw InvalidArgument(concat("op '", op, "' is unknown; choose one of ", known, "avg"));
 }
 
-void check_tensor(CollectiveRequest const& request, int ranks) {
-  at::Tensor const& tensor = request.tensor;
-  require(tensor.device().is_cpu(), "a tensor on ", tensor.device().str(),
-          " cannot be exchanged; pass tensor.cpu() and copy the result back");
-  bool const dense = tensor.layout() == at::kStrided;
-  bool const compressed = tensor.layout() == at::kSparseCsr;
-  require(dense || compressed || tensor.layout() == at::kSparse, "a tensor of layout ",
-          concat(tensor.layout()), " cannot be exchanged; pass tensor.to_sparse()");
-  require(!compressed || (tensor.dim() == 2 && tensor.dense_dim() == 0), "a CSR tensor of shape ",
-          tensor.sizes(), " is no plain matrix; pass tensor.to_sparse()");
-  require_memory(tensor);
-  if (request.kind == CollectiveKind::allreduce) {
-    if (!dense) return;
-    require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "a tensor of shape ",
-            tensor.sizes(), " and strides ", tensor.strides(),
-            " has several entries in one place; pass tensor.contiguous()");
-    require(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
-            "an inference tensor can be reduced in inference mode only; pass tensor.clone()");
-    return;
-  }
-  require(!dense, "a dense tensor of shape ", tensor.sizes(),
-          " was given where a sparse one is needed; pass tensor.to_sparse()");
-  if (request.kind == CollectiveKind::reduce_scatter) {
-    require(compressed || tensor.sparse_dim() > 0, "a tensor of shape ", tensor.sizes(),
-            " without sparse dimensions cannot be scattered");
-    require(tensor.size(0) % ranks == 0, "reduce_scatter_sparse: dimension 0 of shape ",
-            tensor.sizes(), " cannot be split evenly between ", ranks,
-            " ranks; pad it to a multiple of ", ranks);
-  }
-}
-
 // The caller's mode, on whichever thread runs the operation.
 class ThreadState {
  public:
@@ -120,7 +89,7 @@ class TypedCollective final : public TensorCollective {
         allreduce_(communicator, options) {}
 
   void bind(CollectiveRequest request) override {
-    check_tensor(request, ranks_);
+    request.require_servable(ranks_);
     Key key{request.kind,     request.algorithm,      request.fold,
             request.average,  request.in_rank_order,  request.tensor.layout() == at::kStrided,
             by_rows(request), request.absent_is_zero, std::move(request.note),
@@ -327,6 +296,36 @@ CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor
           .fold = found.fold,
           .average = found.average,
           .note = {}};
+}
+
+void CollectiveRequest::require_servable(int ranks) const {
+  require(tensor.device().is_cpu(), "a tensor on ", tensor.device().str(),
+          " cannot be exchanged; pass tensor.cpu() and copy the result back");
+  bool const dense = tensor.layout() == at::kStrided;
+  bool const compressed = tensor.layout() == at::kSparseCsr;
+  require(dense || compressed || tensor.layout() == at::kSparse, "a tensor of layout ",
+          concat(tensor.layout()), " cannot be exchanged; pass tensor.to_sparse()");
+  require(!compressed || (tensor.dim() == 2 && tensor.dense_dim() == 0), "a CSR tensor of shape ",
+          tensor.sizes(), " is no plain matrix; pass tensor.to_sparse()");
+  require_memory(tensor);
+  if (kind == CollectiveKind::allreduce) {
+    if (!dense) return;
+    require(at::has_internal_overlap(tensor) != at::MemOverlap::Yes, "a tensor of shape ",
+            tensor.sizes(), " and strides ", tensor.strides(),
+            " has several entries in one place; pass tensor.contiguous()");
+    require(!tensor.is_inference() || c10::InferenceMode::is_enabled(),
+            "an inference tensor can be reduced in inference mode only; pass tensor.clone()");
+    return;
+  }
+  require(!dense, "a dense tensor of shape ", tensor.sizes(),
+          " was given where a sparse one is needed; pass tensor.to_sparse()");
+  if (kind == CollectiveKind::reduce_scatter) {
+    require(compressed || tensor.sparse_dim() > 0, "a tensor of shape ", tensor.sizes(),
+            " without sparse dimensions cannot be scattered");
+    require(tensor.size(0) % ranks == 0, "reduce_scatter_sparse: dimension 0 of shape ",
+            tensor.sizes(), " cannot be split evenly between ", ranks,
+            " ranks; pad it to a multiple of ", ranks);
+  }
 }
 
 std::shared_ptr<TensorCollective> TensorCollective::make(at::ScalarType dtype,

@@ -34,6 +34,8 @@ struct CollectiveRequest {
   // Throws InvalidArgument where `op`, `algorithm` or the tensor's dtype is none of those that can.
   static CollectiveRequest make(CollectiveKind kind, at::Tensor tensor, std::string_view algorithm,
                                 std::string_view op);
+  // Throws InvalidArgument where the tensor's device, layout or shape cannot be served.
+  void require_servable(int ranks) const;
 };
 
 // Whether tensors of that dtype can be.
@@ -47,8 +49,7 @@ class TensorCollective : public Operation {
                                                 AlgorithmOptions const& options = {});
 
   at::ScalarType dtype() const { return dtype_; }
-  // Throws InvalidArgument where the tensor's device, layout or shape cannot be served. The
-  // entries are read later, in prepare().
+  // Throws as CollectiveRequest::require_servable(). The entries are read later, in prepare().
   virtual void bind(CollectiveRequest request) = 0;
   // Of the operation that has ended: the dense tensor that was reduced in place, or new coalesced
   // COO tensors. Lets go of the tensor.

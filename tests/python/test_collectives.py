@@ -6,8 +6,11 @@ import gc
 import math
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from itertools import cycle, islice
 from typing import Any
 
@@ -370,6 +373,235 @@ def test_cancelling_on_one_rank_cancels_on_all() -> None:
     assert run_ranks(3, cancelling, 3) == [["the operation was cancelled on rank 1"]] * 3
 
 
+def shuffled(size: int) -> list[float]:
+    """Each rank calls in an order of its own, from three threads, step after step."""
+    rank = dist.get_rank()
+    kinds: dict[str, Callable[..., Any]] = {
+        "dense": lambda step, name: sparsecomm.allreduce(
+            torch.full((5,), float(step)), name=name, async_op=True
+        ),
+        "sparse": lambda step, name: sparsecomm.allreduce(
+            torch.tensor([0.0, step, 0.0]).to_sparse(), name=name, async_op=True
+        ),
+        "gathered": lambda step, name: sparsecomm.allgather_sparse(
+            torch.tensor([0.0, step]).to_sparse(), name=name, async_op=True
+        ),
+        "scattered": lambda step, name: sparsecomm.reduce_scatter_sparse(
+            torch.full((size,), float(step)).to_sparse(), name=name, async_op=True
+        ),
+    }
+    checks: dict[str, Callable[[Any, int], bool]] = {
+        "dense": lambda result, step: result.tolist() == [size * step] * 5,
+        "sparse": lambda result, step: result.to_dense().tolist() == [0, size * step, 0],
+        "gathered": lambda result, step: [r.to_dense()[1] for r in result] == [step] * size,
+        "scattered": lambda result, step: result.to_dense().tolist() == [size * step],
+    }
+    names = [(kind, f"{kind} {i}") for kind in kinds for i in range(6)]
+    done: list[bool] = []
+
+    def call(thread: int, step: int) -> None:
+        generator = torch.Generator().manual_seed(100 * rank + 10 * thread + step)
+        own = names[thread::3]
+        order = torch.randperm(len(own), generator=generator).tolist()
+        works = {own[i]: kinds[own[i][0]](step, own[i][1]) for i in order}
+        done.extend(checks[kind](work.wait(), step) for (kind, _), work in works.items())
+
+    for step in range(1, 6):
+        threads = [threading.Thread(target=call, args=(i, step)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert done == [True] * (5 * len(names))
+    # Beside those that have none.
+    late = sparsecomm.allreduce(torch.ones(1), name=f"of {rank % 2}", async_op=True)
+    assert sparsecomm.allreduce(torch.ones(2)).tolist() == [size] * 2
+    assert not late.is_completed()
+    sparsecomm.allreduce(torch.ones(1))  # all have looked
+    other = sparsecomm.allreduce(torch.ones(1), name=f"of {1 - rank % 2}", async_op=True)
+    return [*late.wait().tolist(), *other.wait().tolist()]
+
+
+def test_names_meet_in_any_order() -> None:
+    assert run_ranks(3, shuffled, 3) == [[3.0, 3.0]] * 3
+
+
+def grouped(size: int) -> list[str]:
+    rank = dist.get_rank()
+    dense = torch.full((3, 2), float(rank + 1))
+    strided = torch.arange(12.0).reshape(3, 4).t()
+    halves = torch.ones(5, dtype=torch.float16)
+    rows = torch.sparse_coo_tensor([[rank]], [[1.0, 2.0]], (size, 2))
+    entries = torch.sparse_coo_tensor([[rank, 7]], [1, 2], (10,))
+    tensors = [dense, strided, halves, rows, entries]
+    alone = [sparsecomm.allreduce(tensor.clone()) for tensor in tensors]
+    before = [tensor.clone() for tensor in tensors]
+
+    def kept() -> bool:
+        pairs = zip(tensors, before, strict=True)
+        return all(torch.equal(a.to_dense(), b.to_dense()) for a, b in pairs)
+
+    # What one rank has otherwise, or lacks: nothing is done to any of them, on any rank.
+    odd = rank == size - 1
+    messages = []
+    for wrong in (
+        tensors[:-1] if odd else tensors,
+        [*tensors[:2], halves[:4] if odd else halves, *tensors[3:]],
+        tensors[::-1] if odd else tensors,
+    ):
+        for name in (None, "group"):
+            with pytest.raises(RuntimeError) as error:
+                sparsecomm.grouped_allreduce(wrong, name=name)
+            assert kept()
+        messages.append(str(error.value))
+    for refused, kind in (
+        ([], ValueError),
+        (dense, TypeError),
+        ([dense, 3], TypeError),
+        ([dense, torch.ones(2).expand(3, 2)], ValueError),
+        ([dense, torch.ones(2, dtype=torch.bool)], ValueError),
+    ):
+        with pytest.raises(kind):
+            sparsecomm.grouped_allreduce(refused)  # type: ignore[arg-type]
+    assert kept()
+
+    version = dense._version
+    work = sparsecomm.grouped_allreduce(tensors, name="group", async_op=True)
+    results = work.wait()
+    assert [result.layout for result in results] == [tensor.layout for tensor in tensors]
+    assert all(result is tensors[i] for i, result in enumerate(results[:3]))
+    assert dense._version > version
+    for result, expected in zip(results, alone, strict=True):
+        assert torch.equal(result.to_dense(), expected.to_dense())
+    for op in ("avg", "max"):
+        single = torch.full((4,), float(rank))
+        (result,) = sparsecomm.grouped_allreduce([single], op=op)
+        assert result.tolist() == [(size - 1) / 2 if op == "avg" else size - 1] * 4
+    return messages
+
+
+def test_a_group_is_reduced_whole_or_not_at_all() -> None:
+    first, *others = run_ranks(3, grouped, 3)
+    assert others == [first] * 2
+    lacks, shape, order = first
+    assert "about 'group'" in lacks
+    assert "tensors: 4 on rank 2 but 5 on ranks 0, 1" in lacks
+    assert "tensor 2: [4] " in shape
+    assert "on rank 2 but [5] " in shape
+    assert "tensor 0: " in order
+    assert "tensor 2" not in order
+
+
+def losing(size: int, delay: float) -> int:
+    """A rank is lost amid a group, of which survivors have all or nothing: how many they have."""
+    rank = dist.get_rank()
+    tensors = [torch.full((200_000,), float(rank + 1)) for _ in range(6)]
+    sparsecomm.grouped_allreduce([torch.ones(3)])
+    if rank == size - 1:
+        threading.Timer(delay, os._exit, (0,)).start()
+    sums = [1.0 * size * (size + 1) / 2] * 6
+    for done in range(1000):
+        own = [tensor.clone() for tensor in tensors]
+        try:
+            sparsecomm.grouped_allreduce(own)
+        except dist.DistBackendError:
+            assert all(torch.equal(a, b) for a, b in zip(own, tensors, strict=True))
+            return done
+        assert [tensor[0].item() for tensor in own] == sums
+    raise AssertionError("no rank was lost")
+
+
+@pytest.mark.parametrize("delay", [0.003, 0.0071, 0.0133])
+def test_a_lost_rank_leaves_no_part_of_a_group(delay: float) -> None:
+    one, other, _ = run_ranks(3, losing, 3, delay, may_die=(2,))
+    assert one == other
+
+
+def misnamed(size: int) -> list[str]:
+    rank = dist.get_rank()
+    ones = torch.ones(3)
+    for name, error in (
+        (3, TypeError),
+        ("", ValueError),
+        ("#", ValueError),
+        ("a" * 1025, ValueError),
+    ):
+        for function in (
+            sparsecomm.allreduce,
+            sparsecomm.allgather_sparse,
+            sparsecomm.reduce_scatter_sparse,
+        ):
+            tensor = ones if function is sparsecomm.allreduce else ones.to_sparse()
+            for async_op in (False, True):
+                with pytest.raises(error):
+                    function(tensor, name=name, async_op=async_op)  # type: ignore[operator]
+    assert ones.tolist() == [1] * 3
+    sparsecomm.allreduce(torch.ones(3))  # connects
+    # One that is pending already, of which the first goes on.
+    if rank == 0:
+        first = sparsecomm.allreduce(ones, name="twice", async_op=True)
+        with pytest.raises(ValueError, match="'twice' is pending already"):
+            sparsecomm.allreduce(torch.ones(3), name="twice", async_op=True)
+        dist.barrier()
+    else:
+        dist.barrier()
+        first = sparsecomm.allreduce(ones, name="twice", async_op=True)
+    assert first.wait().tolist() == [size] * 3
+    # Another shape on one rank: the same error on all, by name; others are not concerned.
+    other = sparsecomm.allreduce(torch.ones(2), name="other", async_op=True)
+    with pytest.raises(RuntimeError) as error_info:
+        sparsecomm.allreduce(torch.ones(4 if rank == 1 else 3), name="twice")
+    assert other.wait().tolist() == [size] * 2
+    assert sparsecomm.allreduce(torch.ones(3), name="twice").tolist() == [size] * 3
+    # Cancelled on one rank.
+    work = sparsecomm.allreduce(torch.ones(3), name=f"only {rank}", async_op=True)
+    assert sparsecomm.allreduce(torch.ones(1)).tolist() == [size]  # it has been told of, and waits
+    while not (told := work.cancel()) and not work.is_completed():
+        pass
+    assert told
+    dist.barrier()
+    for name in (f"only {i}" for i in range(size)):
+        if name != f"only {rank}":
+            with pytest.raises(sparsecomm.CancelledError, match=f"'{name}' was cancelled on rank"):
+                sparsecomm.allreduce(torch.ones(3), name=name)
+        else:
+            with pytest.raises(sparsecomm.CancelledError):
+                work.wait()
+    return [str(error_info.value)]
+
+
+def test_names_that_are_wrong_are_refused_by_all_concerned() -> None:
+    (message,), *others = run_ranks(3, misnamed, 3)
+    assert others == [[message]] * 2
+    assert "about 'twice'" in message
+    assert "shape: [3] on ranks 0, 2 but [4] on rank 1" in message
+
+
+def lacking() -> str:
+    rank = dist.get_rank()
+    communicator = sparsecomm.Communicator.from_process_group(timeout=timedelta(seconds=2))
+    ones = torch.ones(3)
+    sparsecomm.allreduce(ones, communicator=communicator, name="both")
+    if rank != 1:
+        work = sparsecomm.allreduce(ones, communicator=communicator, name="lacking", async_op=True)
+    sparsecomm.allreduce(torch.ones(3), communicator=communicator, name="both")
+    if rank == 1:
+        time.sleep(3)
+        call = partial(sparsecomm.allreduce, ones, communicator=communicator, name="both")
+    else:
+        call = work.wait
+    with pytest.raises(dist.DistBackendError) as error:
+        call()
+    return str(error.value).split(";")[0]
+
+
+def test_a_name_that_a_rank_does_not_call_ends_with_the_deadline() -> None:
+    first, *others = run_ranks(3, lacking)
+    assert others == [first] * 2
+    assert "rank 1 did not take part" in first
+    assert "'lacking' was submitted by ranks 0, 2 only" in first
+
+
 def disagreeing(size: int) -> list[str]:
     rank = dist.get_rank()
     odd = rank == size - 1
@@ -492,7 +724,7 @@ def refused(size: int) -> None:
         ),
         (
             TypeError,
-            "not list; call once for each",
+            "not list; grouped_allreduce takes a list",
             lambda: sparsecomm.allreduce([dense]),  # type: ignore[call-overload]
         ),
         (

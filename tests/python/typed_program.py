@@ -159,6 +159,12 @@ def collectives(tensor: Tensor) -> None:
             assert_type(work.wait(), list[Tensor])
         except sparsecomm.CancelledError:
             assert_type(work.cancel(), bool)
+        group = sparsecomm.grouped_allreduce([tensor, tensor], name="group")
+        assert_type(group, list[Tensor])
+        assert_type(
+            sparsecomm.grouped_allreduce([tensor], async_op=True),
+            sparsecomm.Work[list[Tensor]],
+        )
         part = sparsecomm.reduce_scatter_sparse(tensor, async_op=True)
         assert_type(part.get_future(), torch.futures.Future[Tensor])
         sparsecomm.allreduce(tensor, comunicator=communicator)  # type: ignore[call-overload]

@@ -1,0 +1,137 @@
+#include "grouped_collective.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/InferenceMode.h>
+
+#include <ios>
+#include <utility>
+
+#include "tensor_memory.h"
+
+namespace sparsecomm {
+
+GroupedCollective::GroupedCollective(std::vector<CollectiveRequest> requests,
+                                     Communicator& communicator,
+                                     std::shared_ptr<CollectivePool> pool)
+    : pool_(std::move(pool)), inference_(c10::InferenceMode::is_enabled()) {
+  require(!requests.empty(), "grouped_allreduce: no tensors are given; give one or more");
+  at::NoGradGuard const no_grad;
+  CollectiveRequest const& first = requests.front();
+  text_ = concat("operation=grouped allreduce;tensors=", requests.size(),
+                 ";reduction=", first.average ? "avg" : name(first.fold),
+                 ";algorithm=", first.algorithm != nullptr ? first.algorithm->name : "auto");
+  for (CollectiveRequest& request : requests) {
+    request.require_servable(communicator.size());
+    Member member{.collective = pool_->take(request.tensor.scalar_type(), communicator)};
+    if (request.tensor.layout() == at::kStrided) {
+      member.given = request.tensor;
+      member.target = request.tensor.detach();
+      request.tensor = member.target.clone(at::MemoryFormat::Contiguous);
+    }
+    member.collective->bind(std::move(request));
+    members_.push_back(std::move(member));
+  }
+}
+
+// Step 1.
+Proposal GroupedCollective::prepare() {
+  payloads_.clear();
+  Digest key;
+  key.add(std::string_view(text_));
+  Proposal all{.text = text_};
+  for (Member& member : members_) {
+    member.proposal = member.collective->prepare();
+    key.add(member.proposal.key).add(member.proposal.payload.size());
+    all.finite = all.finite && member.proposal.finite;
+    auto const payload = member.proposal.payload;
+    payloads_.insert(payloads_.end(), payload.begin(), payload.end());
+  }
+  all.key = key.value();
+  return all;
+}
+
+// What differs between tensors of one place, in short; a hash stands for all that is not shown.
+std::string GroupedCollective::changing_fields(std::span<const std::byte> /*payload*/) const {
+  constexpr std::size_t room = 3500;
+  auto const hash = [](std::uint64_t key) { return concat("#", std::hex, key >> 40); };
+  auto const value = [](std::string_view text, std::string_view field) {
+    std::size_t const begin = text.find(field);
+    if (begin == std::string_view::npos) return std::string_view();
+    text.remove_prefix(begin + field.size());
+    return text.substr(0, text.find(';'));
+  };
+  std::string text;
+  Digest rest;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    Proposal const& proposal = members_[i].proposal;
+    if (text.size() < room) {
+      text += concat(";tensor ", i, "=", value(proposal.text, ";shape="), " ",
+                     value(proposal.text, ";dtype="), " ", value(proposal.text, ";layout="), " ",
+                     hash(proposal.key));
+    } else {
+      rest.add(proposal.key);
+    }
+  }
+  return concat(text, ";other tensors=", hash(rest.value()));
+}
+
+// Step 2.
+void GroupedCollective::merge_payloads(Channel& channel) {
+  merged_.assign(payloads_.size(), std::byte{0});
+  if (payloads_.empty()) return;
+  auto const payloads = gather_.run(channel, payloads_);
+  bool agree = true;
+  for (int rank = 0; rank < channel.size(); ++rank) {
+    channel.decode_from(rank, [&] {
+      auto const arrived = payloads[static_cast<std::size_t>(rank)];
+      require<MalformedFrame>(arrived.size() == merged_.size(), "payloads of ", arrived.size(),
+                              " bytes instead of ", merged_.size());
+      std::size_t begin = 0;
+      for (Member const& member : members_) {
+        std::size_t const size = member.proposal.payload.size();
+        if (size == 0) continue;
+        agree = member.collective->merge(std::span(merged_).subspan(begin, size),
+                                         arrived.subspan(begin, size)) &&
+                agree;
+        begin += size;
+      }
+    });
+  }
+  require<Mismatch>(agree, "ranks disagree about what the tensors of a group hold");
+}
+
+void GroupedCollective::run(Channel& channel, Agreement const& agreement) {
+  merge_payloads(channel);
+  std::size_t begin = 0;
+  // Step 3.
+  for (Member const& member : members_) {
+    std::size_t const size = member.proposal.payload.size();
+    member.collective->run(channel, {.all_finite = agreement.all_finite,
+                                     .payload = std::span(merged_).subspan(begin, size)});
+    begin += size;
+    results_.push_back(std::move(member.collective->release().front()));
+  }
+  // Step 4. What may fail comes before.
+  for (Member const& member : members_) {
+    if (member.given.defined()) require_memory(member.target);
+  }
+  agreement.commit(channel);
+  c10::InferenceMode const mode(inference_);
+  at::NoGradGuard const no_grad;
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    Member const& member = members_[i];
+    if (!member.given.defined()) continue;
+    member.target.copy_(results_[i]);
+    results_[i] = member.given;
+  }
+}
+
+std::vector<at::Tensor> GroupedCollective::release(bool good) {
+  for (Member& member : std::exchange(members_, {})) {
+    member.collective->release();
+    if (good) pool_->give(std::move(member.collective));
+  }
+  return std::exchange(results_, {});
+}
+
+}  // namespace sparsecomm
