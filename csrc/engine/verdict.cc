@@ -50,6 +50,8 @@ void follow_chains(std::span<const std::optional<FailureReport>> reports,
   for (int rank = 0; rank < static_cast<int>(reports.size()); ++rank) {
     if (reports[rank] && reports[rank]->cause == cause) open.push_back(rank);
   }
+  // Messages that are missing where a deadline has passed say more than others do.
+  bool const counts = evidence.silent.empty();
   std::set<int> followed(open.begin(), open.end());
   while (!open.empty()) {
     int const waiter = open.back();
@@ -62,13 +64,22 @@ void follow_chains(std::span<const std::optional<FailureReport>> reports,
         evidence.unheard.insert(suspect);
         continue;
       }
-      if (connection_lost(waiting, *report)) evidence.cut.insert({waiter, suspect});
+      if (connection_lost(waiting, *report)) {
+        evidence.cut.insert({waiter, suspect});
+        continue;
+      }
       if (waits_for_no_rank(*report)) {
         // Between two operations it keeps others waiting; if it was lost, it left for the alarm.
         if (cause == FailureReport::Cause::timeout) evidence.idle.insert(suspect);
         continue;
       }
-      if (message_missing(waiting, waiter, *report, suspect)) evidence.silent.insert(suspect);
+      // It has sent all it had to, and what it waits for now is another operation's.
+      bool const is_ahead =
+          cause == FailureReport::Cause::timeout && report->operation > waiting.operation;
+      if (is_ahead || (counts && message_missing(waiting, waiter, *report, suspect))) {
+        evidence.silent.insert(suspect);
+      }
+      if (is_ahead) continue;
       if (followed.insert(suspect).second) open.push_back(suspect);
     }
   }
@@ -92,8 +103,8 @@ Evidence collect(std::span<const std::optional<FailureReport>> reports) {
       if (evidence.invalid.empty() && evidence.own.empty()) evidence.text = report.text;
     }
   }
-  follow_chains(reports, Cause::lost, evidence);
   follow_chains(reports, Cause::timeout, evidence);
+  follow_chains(reports, Cause::lost, evidence);
   return evidence;
 }
 

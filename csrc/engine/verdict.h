@@ -34,9 +34,12 @@ std::optional<Verdict> parse_verdict(std::string_view bytes, int size);
 // 4. ranks without a report at the ends of the chains of who waited for whom, which begin at ranks
 //    that lost a connection or waited for a whole deadline;
 // 5. both ends of a connection that was lost before either had reported: ranks report before they
-//    close their connections;
+//    close their connections, and such a chain ends there;
 // 6. ranks between two operations, at the ends of the chains that begin with a deadline;
-// 7. ranks on the chains of which messages are missing; else all on them, which wait in a circle.
+// 7. ranks on these of which messages are missing: fewer have arrived than were sent, or they have
+//    gone on to a later operation;
+// 8. ranks on the other chains of which messages are missing; else all on any, which wait in a
+//    circle.
 Verdict conclude(std::span<const std::optional<FailureReport>> reports);
 
 // True when no further report is waited for: every rank has made one, or some report says that the

@@ -796,6 +796,29 @@ TEST(VerdictTest, ARankBetweenTwoOperationsIsToBlameForATimeoutAlone) {
   EXPECT_EQ(conclude(reports).culprits, std::vector{2});
 }
 
+// Rank 0 has waited in operation 7 for a message that the others know nothing of: they wait for one
+// another, and for rank 0, in operation 8, and left when it did.
+TEST(VerdictTest, AMessageThatNeverCameIsItsSendersMatterAlsoIfAllHaveGoneOn) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(4);
+  reports[0] = {7, Cause::timeout, {1}, "", {0, 9, 9, 9}, {0, 8, 9, 9}, true, 1};
+  reports[1] = {8, Cause::interrupted, {2}, "", {9, 0, 9, 9}, {9, 0, 8, 9}, false, 3};
+  reports[2] = {8, Cause::lost, {3}, "", {9, 9, 0, 9}, {9, 9, 0, 8}, false, 4};
+  reports[3] = {8, Cause::lost, {0}, "", {9, 9, 9, 0}, {8, 9, 9, 0}, false, 2};
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+  reports[0]->sent = reports[0]->received = {};  // with many ranks they are not counted
+  EXPECT_EQ(conclude(reports).culprits, std::vector{1});
+}
+
+// Rank 0 lost rank 1, which lives. Rank 2, for which rank 1 waits, had ended and left before.
+TEST(VerdictTest, WhoLeftAfterItHadEndedIsNotToBlameForALostConnection) {
+  using Cause = FailureReport::Cause;
+  std::vector<std::optional<FailureReport>> reports(3);
+  reports[0] = {.operation = 7, .cause = Cause::lost, .suspects = {1}, .number = 1};
+  reports[1] = {.operation = 7, .cause = Cause::interrupted, .suspects = {2}, .number = 2};
+  EXPECT_EQ(conclude(reports).culprits, (std::vector{0, 1}));
+}
+
 // Ranks 0 and 1 cannot hear one another any more. Rank 0 noticed, reported and left, which rank 2
 // saw; rank 1 was interrupted.
 TEST(VerdictTest, BothEndsOfALostConnectionAreNamed) {
