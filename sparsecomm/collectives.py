@@ -235,7 +235,7 @@ def grouped_allreduce(
         TypeError, ValueError, RuntimeError, torch.distributed.DistBackendError: as
             :func:`allreduce`.
 
-    Complexity: the messages and words of each, one agreement for all, and 3 ceil(log2 P) messages.
+    Complexity: the messages and words of each, one agreement for all, and 2 ceil(log2 P) messages.
     """
     members = _members(tensors)
     _check_op(op)
@@ -389,14 +389,10 @@ def _given(name: str | None) -> str:
         return ""
     if not isinstance(name, str):
         raise TypeError(f"name={name} is a {type(name).__name__}; give a string")
-    try:
-        size = len(name.encode())
-    except UnicodeEncodeError as error:
-        raise ValueError(f"name={name!r} is no text: {error}") from error
-    if not 0 < size <= 1024:
-        raise ValueError(f"name takes {size} bytes, must take from 1 to 1024; or leave it out")
-    if name.startswith("#"):
-        raise ValueError(f"name={name!r} begins with '#'; choose another one")
+    if not name:
+        raise ValueError("name is empty; give one, or leave it out")
+    if any("\ud800" <= character <= "\udfff" for character in name):
+        raise ValueError(f"name={name!r} is no text: it has half a surrogate pair")
     return name
 
 

@@ -32,6 +32,7 @@
 #include "collectives/allgather_bytes.h"
 #include "engine/coordinator.h"
 #include "engine/names_of_ranks.h"
+#include "engine/payload_allgather.h"
 #include "engine/pending_list.h"
 #include "engine/response_cache.h"
 #include "engine/standings.h"
@@ -73,18 +74,19 @@ struct Selected {
   std::optional<Id> id;  // none: it differs from the others'
   bool compare = false;
   Agreement agreement = {};
-  std::size_t payload_begin = 0, payload_size = 0;  // 0: it needs none of the others'
 
   Prepared const& prepared() const { return *entry->prepared; }
+  // Of the other ranks, whose proposals are else as this one's.
+  bool needs_payloads() const {
+    Proposal const& proposal = prepared().proposal;
+    return !compare && !proposal.payload_is_known && !proposal.payload.empty();
+  }
 };
 
 class Cached final : public Coordinator {
  public:
   Cached(Comparison& comparison, std::size_t capacity, Duration timeout)
-      : comparison_(comparison),
-        capacity_(capacity),
-        cache_(capacity),
-        timeout_(std::min(timeout, longest_duration)) {}
+      : comparison_(comparison), cache_(capacity), timeout_(std::min(timeout, longest_duration)) {}
 
   bool add(Pending pending) override { return pending_.add(std::move(pending)); }
   bool empty() const override { return pending_.empty(); }
@@ -281,7 +283,7 @@ class Cached final : public Coordinator {
   void exchange_names(Channel& channel, Leave&& leave) {
     bool const late = standings_.holds(AnyFlag::late);
     TimePoint const now = channel.deadline().now();
-    NamesOfRanks::begin(list_, capacity_);
+    NamesOfRanks::begin(list_, cache_.capacity());
     for (auto const& [entry, id, selected] : candidates_) {
       std::string_view const name = entry->known_as();
       if (late ? selected : (id || name.empty())) continue;
@@ -290,7 +292,7 @@ class Cached final : public Coordinator {
     NamesOfRanks all;
     auto const lists = gather_names(channel);
     for (int rank = 0; rank < channel.size(); ++rank) {
-      channel.decode_from(rank, [&] { all.read(rank, lists[rank], capacity_); });
+      channel.decode_from(rank, [&] { all.read(rank, lists[rank], cache_.capacity()); });
     }
     auto const ranks = static_cast<std::size_t>(channel.size());
     std::size_t const counted = cache_.size();
@@ -379,37 +381,18 @@ class Cached final : public Coordinator {
   // Step 6. Operations whose payloads do not go together are compared, which says why.
   void exchange_payloads(Channel& channel) {
     payloads_.clear();
-    for (Selected& selected : selected_) {
-      Proposal const& proposal = selected.prepared().proposal;
-      if (selected.compare || proposal.payload_is_known) continue;
-      selected.payload_begin = payloads_.size();
-      selected.payload_size = proposal.payload.size();
-      payloads_.insert(payloads_.end(), proposal.payload.begin(), proposal.payload.end());
+    for (Selected const& selected : selected_) {
+      if (!selected.needs_payloads()) continue;
+      Prepared const& prepared = selected.prepared();
+      payloads_.push_back({.operation = prepared.operation, .payload = prepared.proposal.payload});
     }
-    if (payloads_.empty()) return;
-    auto const frame = frame_.take(header_bytes + payloads_.size());
-    encode_bytes(channel.stamp(), payloads_, frame);
-    auto const frames = gather_.run(channel, Phase::explain, frame, frame.size());
-    merged_.assign(payloads_.size(), std::byte{0});
-    for (int rank = 0; rank < channel.size(); ++rank) {
-      channel.decode_from(rank, [&] {
-        auto const arrived = frames[static_cast<std::size_t>(rank)].values;
-        require<MalformedFrame>(arrived.size() == merged_.size(), "payloads of ", arrived.size(),
-                                " bytes instead of ", merged_.size());
-        merge_payloads(arrived);
-      });
-    }
-  }
-
-  void merge_payloads(std::span<const std::byte> arrived) {
+    gather_.run(channel, Phase::explain, payloads_);
+    auto part = payloads_.begin();
     for (Selected& selected : selected_) {
-      if (selected.payload_size == 0) continue;
-      auto const payload =
-          std::span(merged_).subspan(selected.payload_begin, selected.payload_size);
-      selected.agreement.payload = payload;
-      bool const agrees = selected.prepared().operation->merge(
-          payload, arrived.subspan(selected.payload_begin, selected.payload_size));
-      selected.compare = selected.compare || !agrees;
+      if (!selected.needs_payloads()) continue;
+      selected.agreement.payload = part->merged;
+      selected.compare = !part->agrees;
+      ++part;
     }
   }
 
@@ -456,7 +439,6 @@ class Cached final : public Coordinator {
   Comparison& comparison_;
   PendingList pending_;  // listens if a round has left something pending on some ranks only
   // Of the thread that has the turn.
-  std::uint64_t const capacity_;
   ResponseCache cache_;
   Duration const timeout_;
   Standings standings_;
@@ -468,10 +450,10 @@ class Cached final : public Coordinator {
   bool requested_ = false;  // by some rank, with this round
   std::vector<Part> parts_;
   std::vector<Batch const*> ended_;
-  std::vector<std::byte> list_, payloads_, merged_;
+  std::vector<std::byte> list_;
   BytesAllgather names_{PendingList::longest_list};
-  ByteBuffer frame_;
-  FrameAllgather gather_;
+  std::vector<PayloadAllgather::Part> payloads_;
+  PayloadAllgather gather_;
 };
 
 }  // namespace

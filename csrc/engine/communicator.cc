@@ -227,6 +227,11 @@ Figures const& Communicator::figures(Channel& channel) {
   return link_model_->figures(channel, services());
 }
 
+Traffic Communicator::traffic_before() const {
+  std::lock_guard const lock(mutex_);
+  return Traffic::of(counters_);
+}
+
 Traffic Communicator::traffic() const {
   Traffic traffic = Traffic::of(transport_->counters());
   if (!aggregators_) return traffic;
@@ -339,7 +344,6 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
                   Deadline(clock_, options_.timeout, interrupt));
   StallWatch::Operation const watched(watch_.get(), next_operation_);
-  Traffic const before = traffic();
   try {
     require_no_alarm();
     Turn const taken = coordinator_->round(channel, next, callers, first);
@@ -347,7 +351,6 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
     if (taken != Turn::taken) return taken;
     if (next.error) std::rethrow_exception(next.error);
     bool const commits = next.agreement.ends_batch && size() > 1;
-    next.agreement.traffic_before = before;
     if (commits) next.agreement.committer = this;
     next.pending.operation->run(channel, next.agreement);
     require<Error>(!commits || committing(), "an operation ended without commit()");

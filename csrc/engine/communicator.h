@@ -173,8 +173,9 @@ class Communicator final : private Commit {
   std::vector<AggregatorLoss> lost_aggregators() const {
     return aggregators_ ? aggregators_->lost() : std::vector<AggregatorLoss>{};
   }
-  // As of now, for an operation that runs.
+  // For an operation that runs: as of now, and before its agreement.
   Traffic traffic() const;
+  Traffic traffic_before() const;
   // The figures of this transport and processor, for an operation that runs.
   Figures const& figures(Channel& channel);
 

@@ -321,7 +321,7 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   bool const warmup = warms_up_densely();
   ends_batch_ = agreement.ends_batch;
   stats_.agree += agreement.waited;
-  traffic_before_ = agreement.traffic_before;
+  traffic_before_ = communicator_->traffic_before();
   auto const agreed_on =
       agreement.payload.empty() ? payload_ : read_payload<StepPayload>(agreement.payload);
   if (agreed_on.loss_scale.value > 0) follow(agreed_on.loss_scale.value);

@@ -23,6 +23,17 @@ std::map<std::string, std::string> fields_of(std::string_view text) {
 
 }  // namespace
 
+std::string_view field_of(std::string_view text, std::string_view name) {
+  while (!text.empty()) {
+    std::string_view const entry = text.substr(0, text.find(';'));
+    if (entry.size() > name.size() && entry.starts_with(name) && entry[name.size()] == '=') {
+      return entry.substr(name.size() + 1);
+    }
+    text.remove_prefix(std::min(entry.size() + 1, text.size()));
+  }
+  return {};
+}
+
 std::string shorten_values(std::string_view proposal) {
   std::string shortened;
   while (!proposal.empty()) {

@@ -10,7 +10,6 @@
 #include "collectives/channel.h"
 #include "engine/observer.h"
 #include "engine/proposal.h"
-#include "engine/step_record.h"
 
 namespace sparsecomm {
 
@@ -28,7 +27,6 @@ struct Agreement {
   bool all_finite = true;
   std::span<const std::byte> payload = {};  // of all ranks, merged; valid as long as run()
   Duration waited{};                        // for the other ranks, and compared with them
-  Traffic traffic_before = {};              // the communicator's, before that
   bool ends_batch = false;                  // its batch ends with this operation, which commits
   Commit* committer = nullptr;              // null: commit() does nothing
 

@@ -23,6 +23,7 @@ class ResponseCache {
   // `capacity`: names that are kept, 1 or more; of those in use there may be more.
   explicit ResponseCache(std::size_t capacity);
 
+  std::size_t capacity() const { return capacity_; }
   // All ids are below.
   std::size_t size() const { return slots_.size(); }
   std::optional<Id> find(std::string const& name) const;

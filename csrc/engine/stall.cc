@@ -7,6 +7,8 @@
 #include <sstream>
 #include <utility>
 
+#include "engine/mismatch.h"
+
 namespace sparsecomm {
 namespace {
 
@@ -15,18 +17,6 @@ constexpr int looks_per_limit = 16;
 constexpr Duration shortest_pause = std::chrono::milliseconds(1);
 
 double seconds(Duration duration) { return std::chrono::duration<double>(duration).count(); }
-
-// Of "name=value;name=value".
-std::string_view field(std::string_view text, std::string_view name) {
-  while (!text.empty()) {
-    std::string_view const entry = text.substr(0, text.find(';'));
-    if (entry.size() > name.size() && entry.starts_with(name) && entry[name.size()] == '=') {
-      return entry.substr(name.size() + 1);
-    }
-    text.remove_prefix(std::min(entry.size() + 1, text.size()));
-  }
-  return {};
-}
 
 std::string rounded(double time) {
   return concat(time < 10 ? std::round(time * 10) / 10 : std::round(time), " s");
@@ -117,11 +107,11 @@ std::optional<Whereabouts> parse_whereabouts(std::string_view bytes, int size) {
 }
 
 std::string describe_proposal(std::string_view proposal) {
-  std::string text(field(proposal, "operation"));
-  if (auto const group = field(proposal, "group"); !group.empty()) {
+  std::string text(field_of(proposal, "operation"));
+  if (auto const group = field_of(proposal, "group"); !group.empty()) {
     text += concat(" of group ", group);
   }
-  if (auto const step = field(proposal, "step"); !step.empty()) text += concat(", step ", step);
+  if (auto const step = field_of(proposal, "step"); !step.empty()) text += concat(", step ", step);
   return text;
 }
 

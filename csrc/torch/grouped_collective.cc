@@ -3,9 +3,11 @@
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <ios>
 #include <utility>
 
+#include "engine/mismatch.h"
 #include "tensor_memory.h"
 
 namespace sparsecomm {
@@ -43,8 +45,7 @@ Proposal GroupedCollective::prepare() {
     member.proposal = member.collective->prepare();
     key.add(member.proposal.key).add(member.proposal.payload.size());
     all.finite = all.finite && member.proposal.finite;
-    auto const payload = member.proposal.payload;
-    payloads_.insert(payloads_.end(), payload.begin(), payload.end());
+    payloads_.push_back({.operation = member.collective.get(), .payload = member.proposal.payload});
   }
   all.key = key.value();
   return all;
@@ -54,19 +55,13 @@ Proposal GroupedCollective::prepare() {
 std::string GroupedCollective::changing_fields(std::span<const std::byte> /*payload*/) const {
   constexpr std::size_t room = 3500;
   auto const hash = [](std::uint64_t key) { return concat("#", std::hex, key >> 40); };
-  auto const value = [](std::string_view text, std::string_view field) {
-    std::size_t const begin = text.find(field);
-    if (begin == std::string_view::npos) return std::string_view();
-    text.remove_prefix(begin + field.size());
-    return text.substr(0, text.find(';'));
-  };
   std::string text;
   Digest rest;
   for (std::size_t i = 0; i < members_.size(); ++i) {
     Proposal const& proposal = members_[i].proposal;
     if (text.size() < room) {
-      text += concat(";tensor ", i, "=", value(proposal.text, ";shape="), " ",
-                     value(proposal.text, ";dtype="), " ", value(proposal.text, ";layout="), " ",
+      text += concat(";tensor ", i, "=", field_of(proposal.text, "shape"), " ",
+                     field_of(proposal.text, "dtype"), " ", field_of(proposal.text, "layout"), " ",
                      hash(proposal.key));
     } else {
       rest.add(proposal.key);
@@ -75,41 +70,16 @@ std::string GroupedCollective::changing_fields(std::span<const std::byte> /*payl
   return concat(text, ";other tensors=", hash(rest.value()));
 }
 
-// Step 2.
-void GroupedCollective::merge_payloads(Channel& channel) {
-  merged_.assign(payloads_.size(), std::byte{0});
-  if (payloads_.empty()) return;
-  auto const payloads = gather_.run(channel, payloads_);
-  bool agree = true;
-  for (int rank = 0; rank < channel.size(); ++rank) {
-    channel.decode_from(rank, [&] {
-      auto const arrived = payloads[static_cast<std::size_t>(rank)];
-      require<MalformedFrame>(arrived.size() == merged_.size(), "payloads of ", arrived.size(),
-                              " bytes instead of ", merged_.size());
-      std::size_t begin = 0;
-      for (Member const& member : members_) {
-        std::size_t const size = member.proposal.payload.size();
-        if (size == 0) continue;
-        agree = member.collective->merge(std::span(merged_).subspan(begin, size),
-                                         arrived.subspan(begin, size)) &&
-                agree;
-        begin += size;
-      }
-    });
-  }
-  require<Mismatch>(agree, "ranks disagree about what the tensors of a group hold");
-}
-
 void GroupedCollective::run(Channel& channel, Agreement const& agreement) {
-  merge_payloads(channel);
-  std::size_t begin = 0;
+  // Step 2.
+  gather_.run(channel, Phase::agree, payloads_);
+  require<Mismatch>(std::ranges::all_of(payloads_, &PayloadAllgather::Part::agrees),
+                    "ranks disagree about what the tensors of a group hold");
   // Step 3.
-  for (Member const& member : members_) {
-    std::size_t const size = member.proposal.payload.size();
-    member.collective->run(channel, {.all_finite = agreement.all_finite,
-                                     .payload = std::span(merged_).subspan(begin, size)});
-    begin += size;
-    results_.push_back(std::move(member.collective->release().front()));
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    members_[i].collective->run(
+        channel, {.all_finite = agreement.all_finite, .payload = payloads_[i].merged});
+    results_.push_back(std::move(members_[i].collective->release().front()));
   }
   // Step 4. What may fail comes before.
   for (Member const& member : members_) {

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "collectives/allgather_bytes.h"
+#include "engine/payload_allgather.h"
 #include "tensor_collective.h"
 
 namespace sparsecomm {
@@ -37,14 +37,12 @@ class GroupedCollective final : public Operation {
     Proposal proposal = {};
   };
 
-  void merge_payloads(Channel& channel);
-
   std::shared_ptr<CollectivePool> pool_;
   bool inference_;
   std::vector<Member> members_;
   std::string text_;
-  std::vector<std::byte> payloads_, merged_;
-  BytesAllgather gather_;
+  std::vector<PayloadAllgather::Part> payloads_;
+  PayloadAllgather gather_;
   std::vector<at::Tensor> results_;
 };
 

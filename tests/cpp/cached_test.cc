@@ -131,17 +131,6 @@ TEST(CachedTest, RunsWhatAllRanksBringInOneOrderWhateverTheirs) {
   }
 }
 
-// Moves nothing.
-class Quiet final : public Operation {
- public:
-  explicit Quiet(std::string text) : text_("operation=" + std::move(text)) {}
-  Proposal prepare() override { return {.text = text_}; }
-  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
-
- private:
-  std::string text_;
-};
-
 // Holds up what is submitted after it until it is opened, so that it all comes to one round. Then
 // counts what this rank has sent before.
 class Gate final : public Operation {

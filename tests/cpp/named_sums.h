@@ -31,6 +31,17 @@ class Log {
   std::vector<std::string> names_;
 };
 
+// Moves nothing.
+class Quiet final : public Operation {
+ public:
+  explicit Quiet(std::string text) : text_("operation=" + std::move(text)) {}
+  Proposal prepare() override { return {.text = text_}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
+
+ private:
+  std::string text_;
+};
+
 // Sums one number over the ranks: by its payload, or by messages of its own.
 class Sum final : public Operation {
  public:
