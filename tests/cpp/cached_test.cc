@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <barrier>
 #include <bit>
 #include <functional>
 #include <future>
@@ -23,6 +24,7 @@
 #include "engine/standings.h"
 #include "named_sums.h"
 #include "ranks.h"
+#include "transport/wrapped.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -588,6 +590,162 @@ TEST(CachedTest, AnExchangeThatIsMadeAnewOnOneRankIsCompared) {
         EXPECT_THROW(step(), Mismatch);
       },
       cached()));
+}
+
+TEST(CachedTest, WhatARoundHasLeftCanBeCancelled) {
+  std::barrier all_have_looked(3);
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        auto const submit_left = [&] {
+          return communicator.submit(std::make_shared<Sum>("left", 1, true), {}, "left");
+        };
+        std::optional<Communicator::Handle> left;
+        if (rank == 0) left = submit_left();
+        communicator.run(std::make_shared<Sum>("next", 1, true), nullptr, "next");
+        if (rank == 0) {
+          EXPECT_TRUE(left->cancel());
+        }
+        all_have_looked.arrive_and_wait();
+        if (rank != 0) left = submit_left();
+        EXPECT_THROW(left->wait(), Cancelled);
+        auto const again = submit_left();
+        again.wait();
+      },
+      cached()));
+}
+
+class Rings final : public WrappedTransport {
+ public:
+  Rings(std::unique_ptr<Transport> inner, std::set<int>& distances)
+      : WrappedTransport(std::move(inner)), distances_(distances) {}
+
+ protected:
+  void do_ring(int peer, std::uint32_t number) override {
+    distances_.insert((peer - rank() + size()) % size());
+    WrappedTransport::do_ring(peer, number);
+  }
+
+ private:
+  std::set<int>& distances_;
+};
+
+// So that a ring reaches the last of P ranks in log2 P steps.
+TEST(CachedTest, AllRanksPassARingOn) {
+  constexpr int ranks = 6;
+  std::vector<std::set<int>> distances(ranks);
+  Surroundings const around([&](std::unique_ptr<Transport> inner) {
+    auto& own = distances[static_cast<std::size_t>(inner->rank())];
+    return std::make_unique<Rings>(std::move(inner), own);
+  });
+  expect_no_errors(run_ranks(
+      ranks,
+      [&](Communicator& communicator) {
+        auto const submit = [&](std::string const& name) {
+          return communicator.submit(std::make_shared<Sum>(name, 1, true), {}, name);
+        };
+        std::optional<Communicator::Handle> left;
+        if (communicator.rank() == 0) left = submit("left");
+        communicator.run(std::make_shared<Sum>("next", 1, true), nullptr, "next");
+        if (!left) left = submit("left");
+        left->wait();
+      },
+      cached(), std::nullopt, around));
+  for (auto const& own : distances) EXPECT_EQ(own, (std::set{1, 2, 4}));
+}
+
+// A round that runs nothing, in which a rank only listens, is not to show it there.
+TEST(CachedTest, ARequestIsSeenByAllAfterTheNextOperation) {
+  std::barrier all_listen(3);
+  expect_no_errors(run_ranks(
+      3,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        auto const submit = [&](std::string const& name) {
+          return communicator.submit(std::make_shared<Sum>(name, 1, true), {}, name);
+        };
+        for (int step = 0; step < 10; ++step) {
+          std::optional<Communicator::Handle> left, other;
+          if (rank == 1) left = submit("left");
+          submit("before").wait();
+          all_listen.arrive_and_wait();
+          if (rank == 0) {
+            communicator.request();
+            other = submit("other");
+          }
+          if (rank == 2) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+          EXPECT_FALSE(communicator.take_requested());
+          submit("next").wait();
+          EXPECT_TRUE(communicator.take_requested());
+          EXPECT_FALSE(communicator.take_requested());
+          if (!left) left = submit("left");
+          if (!other) other = submit("other");
+          left->wait();
+          other->wait();
+        }
+      },
+      cached()));
+}
+
+// Submits something when it is asked for the time: amid what another thread runs.
+class SubmittingClock final : public Clock {
+ public:
+  TimePoint now() const override {
+    if (armed_.exchange(false)) submit();
+    return steady_clock().now();
+  }
+  void arm() { armed_ = true; }
+
+  std::function<void()> submit;
+
+ private:
+  mutable std::atomic<bool> armed_ = false;
+};
+
+// Runs one operation in this thread, amid which another one is submitted that comes first.
+std::pair<std::exception_ptr, std::exception_ptr> run_behind_another(
+    std::unique_ptr<Transport> transport) {
+  SubmittingClock clock;
+  Communicator communicator(std::move(transport), cached(), &clock);
+  std::optional<Communicator::Handle> submitted;
+  clock.submit = [&] {
+    submitted = communicator.submit(std::make_shared<Sum>("a", 1, true), {}, "a");
+  };
+  std::exception_ptr of_own, of_other;
+  keep_first_error(of_own, [&] {
+    for (char const* const name : {"a", "b"}) {
+      communicator.run(std::make_shared<Sum>(name, 1, true), nullptr, name);
+    }
+    clock.arm();
+    communicator.run(std::make_shared<Sum>("b", 1, true), nullptr, "b");
+  });
+  if (submitted) keep_first_error(of_other, [&] { submitted->wait(); });
+  return {of_own, of_other};
+}
+
+TEST(CachedTest, AThreadThatRunsHandsOverWhatComesBeforeItsOwn) {
+  auto transports = make_inproc_transports(2);
+  expect_no_errors(on_threads(2, [&](int rank) {
+    auto const [own, other] = run_behind_another(std::move(transports[rank]));
+    EXPECT_EQ(message_of(own), "");
+    EXPECT_EQ(message_of(other), "");
+  }));
+}
+
+TEST(CachedTest, AFailureThenEndsBoth) {
+  int failures_of_both = 0;
+  for (std::uint64_t message = 0; message < 24; ++message) {
+    auto transports = make_inproc_transports(2);
+    transports[1] = make_faulty(std::move(transports[1]), {FaultKind::die, message});
+    std::pair<std::exception_ptr, std::exception_ptr> ends;
+    expect_no_errors(on_threads(2, [&](int rank) {
+      auto const own = run_behind_another(std::move(transports[rank]));
+      if (rank == 0) ends = own;
+    }));
+    failures_of_both += ends.first && ends.second;
+  }
+  EXPECT_GT(failures_of_both, 0);
 }
 
 TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
