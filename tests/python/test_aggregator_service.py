@@ -158,7 +158,7 @@ def test_what_ranks_do_is_counted_and_they_go_on_when_their_job_is_ended(
         assert after["jobs"] == 0
         assert after['connections_closed_total{cause="ended"}'] == 2
         assert after["operations_total"] == metrics["operations_total"]
-        assert f"job {job['id']} has ended" in aggregator.log.read_text()
+        wait_until(lambda: f"job {job['id']} has ended" in aggregator.log.read_text())
 
 
 def test_health_and_routes(tmp_path: Path) -> None:
@@ -234,15 +234,23 @@ def test_idle_jobs_are_ended(tmp_path: Path) -> None:
         with greet(aggregator.address, 0, 1) as connection:
             assert connection.recv(1) == b""
         wait_until(lambda: aggregator.metrics()['connections_closed_total{cause="idle"}'] == 1)
-        assert "has sent nothing for 0.5 s" in aggregator.log.read_text()
+        wait_until(lambda: "has sent nothing for 0.5 s" in aggregator.log.read_text())
 
 
 def test_logs_are_json_where_they_are_to_be(tmp_path: Path) -> None:
     file = tmp_path / "own.log"
     with service(tmp_path, "--log-format", "json", "--log-file", str(file)) as aggregator:
         greet(aggregator.address, 0, 1).close()
-        wait_until(lambda: aggregator.metrics()['connections_closed_total{cause="left"}'] == 1)
-        entries = [json.loads(line) for line in file.read_text().splitlines()]
+
+        def read() -> list[Any]:
+            return [
+                json.loads(line) for line in file.read_text().splitlines(True) if line[-1] == "\n"
+            ]
+
+        # Lines are written by a thread of their own, some time after what they tell of is counted.
+        wait_until(lambda: any("cause" in entry for entry in read()))
+        wait_until(lambda: sum("job" in entry for entry in read()) == 2)
+        entries = read()
         by_job = [entry for entry in entries if "job" in entry]
         assert [entry["message"].split()[-1] for entry in by_job] == ["begun", "s"]
         assert {entry["level"] for entry in entries} == {"info"}
