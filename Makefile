@@ -152,7 +152,7 @@ explore: setup ## simulate failures, one for each seed, on all cores (SEEDS MINU
 	$(BUILD)/tests/explore --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
 	$(BUILD)/tests/explore --faults aggregators --seeds $(SEEDS) --minutes $(MINUTES) $(ARGS)
 
-endurance: setup ## make 10,000 communicators, and 200,000 steps, which must leave nothing behind
+endurance: setup ## make 10,000 communicators, 200,000 steps, and 200,000 operations in any order, which must leave nothing behind
 	$(CONFIGURE)
 	cmake --build $(BUILD) --parallel $(JOBS) --target endurance
 	GLIBC_TUNABLES=glibc.malloc.tcache_count=0 $(BUILD)/tests/endurance

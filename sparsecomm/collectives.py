@@ -113,6 +113,7 @@ def allreduce(
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
     name: str | None = ...,
+    priority: int = ...,
 ) -> torch.Tensor: ...
 @overload
 def allreduce(
@@ -124,6 +125,7 @@ def allreduce(
     *,
     async_op: Literal[True],
     name: str | None = ...,
+    priority: int = ...,
 ) -> Work[torch.Tensor]: ...
 def allreduce(
     tensor: torch.Tensor,
@@ -133,6 +135,7 @@ def allreduce(
     communicator: Communicator | None = None,
     async_op: bool = False,
     name: str | None = None,
+    priority: int = 0,
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Reduces ``tensor`` over all ranks.
 
@@ -155,6 +158,8 @@ def allreduce(
         async_op: return at once.
         name: of the collective, at most 1,024 bytes that do not begin with ``#``; ``None``: it is
             known by its place in the order of calls. One of a name may be pending at a time.
+        priority: of collectives that have a name and are ready together the one of the highest runs
+            first, once the ranks know it; the same on every rank.
 
     Returns:
         ``tensor`` itself where it is dense, otherwise a coalesced COO tensor of its shape, in which
@@ -162,10 +167,12 @@ def allreduce(
         ``async_op``.
 
     Raises:
-        TypeError: ``tensor`` is not a tensor, or ``op`` or ``name`` not a string.
+        TypeError: ``tensor`` is not a tensor, ``op`` or ``name`` not a string, or ``priority`` not
+            an int.
         ValueError: an unknown or lossy algorithm, an unknown op, a tensor that cannot be exchanged,
             both a group and a communicator, a closed communicator, or a name that is empty, too
-            long or begins with ``#``, or of which there is one that has not ended.
+            long or begins with ``#``, or of which there is one that has not ended; or a priority
+            without a name, or of more than 32 bits.
         RuntimeError: torch.distributed is not initialised, or the ranks disagree.
         torch.distributed.DistBackendError: a rank was lost, or the time ran out, as it does where
             some rank does not call with that name; then the communicator is done.
@@ -174,11 +181,11 @@ def allreduce(
     entries a rank; a dense tensor is read once or twice besides.
     """
     _check(tensor, op)
-    given = _given(name)
+    given = _given(name, priority)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_allreduce(tensor, algorithm, op, given))
-    return collectives.allreduce(tensor, algorithm, op, given)
+        return Work(collectives.start_allreduce(tensor, algorithm, op, *given))
+    return collectives.allreduce(tensor, algorithm, op, *given)
 
 
 @overload
@@ -190,6 +197,7 @@ def grouped_allreduce(
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
     name: str | None = ...,
+    priority: int = ...,
 ) -> list[torch.Tensor]: ...
 @overload
 def grouped_allreduce(
@@ -201,6 +209,7 @@ def grouped_allreduce(
     *,
     async_op: Literal[True],
     name: str | None = ...,
+    priority: int = ...,
 ) -> Work[list[torch.Tensor]]: ...
 def grouped_allreduce(
     tensors: Sequence[torch.Tensor],
@@ -210,6 +219,7 @@ def grouped_allreduce(
     communicator: Communicator | None = None,
     async_op: bool = False,
     name: str | None = None,
+    priority: int = 0,
 ) -> list[torch.Tensor] | Work[list[torch.Tensor]]:
     """Reduces ``tensors`` over all ranks as one operation: all of them, or none.
 
@@ -226,6 +236,7 @@ def grouped_allreduce(
         communicator: the ranks, instead of a group.
         async_op: return at once.
         name: of them together; as in :func:`allreduce`.
+        priority: as in :func:`allreduce`.
 
     Returns:
         The results of :func:`allreduce`, in the order of the tensors; a :class:`Work` of that list
@@ -239,11 +250,11 @@ def grouped_allreduce(
     """
     members = _members(tensors)
     _check_op(op)
-    given = _given(name)
+    given = _given(name, priority)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_grouped_allreduce(members, algorithm, op, given))
-    return collectives.grouped_allreduce(members, algorithm, op, given)
+        return Work(collectives.start_grouped_allreduce(members, algorithm, op, *given))
+    return collectives.grouped_allreduce(members, algorithm, op, *given)
 
 
 @overload
@@ -253,6 +264,7 @@ def allgather_sparse(
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
     name: str | None = ...,
+    priority: int = ...,
 ) -> list[torch.Tensor]: ...
 @overload
 def allgather_sparse(
@@ -262,6 +274,7 @@ def allgather_sparse(
     *,
     async_op: Literal[True],
     name: str | None = ...,
+    priority: int = ...,
 ) -> Work[list[torch.Tensor]]: ...
 def allgather_sparse(
     tensor: torch.Tensor,
@@ -269,6 +282,7 @@ def allgather_sparse(
     communicator: Communicator | None = None,
     async_op: bool = False,
     name: str | None = None,
+    priority: int = 0,
 ) -> Sequence[torch.Tensor] | Work[list[torch.Tensor]]:
     """Gives every rank the sparse tensors of all ranks, explicit zeros included.
 
@@ -279,6 +293,7 @@ def allgather_sparse(
         communicator: the ranks, instead of a group.
         async_op: return at once.
         name: as in :func:`allreduce`.
+        priority: as in :func:`allreduce`.
 
     Returns:
         A coalesced COO tensor of the same shape from each rank, in rank order; a :class:`Work` of
@@ -290,11 +305,11 @@ def allgather_sparse(
     Complexity: ceil(log2 P) messages; 2k(P-1) words received, with k entries a rank.
     """
     _check(tensor)
-    given = _given(name)
+    given = _given(name, priority)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_allgather(tensor, given))
-    return collectives.allgather(tensor, given)
+        return Work(collectives.start_allgather(tensor, *given))
+    return collectives.allgather(tensor, *given)
 
 
 @overload
@@ -305,6 +320,7 @@ def reduce_scatter_sparse(
     communicator: Communicator | None = ...,
     async_op: Literal[False] = ...,
     name: str | None = ...,
+    priority: int = ...,
 ) -> torch.Tensor: ...
 @overload
 def reduce_scatter_sparse(
@@ -315,6 +331,7 @@ def reduce_scatter_sparse(
     *,
     async_op: Literal[True],
     name: str | None = ...,
+    priority: int = ...,
 ) -> Work[torch.Tensor]: ...
 def reduce_scatter_sparse(
     tensor: torch.Tensor,
@@ -323,6 +340,7 @@ def reduce_scatter_sparse(
     communicator: Communicator | None = None,
     async_op: bool = False,
     name: str | None = None,
+    priority: int = 0,
 ) -> torch.Tensor | Work[torch.Tensor]:
     """Reduces ``tensor`` over all ranks and gives rank r the r-th of P parts of dimension 0.
 
@@ -338,6 +356,7 @@ def reduce_scatter_sparse(
         communicator: the ranks, instead of a group.
         async_op: return at once.
         name: as in :func:`allreduce`.
+        priority: as in :func:`allreduce`.
 
     Returns:
         A coalesced COO tensor of shape ``(n/P, ...)``, in which entries that equal the neutral
@@ -350,11 +369,11 @@ def reduce_scatter_sparse(
     each part, 2k(P-1) at most.
     """
     _check(tensor, op)
-    given = _given(name)
+    given = _given(name, priority)
     collectives = _collectives(group, communicator)
     if async_op:
-        return Work(collectives.start_reduce_scatter(tensor, op, given))
-    return collectives.reduce_scatter(tensor, op, given)
+        return Work(collectives.start_reduce_scatter(tensor, op, *given))
+    return collectives.reduce_scatter(tensor, op, *given)
 
 
 def _check(tensor: torch.Tensor, op: str = "sum") -> None:
@@ -383,17 +402,26 @@ def _members(tensors: Any) -> list[torch.Tensor]:
     return list(tensors)
 
 
-def _given(name: str | None) -> str:
-    """The name, empty where there is none."""
+def _given(name: str | None, priority: int) -> tuple[str, int]:
+    """The name, empty where there is none, and the priority."""
+    if isinstance(priority, bool) or not isinstance(priority, int):
+        raise TypeError(f"priority={priority} is a {type(priority).__name__}; give an int")
+    if not -(2**31) <= priority < 2**31:
+        raise ValueError(f"priority={priority} takes more than 32 bits; give a smaller one")
     if name is None:
-        return ""
+        if priority != 0:
+            raise ValueError(
+                f"priority={priority} is of a collective without a name, which runs in the order "
+                "of calls; give it a name"
+            )
+        return "", 0
     if not isinstance(name, str):
         raise TypeError(f"name={name} is a {type(name).__name__}; give a string")
     if not name:
         raise ValueError("name is empty; give one, or leave it out")
     if any("\ud800" <= character <= "\udfff" for character in name):
         raise ValueError(f"name={name!r} is no text: it has half a surrogate pair")
-    return name
+    return name, priority
 
 
 def _collectives(

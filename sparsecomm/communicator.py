@@ -16,9 +16,6 @@ from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_trouble, table
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-# Names of collectives that the ranks of a communicator remember.
-CACHED_NAMES = 1024
-
 
 class Communicator:
     """A group of ranks with connections and a progress thread of its own.
@@ -101,7 +98,6 @@ class Communicator:
                 options.stall_limit,
                 log_trouble,
                 addresses,
-                cached_names=CACHED_NAMES,
             ),
             backend,
         )

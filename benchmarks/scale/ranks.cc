@@ -1,5 +1,6 @@
-// What the simulated ranks run: one allreduce of algorithms() over the MPI transport, without the
-// communicator's thread, for ranks are threads of one process here. Rank 0 prints a JSON object.
+// What the simulated ranks run: one allreduce of algorithms() over the MPI transport, after they
+// have agreed on it, without the communicator's thread, for ranks are threads of one process here.
+// Rank 0 prints a JSON object.
 //
 //   scale_ranks ALGORITHM NUMEL DENSITY STEPS MAX_BYTES [AGGREGATORS [RUN]]
 //
@@ -14,6 +15,7 @@
 #include <vector>
 
 #include "aggregation.h"
+#include "agreeing.h"
 #include "collectives/algorithm.h"
 #include "ina/client.h"
 #include "transport/mpi/mpi_transport.h"
@@ -160,10 +162,12 @@ Measured measure(Simulated& simulated, int steps, F&& step) {
 
 Measured run_sparse(Simulated& simulated, AlgorithmEntry const& entry, Run const& run) {
   auto const allreduce = make_sparse_allreduce<float>(entry, run.options, {});
+  Agreeing agreeing(simulated.transport().size(), 1);
   return measure(simulated, run.steps, [&](int step) {
     Selection const selection = run.selection(simulated.transport().rank(), step);
     Channel channel(simulated.transport(), static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
+    agreeing.by_name(channel);
     allreduce->run(channel, {selection.indices, selection.values},
                    {run.numel, run.k, run.k, static_cast<std::uint64_t>(step)});
   });
@@ -172,6 +176,7 @@ Measured run_sparse(Simulated& simulated, AlgorithmEntry const& entry, Run const
 Measured run_dense(Simulated& simulated, AlgorithmEntry const& entry, Run const& run) {
   auto const allreduce = entry.dense->make<float>(run.options, simulated.services());
   std::vector<float> data(run.numel);
+  Agreeing agreeing(simulated.transport().size(), 1);
   return measure(simulated, run.steps, [&](int step) {
     Selection const selection = run.selection(simulated.transport().rank(), step);
     std::ranges::fill(data, 0.0f);
@@ -180,6 +185,7 @@ Measured run_dense(Simulated& simulated, AlgorithmEntry const& entry, Run const&
     }
     Channel channel(simulated.transport(), static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
+    agreeing.by_name(channel);
     allreduce->run(channel, data, Reduction::sum, 1.0f);
     allreduce->write(data);
   });
@@ -223,7 +229,8 @@ void run_rank(AlgorithmEntry const& entry, Run const& run, MPI_Comm comm, double
                                 .extent = run.numel,
                                 .k = run.k,
                                 .aggregators = std::max(1, run.aggregators)},
-                               run.options);
+                               run.options) +
+                    agreement_cost(ranks, 0);
   // What arrives, and a vector or two of all elements.
   double const memory =
       ranks * (cost.bytes + cost.aggregator_bytes + 8.0 * static_cast<double>(run.numel));

@@ -69,8 +69,8 @@ class Row(Setup):
     messages_mean: float
 
 
-def build() -> Path:
-    """Compiles the program that is simulated; returns its file.
+def build(name: str = "ranks") -> Path:
+    """Compiles the programs that are simulated; returns the file of one.
 
     Raises:
         RuntimeError: SimGrid is missing, or the compilation failed.
@@ -86,15 +86,15 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # CMake replaces what another process's Ninja reads
         for command in (
             [*configure, "-DSPARSECOMM_BUILD_TESTS=ON"],
-            ["cmake", "--build", str(folder), "--target", "scale_ranks", "--parallel"],
+            ["cmake", "--build", str(folder), "--target", "scale_programs", "--parallel"],
         ):
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return folder / "scale_ranks"
+    return folder / f"scale_{name}"
 
 
-def platform(ranks: int, gbit: float) -> str:
+def platform(ranks: int, gbit: float, hop: float = HOP_SECONDS) -> str:
     """A fat tree of SimGrid's for at least ``ranks`` hosts: two levels, full bisection."""
     down = math.isqrt(ranks - 1) + 1  # hosts of a leaf switch, and leaf switches
     return f"""<?xml version="1.0"?>
@@ -102,7 +102,7 @@ def platform(ranks: int, gbit: float) -> str:
 <platform version="4.1">
   <zone id="world" routing="Full">
     <cluster id="hosts" prefix="host-" suffix="" radical="0-{down * down - 1}" speed="1Gf"
-      bw="{gbit * 1e9 / 8:.0f}Bps" lat="{HOP_SECONDS * 1e9:.0f}ns" sharing_policy="SPLITDUPLEX"
+      bw="{gbit * 1e9 / 8:.0f}Bps" lat="{hop * 1e9:.0f}ns" sharing_policy="SPLITDUPLEX"
       topology="FAT_TREE" topo_parameters="2;{down},{down};1,{down};1,1"
       loopback_bw="100GBps" loopback_lat="0"/>
   </zone>
@@ -152,7 +152,12 @@ def simulate(
 
 
 def run_smpi(
-    command: Sequence[str], ranks: int, gbit: float, eager_bytes: int = 0, at_once: int = 0
+    command: Sequence[str],
+    ranks: int,
+    gbit: float,
+    eager_bytes: int = 0,
+    at_once: int = 0,
+    hop: float = HOP_SECONDS,
 ) -> dict[str, Any]:
     """Runs ``command`` on simulated ranks; returns the JSON object that it prints.
 
@@ -162,7 +167,7 @@ def run_smpi(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "platform.xml").write_text(platform(ranks, gbit))
+        (folder / "platform.xml").write_text(platform(ranks, gbit, hop))
         (folder / "hosts").write_text("".join(f"host-{rank}\n" for rank in range(ranks)))
         done = subprocess.run(
             [
@@ -195,11 +200,11 @@ def markdown(setups: Sequence[Setup], command: str) -> str:
         "# Weak scaling, simulated",
         "",
         f"`{command}`: {first.numel:,} f32 per rank, k = {first.k:,}, raw32 indices; a fat tree of "
-        "two levels with full bisection. Time is the network's alone. Words (4 bytes) received "
-        "and messages sent are counted, per rank and step. Entries are the indices and values of "
-        "the gradient; headers are 40 bytes for each frame, of which algorithms with P - 1 "
-        "messages have as many; figures are sizes, histograms and counts. The bound is the cost "
-        "formula of everything together, for any selections.",
+        "two levels with full bisection. Time is the network's alone, the ranks' agreement "
+        "included. Words (4 bytes) received and messages sent are counted, per rank and step. "
+        "Entries are the indices and values of the gradient; headers are 40 bytes for each frame, "
+        "of which algorithms with P - 1 messages have as many; figures are sizes, histograms and "
+        "counts. The bound is the cost formula of everything together, for any selections.",
     ]
     if any(not isinstance(setup, Row) for setup in setups):
         lines[-1] += (

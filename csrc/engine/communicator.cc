@@ -53,9 +53,7 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
                                                 options_.runtime)
                  : nullptr),
       comparison_(transport_->size(), watch_.get()),
-      coordinator_(options_.cached_names == 0
-                       ? make_in_order(comparison_)
-                       : make_cached(comparison_, options_.cached_names, options_.timeout)) {
+      coordinator_(make_coordinator(comparison_, options_.cached_names, options_.timeout)) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });
@@ -122,7 +120,7 @@ void Communicator::require_own_process() const {
 }
 
 Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
-                                          Completion completion, std::string name) {
+                                          Completion completion, std::string name, int priority) {
   require_own_process();
   Handle handle;
   handle.ticket_ = std::make_shared<Ticket>(options_.runtime);
@@ -132,7 +130,7 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
     std::lock_guard const lock(mutex_);
     require<Aborted>(!closing_, "this communicator is closed; make a new one");
     idles = coordinator_->add(
-        {std::move(operation), handle.ticket_, std::move(completion), std::move(name)});
+        {std::move(operation), handle.ticket_, std::move(completion), std::move(name), priority});
   }
   changed_->notify_all();
   if (idles) transport_->wake();
@@ -140,7 +138,7 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
 }
 
 void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt,
-                       std::string name) {
+                       std::string name, int priority) {
   require_own_process();
   require_waitable();
   // The transport polls the interrupt as it waits; services need not.
@@ -150,13 +148,13 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
     here = !closing_ && !taken_ && !has_turn();
     if (here) {
       if (!spare_ticket_) spare_ticket_ = std::make_shared<Ticket>(options_.runtime);
-      coordinator_->add({.operation = operation, .name = name});
+      coordinator_->add({.operation = operation, .name = name, .priority = priority});
       taken_ = running_ = true;
     }
   }
   std::optional<Handle> handle;  // of an operation that another thread is to run
   if (!here) {
-    handle = submit(operation, {}, std::move(name));
+    handle = submit(operation, {}, std::move(name), priority);
   } else {
     handle = run_here(interrupt);
   }

@@ -1,12 +1,13 @@
-// Runs operations one after another, in the order of submission, on one progress thread.
+// Runs operations one after another, in an order that all ranks agree on, on one progress thread.
 //
 // A blocking call that finds the communicator idle runs in the caller's thread instead, which saves
 // two switches between threads.
 //
-// Before an operation moves data all ranks compare what they are about to do (see Proposal). Where
-// they differ every rank throws the same Mismatch, nothing has been touched, and the communicator
-// stays usable. When a peer is lost or a deadline passes, every surviving rank throws PeerLost or
-// Timeout with the same culprits, and the communicator is done: later operations throw Aborted.
+// Before an operation moves data all ranks agree on what they are about to do (coordinator.cc).
+// Where they differ every rank throws the same Mismatch, nothing has been touched, and the
+// communicator stays usable. When a peer is lost or a deadline passes, every surviving rank throws
+// PeerLost or Timeout with the same culprits, and the communicator is done: later operations throw
+// Aborted.
 //
 // An operation that ends with Agreement::commit() stands on all survivors of a failure or on none:
 //
@@ -83,9 +84,8 @@ struct CommunicatorOptions {
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
   Runtime runtime = {};  // of the communicator's threads and waits
-  // Names of operations that ranks remember, the same on all; 0: they run in the order of
-  // submission, whatever their names, and all ranks compare each.
-  std::size_t cached_names = 0;
+  // Names of operations that ranks remember, 1 or more, the same on all.
+  std::size_t cached_names = 1024;
   // The same on all ranks. Numbers of 64 bits, of which messages carry 32, and tags fewer.
   std::uint64_t first_operation = 0;
 };
@@ -131,12 +131,15 @@ class Communicator final : private Commit {
   // Throws Aborted once the communicator is closed. An operation with a name runs with those of
   // that name on the other ranks, whatever else was submitted before it there; throws
   // InvalidArgument if one is pending already that has not been cancelled.
+  // `priority`: which ranks must agree on; of those with a name that are ready together the highest
+  // runs first, from the second time on.
   Handle submit(std::shared_ptr<Operation> operation, Completion completion = {},
-                std::string name = {});
-  // The same as submit(operation, {}, name).wait(), but in this thread where nothing else is going
-  // on. `interrupt`: what it throws breaks the operation off, or cancels it if it has not begun.
+                std::string name = {}, int priority = 0);
+  // The same as submit(operation, {}, name, priority).wait(), but in this thread where nothing else
+  // is going on. `interrupt`: what it throws breaks the operation off, or cancels it if it has not
+  // begun.
   void run(std::shared_ptr<Operation> const& operation, Interrupt* interrupt = nullptr,
-           std::string name = {});
+           std::string name = {}, int priority = 0);
 
   // Fails what is queued with Aborted, breaks off what runs, and ends the threads: no completion
   // runs any more. Not on a thread of its own.
@@ -164,6 +167,10 @@ class Communicator final : private Commit {
   // Whether any rank has had one since the last call: the same on all, if called after the same
   // operation.
   bool take_requested() { return comparison_.take_requested(); }
+  // Operations of this rank belong to a step before which so many were broken off; other ranks'
+  // that do not are a Mismatch, whatever their names. Not while any is pending.
+  void set_steps_broken_off(std::uint64_t steps) { comparison_.set_steps_broken_off(steps); }
+  std::uint64_t steps_broken_off() const { return comparison_.steps_broken_off(); }
   // Another number in each call.
   std::uint64_t draw_number() { return drawn_++; }
   Clock const& clock() const { return clock_; }

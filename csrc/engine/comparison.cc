@@ -82,13 +82,19 @@ std::span<const FrameView> Comparison::allgather(Channel& channel, Phase phase,
 }
 
 Comparison::Result Comparison::run(Channel& channel, Prepared const& prepared,
-                                   std::string_view name) {
-  auto const& [operation, intent, proposal, failure] = prepared;
+                                   std::string_view name, bool same_name) {
+  auto const& [operation, intent, proposal, failure, priority] = prepared;
+  std::uint64_t const steps = steps_broken_off();
   show(proposal, name);
   ObservedStage const agreeing(operation ? operation->observer() : nullptr, Stage::agree);
   Fingerprint const own{
       .key = proposal.key,
-      .changing = proposal.changing,
+      .changing = Digest()
+                      .add(proposal.changing)
+                      .add(priority)
+                      .add(steps)
+                      .add(same_name ? "" : name)
+                      .value(),
       .finite = proposal.finite,
       .ends_batch = is_last_of_batch(prepared),
       .requests = take_request(),
@@ -136,9 +142,12 @@ Comparison::Result Comparison::run(Channel& channel, Prepared const& prepared,
 
   std::string const explanation =
       intent == Intent::go
-          ? shorten_values(concat(proposal.text, operation->changing_fields(payload)))
+          ? shorten_values(concat(proposal.text, operation->changing_fields(payload),
+                                  ";priority=", priority, ";steps_broken_off=", steps,
+                                  same_name ? "" : concat(";name=", name)))
           : failure;
-  explain(channel, std::string_view(explanation).substr(0, max_proposal_bytes), name);
+  explain(channel, std::string_view(explanation).substr(0, max_proposal_bytes),
+          same_name ? name : std::string_view());
 }
 
 void Comparison::explain(Channel& channel, std::string_view own, std::string_view name) {
@@ -173,10 +182,6 @@ void Comparison::explain(Channel& channel, std::string_view own, std::string_vie
                "; give every rank the same", name.empty() ? ", in the same order of calls" : "");
   }
   throw Mismatch(message);
-}
-
-Cost agreement_cost(int ranks, std::size_t payload_bytes) {
-  return allgather_cost(ranks, header_bytes + sizeof(Fingerprint) + payload_bytes);
 }
 
 }  // namespace sparsecomm

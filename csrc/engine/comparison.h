@@ -36,6 +36,7 @@ struct Prepared {
   Intent intent = Intent::cancelled;
   Proposal proposal = {};
   std::string failure = {};  // why it cannot be proposed
+  int priority = 0;          // ranks must agree on it
 
   bool ends_alone() const { return operation != nullptr && operation->batch() == &batch_of_one; }
 };
@@ -57,8 +58,9 @@ class Comparison {
 
   // Steps 2 to 4. Throws the same Mismatch or Cancelled on every rank where proposals differ, one
   // could not be made, or a rank has cancelled.
-  // `name`: as for show().
-  Result run(Channel& channel, Prepared const& prepared, std::string_view name = {});
+  // `name`: as for show(). `same_name`: it is the same on all ranks; false: ranks compare it too.
+  Result run(Channel& channel, Prepared const& prepared, std::string_view name = {},
+             bool same_name = true);
 
   // Compares and runs what goes before all else, where any rank has it; `first`: null on those that
   // have not. Returns what is then wrong on all ranks alike, if anything is.
@@ -67,6 +69,10 @@ class Comparison {
   // Tells the watch, if there is one, what this rank is at.
   // `name`: of the operation, may be empty. `others`: so many, which are not shown, wait with it.
   void show(Proposal const& proposal, std::string_view name = {}, std::size_t others = 0) const;
+
+  // Operations of different numbers of steps must not meet. Not while any is pending.
+  void set_steps_broken_off(std::uint64_t steps) { steps_broken_off_ = steps; }
+  std::uint64_t steps_broken_off() const { return steps_broken_off_; }
 
   // Lets every rank know, with the next comparison, that this one has a request. From any thread.
   void request() { requests_ = true; }
@@ -88,9 +94,7 @@ class Comparison {
   std::array<std::byte, max_payload_bytes> payload_{};  // merged
   std::vector<std::uint32_t> intents_;                  // [rank], as they came in the fingerprints
   std::atomic<bool> requests_ = false, requested_ = false;
+  std::atomic<std::uint64_t> steps_broken_off_ = 0;
 };
-
-// One comparison of ranks that agree: a Bruck allgather of fingerprints, each with a payload.
-Cost agreement_cost(int ranks, std::size_t payload_bytes);
 
 }  // namespace sparsecomm

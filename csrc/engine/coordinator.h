@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "base/clock.h"
+#include "collectives/algorithm.h"
 #include "collectives/channel.h"
 #include "engine/comparison.h"
 #include "engine/observer.h"
@@ -60,15 +61,15 @@ class Coordinator {
   virtual Pending take() = 0;
 };
 
-// Runs operations in the order in which they were added, which must be the same on all ranks, and
-// compares each just before it runs.
-std::unique_ptr<Coordinator> make_in_order(Comparison& comparison);
-
 // Runs operations that have a name once all ranks have added one of that name, in an order that is
 // the same on all ranks; those without one in the order in which they were added. Compares an
-// operation only where ranks have something new to say of it. See cached.cc.
+// operation only where ranks have something new to say of it. See coordinator.cc.
 // `capacity`: of the cache of names. `timeout`: of an operation that some ranks do not add.
-std::unique_ptr<Coordinator> make_cached(Comparison& comparison, std::size_t capacity,
-                                         Duration timeout);
+std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison, std::size_t capacity,
+                                              Duration timeout);
+
+// A round in which all ranks bring one operation as before, and know so many.
+// `payload_bytes`: of each rank, unless they are known; 0: none.
+Cost agreement_cost(int ranks, std::size_t payload_bytes, std::size_t names = 1);
 
 }  // namespace sparsecomm

@@ -94,7 +94,7 @@ void GradientExchange<T>::use(AlgorithmEntry const& algorithm) {
 }
 
 template <class T>
-void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<void()> ready,
+void GradientExchange<T>::bind(std::vector<Segment<T>> segments, Awaited awaited,
                                std::span<V> moment, Batch const& batch, double loss_scale) {
   std::uint64_t total = 0;
   for (Segment<T> const& segment : segments) {
@@ -108,7 +108,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, std::function<v
   local_->bind(std::move(segments), moment);
   unselected_ = true;
   accumulated_ = false;
-  ready_ = std::move(ready);
+  awaited_ = std::move(awaited);
   batch_ = &batch;
   ends_batch_ = false;
   payload_.loss_scale = {loss_scale};
@@ -298,9 +298,9 @@ Proposal GradientExchange<T>::prepare() {
 
 template <class T>
 void GradientExchange<T>::await_gradient() {
-  if (!ready_) return;
+  if (!awaited_.wait) return;
   unselected_ = false;  // what never came cannot be kept
-  std::exchange(ready_, {})();
+  std::exchange(awaited_, {}).wait();
   unselected_ = true;
 }
 

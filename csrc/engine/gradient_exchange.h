@@ -58,6 +58,12 @@ struct ExchangeState {
   PlanState plan;  // of "auto" alone
 };
 
+// Of a gradient that is submitted before it is there.
+struct Awaited {
+  std::function<void()> wait = {};     // returns once it is there; may throw
+  std::function<bool()> is_here = {};  // none: it is, as far as anybody has to know
+};
+
 // Exchanges a gradient that lies in segments: afterwards every rank's gradient holds the same bits,
 // the average of what was exchanged, and the residuals hold what was not. Contracts 1, 2, 4, 5, 6
 // and 7 of docs/architecture.md are kept here. T is the gradient's type, accumulate_t<T> the
@@ -74,13 +80,11 @@ class GradientExchange final : public Operation {
 
   // What the next submission works on: the sizes of the segments add up to the extent, and that of
   // `moment` is the extent where the rule has one. The memory must stay until the operation has
-  // ended. `ready`, if any, is called first in prepare(), and returns once the gradient is there;
-  // it may throw. What it takes is in no statistics. `batch`: whose results are used together; it
-  // stays as long as the memory.
-  // `loss_scale`: the unit of the gradient; 0: it is zero, and what is kept follows the others'
-  // unit.
-  void bind(std::vector<Segment<T>> segments, std::function<void()> ready = {},
-            std::span<V> moment = {}, Batch const& batch = batch_of_one, double loss_scale = 1);
+  // ended. prepare() waits for `awaited` first. What that takes is in no statistics. `batch`: whose
+  // results are used together; it stays as long as the memory. `loss_scale`: the unit of the
+  // gradient; 0: it is zero, and what is kept follows the others' unit.
+  void bind(std::vector<Segment<T>> segments, Awaited awaited = {}, std::span<V> moment = {},
+            Batch const& batch = batch_of_one, double loss_scale = 1);
   void set_density(double density);
   // A valid rule, between steps; whether momentum is above 0 must not change. Ranks compare it when
   // they meet, so in their first exchange and after reconnect(), not whenever it changes.
@@ -141,6 +145,7 @@ class GradientExchange final : public Operation {
   void show_to(StageObserver& observer) { observer_ = &observer; }
 
   Proposal prepare() override;
+  bool is_ready() const override { return !awaited_.is_here || awaited_.is_here(); }
   bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
     return merge_payload<StepPayload>(into, other, extent_);
   }
@@ -203,7 +208,7 @@ class GradientExchange final : public Operation {
   std::unique_ptr<SparseAllreduce<V>> sparse_;
   std::unique_ptr<DenseAllreduce<T>> dense_;
   Excess<T> excess_;
-  std::function<void()> ready_;
+  Awaited awaited_;
   Batch const* batch_ = &batch_of_one;
   bool ends_batch_ = false;    // as agreed, of the exchange that was bound last
   double residual_scale_ = 1;  // of residual, moment and local threshold

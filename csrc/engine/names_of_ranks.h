@@ -10,6 +10,8 @@
 #include <vector>
 
 #include "base/error.h"
+#include "collectives/allgather_bytes.h"
+#include "engine/pending_list.h"
 
 namespace sparsecomm {
 
@@ -54,6 +56,9 @@ class NamesOfRanks {
   // In the order in which they were read first.
   std::span<const std::string_view> names() const { return names_; }
   Holders const& holders(std::string_view name) const { return holders_.at(name); }
+  // Throws NotSubmitted, the same on all of these ranks, if what is late on one is not in the list
+  // of another.
+  void require_none_late(int ranks) const;
 
  private:
   struct Head {
@@ -74,6 +79,20 @@ class NamesOfRanks {
 
   std::vector<std::string_view> names_;
   std::unordered_map<std::string_view, Holders> holders_;
+};
+
+// Gathers the lists of all ranks.
+class NamesAllgather {
+ public:
+  // This rank's list.
+  void begin(std::uint64_t capacity) { NamesOfRanks::begin(list_, capacity); }
+  void add(std::string_view name, bool late) { NamesOfRanks::append(list_, name, late); }
+  // Throws Error if the lists are longer than may be. The result stays until the next one.
+  NamesOfRanks run(Channel& channel, std::uint64_t capacity);
+
+ private:
+  std::vector<std::byte> list_;
+  BytesAllgather gather_{PendingList::longest_list};
 };
 
 }  // namespace sparsecomm

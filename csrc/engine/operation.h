@@ -43,6 +43,9 @@ class Batch {
  public:
   // How many of them have not ended; null: more may be added. From any thread.
   virtual std::optional<std::size_t> left() const = 0;
+  // Whether all of it has been submitted, and nothing else will be to the same communicator before
+  // it has ended.
+  virtual bool is_closed() const { return false; }
 
  protected:
   ~Batch() = default;
@@ -61,6 +64,8 @@ inline constexpr FixedBatch batch_of_one(1), open_batch(std::nullopt);
 class Operation {
  public:
   virtual ~Operation() = default;
+  // Whether prepare() need not wait for anything. While it must, other operations may go first.
+  virtual bool is_ready() const { return true; }
   // Local preparation on the progress thread, before anything is exchanged. An exception here
   // becomes an error on every rank, and the communicator stays usable.
   virtual Proposal prepare() = 0;
@@ -81,6 +86,8 @@ class Operation {
   // nothing else is left of the batch on any rank, run() calls Agreement::commit() exactly once; a
   // rank that is alone need not.
   virtual Batch const* batch() const { return nullptr; }
+  // Whether nothing else will be submitted to the communicator before what is pending has ended.
+  virtual bool is_last() const { return batch() != nullptr && batch()->is_closed(); }
   // Leaves the caller's data so that nothing is lost, after a failure: in prepare(), in run(), or
   // before either of them was called.
   virtual void roll_back() noexcept {}

@@ -15,7 +15,7 @@ bool PendingList::add(Pending pending) {
   std::lock_guard const lock(mutex_);
   require(entries_.size() < most_pending, entries_.size(),
           " operations are pending, no more may be; wait for some of them");
-  auto const same = by_name_.find(pending.name);
+  auto const same = pending.name.empty() ? by_name_.end() : by_name_.find(pending.name);
   if (same != by_name_.end()) {
     require(same->second->is_cancelled(), "an operation named '", pending.name,
             "' is pending already; wait for it, or choose another name");
@@ -26,22 +26,8 @@ bool PendingList::add(Pending pending) {
   entry.pending = std::move(pending);
   if (entry.is_named()) by_name_.emplace(entry.pending.name, &entry);
   entries_.splice(entries_.end(), spare_, spare_.begin());
+  ++pending_;
   return listens_;
-}
-
-bool PendingList::empty() const {
-  std::lock_guard const lock(mutex_);
-  return entries_.empty();
-}
-
-bool PendingList::listens() const {
-  std::lock_guard const lock(mutex_);
-  return listens_;
-}
-
-void PendingList::set_listens(bool listens) {
-  std::lock_guard const lock(mutex_);
-  listens_ = listens;
 }
 
 PendingList::Iterator PendingList::first() {
@@ -81,10 +67,9 @@ Pending PendingList::take(Iterator entry) {
     auto const same = by_name_.find(entry->pending.name);
     if (same != by_name_.end() && same->second == &*entry) by_name_.erase(same);
   }
-  Pending taken = std::move(entry->pending);
-  *entry = {};
+  --pending_;
   spare_.splice(spare_.end(), entries_, entry);
-  return taken;
+  return entry->release();
 }
 
 }  // namespace sparsecomm

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <list>
 #include <memory>
@@ -11,6 +12,7 @@
 #include <string_view>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -24,6 +26,7 @@ class PendingList {
   // Names are not longer, in bytes, and do not begin with that character.
   static constexpr std::size_t longest_name = 1024;
   static constexpr char key_mark = '#';
+  static bool is_key(std::string_view name) { return name.starts_with(key_mark); }
   // So many may be pending, and their names take so many bytes, with 8 for each.
   static constexpr std::size_t most_pending = 65000;
   static constexpr std::uint64_t longest_list = most_pending * (longest_name + 8) + 8;
@@ -44,11 +47,20 @@ class PendingList {
       std::memcpy(bytes.data(), &key, sizeof key);
       key_name_.assign(1, key_mark).append(bytes.data(), bytes.size());
     }
+    // Whether it can be prepared without waiting.
+    bool is_ready() const { return prepared || is_cancelled() || pending.operation->is_ready(); }
     bool is_cancelled() const { return pending.ticket && pending.ticket->cancelled(); }
     // For this round it is not to be cancelled. Returns whether it has been.
     bool begin() const { return pending.ticket && pending.ticket->begin(); }
     void put_back() const {
       if (pending.ticket) pending.ticket->put_back();
+    }
+    // What is left of it; then it is as new.
+    Pending release() {
+      prepared.reset();
+      is_new = true;
+      key_name_.clear();
+      return std::exchange(pending, {});
     }
 
    private:
@@ -61,12 +73,12 @@ class PendingList {
   // Throws InvalidArgument where the name is none, or one of that name is pending that has not been
   // cancelled. Returns whether this rank listens.
   bool add(Pending pending);
-  bool empty() const;
-  bool listens() const;
+  bool empty() const { return pending_ == 0; }
+  bool listens() const { return listens_; }
 
   // The following are for the thread that has the turn.
 
-  void set_listens(bool listens);
+  void set_listens(bool listens) { listens_ = listens; }
   Iterator first();  // if there is one
   // Those that may run: the first of each name, and of those without one.
   void find_candidates(std::vector<Iterator>& candidates);
@@ -75,12 +87,15 @@ class PendingList {
   Pending take(Iterator entry);
 
  private:
-  mutable std::mutex mutex_;  // guards what follows
+  // Written with the lock held, but for listens_, which find_candidates() and add() see in the
+  // order in which they take it.
+  std::atomic<std::size_t> pending_ = 0;
+  std::atomic<bool> listens_ = false;
+  std::mutex mutex_;  // guards what follows
   std::list<Entry> entries_;
   std::list<Entry> spare_;                                // memory for others
   std::unordered_map<std::string_view, Entry*> by_name_;  // the last one of each
   std::unordered_set<std::string_view> cancelled_;
-  bool listens_ = false;
 };
 
 }  // namespace sparsecomm

@@ -19,6 +19,17 @@ namespace sparsecomm {
 class ResponseCache {
  public:
   using Id = std::uint32_t;
+  // A rank's proposal, but for what evolves from what ranks have agreed on.
+  struct Proposed {
+    std::uint64_t key = 0;
+    std::optional<std::uint64_t> version = {};
+    std::uint64_t changing = 0;  // without a version
+    std::size_t payload_bytes = 0;
+    bool payload_is_known = false;
+    bool ends_alone = false;
+    int priority = 0;
+    friend bool operator==(Proposed const&, Proposed const&) = default;
+  };
 
   // `capacity`: names that are kept, 1 or more; of those in use there may be more.
   explicit ResponseCache(std::size_t capacity);
@@ -35,15 +46,14 @@ class ResponseCache {
   // It is the most recently used one.
   void use(Id id);
 
-  // A digest of this rank's proposal under that name when all ranks last agreed on theirs; none: it
-  // is to be compared.
-  std::optional<std::uint64_t> agreed(Id id) const { return slots_[id].agreed; }
-  void set_agreed(Id id, std::optional<std::uint64_t> digest) { slots_[id].agreed = digest; }
+  // What this rank proposed under that name when all ranks last agreed; none: it is to be compared.
+  std::optional<Proposed> const& agreed(Id id) const { return slots_[id].agreed; }
+  void set_agreed(Id id, std::optional<Proposed> proposed) { slots_[id].agreed = proposed; }
 
  private:
   struct Slot {
     std::string name;
-    std::optional<std::uint64_t> agreed;
+    std::optional<Proposed> agreed;
     std::list<Id>::iterator place;  // in order_
   };
 

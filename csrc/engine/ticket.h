@@ -93,6 +93,7 @@ struct Pending {
   std::shared_ptr<Ticket> ticket = {};  // null: the caller runs it
   Completion completion = {};
   std::string name = {};  // empty: known by its place among those without one
+  int priority = 0;       // of those with a name that are ready together the highest runs first
 };
 
 }  // namespace sparsecomm

@@ -10,22 +10,24 @@ namespace {
 // The blocking form and the one that returns a work, of one kind.
 template <CollectiveKind K>
 at::Tensor run_one(Collectives& self, at::Tensor tensor, std::string_view algorithm,
-                   std::string_view op, std::string name) {
-  auto results =
-      self.run(CollectiveRequest::make(K, std::move(tensor), algorithm, op), std::move(name));
+                   std::string_view op, std::string name, int priority) {
+  auto results = self.run(CollectiveRequest::make(K, std::move(tensor), algorithm, op),
+                          std::move(name), priority);
   return std::move(results.front());
 }
 
 template <CollectiveKind K>
 c10::intrusive_ptr<CollectiveWork> start(Collectives& self, at::Tensor tensor,
                                          std::string_view algorithm, std::string_view op,
-                                         std::string name) {
-  return self.start(CollectiveRequest::make(K, std::move(tensor), algorithm, op), std::move(name));
+                                         std::string name, int priority) {
+  return self.start(CollectiveRequest::make(K, std::move(tensor), algorithm, op), std::move(name),
+                    priority);
 }
 
 std::vector<CollectiveRequest> make_requests(std::vector<at::Tensor> tensors,
                                              std::string_view algorithm, std::string_view op) {
   std::vector<CollectiveRequest> requests;
+  requests.reserve(tensors.size());
   for (at::Tensor& tensor : tensors) {
     requests.push_back(
         CollectiveRequest::make(CollectiveKind::allreduce, std::move(tensor), algorithm, op));
@@ -62,51 +64,60 @@ void bind_collectives(py::module_& module) {
                }),
            py::arg("communicator"), py::arg("block_bytes") = AlgorithmOptions{}.block_bytes)
       .def("allreduce", &run_one<Kind::allreduce>, py::arg("tensor"), py::arg("algorithm"),
-           py::arg("op"), py::arg("name") = "", Release())
+           py::arg("op"), py::arg("name") = "", py::arg("priority") = 0, Release())
       .def("start_allreduce", &start<Kind::allreduce>, py::arg("tensor"), py::arg("algorithm"),
-           py::arg("op"), py::arg("name") = "", Release())
+           py::arg("op"), py::arg("name") = "", py::arg("priority") = 0, Release())
       .def(
           "grouped_allreduce",
           [](Collectives& self, std::vector<at::Tensor> tensors, std::string_view algorithm,
-             std::string_view op, std::string name) {
-            return self.run(make_requests(std::move(tensors), algorithm, op), std::move(name));
+             std::string_view op, std::string name, int priority) {
+            return self.run(make_requests(std::move(tensors), algorithm, op), std::move(name),
+                            priority);
           },
-          py::arg("tensors"), py::arg("algorithm"), py::arg("op"), py::arg("name") = "", Release())
+          py::arg("tensors"), py::arg("algorithm"), py::arg("op"), py::arg("name") = "",
+          py::arg("priority") = 0, Release())
       .def(
           "start_grouped_allreduce",
           [](Collectives& self, std::vector<at::Tensor> tensors, std::string_view algorithm,
-             std::string_view op, std::string name) {
-            return self.start(make_requests(std::move(tensors), algorithm, op), std::move(name));
+             std::string_view op, std::string name, int priority) {
+            return self.start(make_requests(std::move(tensors), algorithm, op), std::move(name),
+                              priority);
           },
-          py::arg("tensors"), py::arg("algorithm"), py::arg("op"), py::arg("name") = "", Release())
+          py::arg("tensors"), py::arg("algorithm"), py::arg("op"), py::arg("name") = "",
+          py::arg("priority") = 0, Release())
       .def(
           "allgather",
-          [](Collectives& self, at::Tensor tensor, std::string name) {
+          [](Collectives& self, at::Tensor tensor, std::string name, int priority) {
             return self.run(
                 CollectiveRequest::make(Kind::allgather, std::move(tensor), "auto", "sum"),
-                std::move(name));
+                std::move(name), priority);
           },
-          py::arg("tensor"), py::arg("name") = "", Release())
+          py::arg("tensor"), py::arg("name") = "", py::arg("priority") = 0, Release())
       .def(
           "start_allgather",
-          [](Collectives& self, at::Tensor tensor, std::string name) {
-            return start<Kind::allgather>(self, std::move(tensor), "auto", "sum", std::move(name));
+          [](Collectives& self, at::Tensor tensor, std::string name, int priority) {
+            return start<Kind::allgather>(self, std::move(tensor), "auto", "sum", std::move(name),
+                                          priority);
           },
-          py::arg("tensor"), py::arg("name") = "", Release())
+          py::arg("tensor"), py::arg("name") = "", py::arg("priority") = 0, Release())
       .def(
           "reduce_scatter",
-          [](Collectives& self, at::Tensor tensor, std::string_view op, std::string name) {
+          [](Collectives& self, at::Tensor tensor, std::string_view op, std::string name,
+             int priority) {
             return run_one<Kind::reduce_scatter>(self, std::move(tensor), "auto", op,
-                                                 std::move(name));
+                                                 std::move(name), priority);
           },
-          py::arg("tensor"), py::arg("op"), py::arg("name") = "", Release())
+          py::arg("tensor"), py::arg("op"), py::arg("name") = "", py::arg("priority") = 0,
+          Release())
       .def(
           "start_reduce_scatter",
-          [](Collectives& self, at::Tensor tensor, std::string_view op, std::string name) {
-            return start<Kind::reduce_scatter>(self, std::move(tensor), "auto", op,
-                                               std::move(name));
+          [](Collectives& self, at::Tensor tensor, std::string_view op, std::string name,
+             int priority) {
+            return start<Kind::reduce_scatter>(self, std::move(tensor), "auto", op, std::move(name),
+                                               priority);
           },
-          py::arg("tensor"), py::arg("op"), py::arg("name") = "", Release());
+          py::arg("tensor"), py::arg("op"), py::arg("name") = "", py::arg("priority") = 0,
+          Release());
 }
 
 }  // namespace sparsecomm

@@ -38,7 +38,7 @@ class Exchange {
   Exchange(std::shared_ptr<Communicator> communicator, std::int64_t numel, at::ScalarType dtype,
            ExchangeOptions const& options)
       : communicator_(std::move(communicator)),
-        group_(ParameterGroup::make("exchange", dtype, {{"tensor", 0, checked(numel)}}, options,
+        group_(ParameterGroup::make("exchange", {}, dtype, {{"tensor", 0, checked(numel)}}, options,
                                     *communicator_, true)) {}
 
   // Replaces the gradient by the average over ranks. Blocks. `ends_step`: where it
@@ -232,9 +232,8 @@ void bind_engine(py::module_& module) {
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,
                        std::optional<PythonDuration> stall_limit,
                        std::function<void(std::string const&)> log_stall,
-                       AggregatorAddresses const& aggregators, std::size_t cached_names) {
+                       AggregatorAddresses const& aggregators) {
              CommunicatorOptions options;
-             options.cached_names = cached_names;
              options.timeout = timeout.value;
              options.aggregator_addresses = aggregators;
              options.stall = make_stall_options(stall_limit, std::move(log_stall));
@@ -243,8 +242,7 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1,
            py::arg("stall_limit") = py::none(), py::arg("log_stall") = py::none(),
-           py::arg("aggregators") = AggregatorAddresses{},
-           py::arg("cached_names") = CommunicatorOptions{}.cached_names)
+           py::arg("aggregators") = AggregatorAddresses{})
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)

@@ -61,10 +61,10 @@ Collectives::Task Collectives::make(Communicator& communicator,
 }
 
 std::vector<at::Tensor> Collectives::run_task(Communicator& communicator, Task const& task,
-                                              std::string name) {
+                                              std::string name, int priority) {
   SignalCheck signals;
   try {
-    communicator.run(task.operation, signals.here(), std::move(name));
+    communicator.run(task.operation, signals.here(), std::move(name), priority);
     return task.release(true);
   } catch (...) {
     task.release(false);
@@ -72,14 +72,15 @@ std::vector<at::Tensor> Collectives::run_task(Communicator& communicator, Task c
   }
 }
 
-c10::intrusive_ptr<CollectiveWork> Collectives::start_task(Communicator& communicator, Task task,
-                                                           bool is_list, std::string name) {
+c10::intrusive_ptr<CollectiveWork> Collectives::start_task(Communicator& communicator,
+                                                           Task const& task, bool is_list,
+                                                           std::string name, int priority) {
   auto work = c10::make_intrusive<CollectiveWork>(is_list);
   auto const end = [work, release = task.release](std::exception_ptr const& failure) {
     work->end(failure, release(failure == nullptr));
   };
   try {
-    work->handle_ = communicator.submit(task.operation, end, std::move(name));
+    work->handle_ = communicator.submit(task.operation, end, std::move(name), priority);
   } catch (...) {
     task.release(false);
     throw;

@@ -46,17 +46,17 @@ class Collectives {
       : communicator_(std::move(communicator)), idle_(std::make_shared<CollectivePool>(options)) {}
 
   // `what`: a request, or several for one operation, see GroupedCollective. `name`: empty: it has
-  // none.
+  // none. `priority`: see Communicator::submit().
   template <class What>
-  std::vector<at::Tensor> run(What what, std::string name) {
+  std::vector<at::Tensor> run(What what, std::string name, int priority) {
     auto const alive = communicator();
-    return run_task(*alive, make(*alive, std::move(what)), std::move(name));
+    return run_task(*alive, make(*alive, std::move(what)), std::move(name), priority);
   }
   template <class What>
-  c10::intrusive_ptr<CollectiveWork> start(What what, std::string name) {
+  c10::intrusive_ptr<CollectiveWork> start(What what, std::string name, int priority) {
     auto const alive = communicator();
     bool const is_list = has_list(what);
-    return start_task(*alive, make(*alive, std::move(what)), is_list, std::move(name));
+    return start_task(*alive, make(*alive, std::move(what)), is_list, std::move(name), priority);
   }
 
  private:
@@ -70,9 +70,10 @@ class Collectives {
   Task make(Communicator& communicator, CollectiveRequest request) const;
   Task make(Communicator& communicator, std::vector<CollectiveRequest> requests) const;
   static std::vector<at::Tensor> run_task(Communicator& communicator, Task const& task,
-                                          std::string name);
-  static c10::intrusive_ptr<CollectiveWork> start_task(Communicator& communicator, Task task,
-                                                       bool is_list, std::string name);
+                                          std::string name, int priority);
+  static c10::intrusive_ptr<CollectiveWork> start_task(Communicator& communicator, Task const& task,
+                                                       bool is_list, std::string name,
+                                                       int priority);
   static bool has_list(CollectiveRequest const& request) {
     return request.kind == CollectiveKind::allgather;
   }

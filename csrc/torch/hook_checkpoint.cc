@@ -233,6 +233,7 @@ void HookState::load(HookCheckpoint checkpoint) {
           "the state_dict to load has a loss scale of ", loss_scale,
           ", which no gradient can be divided by");
   take_back_broken_step("load a state");
+  if (communicator_) communicator_->set_steps_broken_off(0);
   if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
     loaded_.reset();  // of a run without a step, whose parameters had no names
     moments_.clear();

@@ -134,9 +134,12 @@ void HookState::require_of_model(at::Tensor const& parameter) const {
 void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
                           VelocityRule const& velocity, std::vector<ParameterGroup::Member> members,
                           std::vector<at::Tensor> const& parameters) {
-  std::string const name = concat(groups_formed_++, " from ", members.front().key);
-  auto group = ParameterGroup::make(name, dtype, std::move(members), options_at(density, velocity),
-                                    *communicator_, !by_bucket_, side_.get());
+  // Its exchange's name is the same on ranks that disagree about what is in the group.
+  std::size_t const number = groups_formed_++;
+  std::string const name = concat(number, " from ", members.front().key);
+  auto group =
+      ParameterGroup::make(name, concat("gradients ", number), dtype, std::move(members),
+                           options_at(density, velocity), *communicator_, !by_bucket_, side_.get());
   if (loaded_) {  // which may throw: then the group is not there in the next step either
     check_loaded(*group);
     restore(*group);

@@ -296,12 +296,19 @@ void HookState::begin_step(double loss_scale) {
   for (auto const& group : groups_) group->discard_arrivals();
   drop_waiting();
   if (step_) {
-    step_->break_off();
+    break_off_step();
     exposed_ += step_->time_exposed();
   }
   step_ = std::make_shared<Step>();
   step_->follow_backward();
   step_->loss_scale = loss_scale;
+}
+
+// If its last bucket has not come. Other ranks that have begun the step must break it off too.
+void HookState::break_off_step() const {
+  if (step_->break_off()) {
+    communicator_->set_steps_broken_off(communicator_->steps_broken_off() + 1);
+  }
 }
 
 // What a step delivered whose last bucket never came is nobody's: before anything else touches the
@@ -311,7 +318,7 @@ void HookState::take_back_broken_step(char const* before_what) const {
   bool const over = step_->backward.expired() && torch::autograd::get_current_graph_task_id() == -1;
   require(!step_->open() || over, "cannot ", before_what,
           " in the middle of a backward pass; do it after backward() has returned");
-  step_->break_off();
+  break_off_step();
 }
 
 // Runs Python's code, so not under the lock.

@@ -53,7 +53,7 @@ struct HookOptions {
 
 // Gradients that are exchanged as soon as they are all there: DDP's bucket, or anybody else's.
 struct Bucket {
-  std::size_t index = 0;  // 0 begins a step
+  std::size_t index = 0;  // its place in the step: 0 begins one
   bool last = false;      // of the step
   at::Tensor buffer;
   // As many of both; a gradient is of the parameter's shape, or contiguous with as many entries. A
@@ -211,6 +211,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void fail_waiting(std::exception_ptr const& error);
   void drop_waiting();
   void begin_step(double loss_scale);
+  void break_off_step() const;
   void take_back_broken_step(char const* before_what) const;
   double ask_loss_scale() const;
   double kept_loss_scale() const;

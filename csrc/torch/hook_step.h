@@ -124,6 +124,10 @@ struct HookState::Step final : Batch {
     std::lock_guard const lock(mutex);
     return last_bucket_seen ? std::optional(open_groups) : std::nullopt;
   }
+  bool is_closed() const override {
+    std::lock_guard const lock(mutex);
+    return last_bucket_seen;
+  }
   // Begins `groups` operations. `last`: the last bucket, which comes with them and is done when the
   // step is over, if it has operations; null: there are others to come. Returns as end() does.
   bool begin(std::size_t groups, bool with_last_bucket, std::shared_ptr<PendingBucket> last) {
@@ -180,11 +184,13 @@ struct HookState::Step final : Batch {
     std::lock_guard const lock(mutex);
     return !last_bucket_seen;
   }
-  void break_off() {
+  // Returns whether there was more to come, of a step that all ranks have begun.
+  bool break_off() {
     std::lock_guard const lock(mutex);
-    if (last_bucket_seen) return;
+    if (last_bucket_seen) return false;
     failed = true;
     take_back();
+    return std::exchange(begun, false);
   }
   Duration time_exposed() {
     std::lock_guard const lock(mutex);

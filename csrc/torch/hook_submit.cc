@@ -1,4 +1,6 @@
 // How a hook's groups and buckets go to the communicator, and what becomes of them.
+#include <algorithm>
+
 #include "coo_allreduce.h"
 #include "hook_step.h"
 
@@ -12,6 +14,7 @@ class EndOfStep final : public Operation {
   Proposal prepare() override { return {.text = "operation=end of a step"}; }
   void run(Channel& channel, Agreement const& agreement) override { agreement.commit(channel); }
   Batch const* batch() const override { return &batch_of_one; }
+  bool is_last() const override { return true; }
 };
 
 }  // namespace
@@ -45,7 +48,7 @@ void HookState::submit_end_of_step(std::shared_ptr<Step> const& step, Communicat
   };
   ++groupless_in_flight_;
   try {
-    communicator.submit(std::make_shared<EndOfStep>(), finish);
+    communicator.submit(std::make_shared<EndOfStep>(), finish, "end of step");
   } catch (...) {
     finish(std::current_exception());
   }
@@ -96,17 +99,20 @@ void HookState::submit_groups(std::vector<ParameterGroup*> const& groups, std::s
   if (side_ && options_.clip_norm > 0) clipped = side_->mark_current();
   for (ParameterGroup* const group : groups) {
     auto const buckets = waiting_.at(group);
-    std::function<void()> ready;
+    Awaited awaited;
     if (side_) {
       std::vector<std::shared_ptr<c10::Event const>> made;
       for (auto const& waiting : buckets) made.push_back(waiting->made);
       if (clipped) made.push_back(clipped);
-      ready = [side = side_.get(), made = std::move(made)] {
+      awaited.is_here = [side = side_.get(), made] {
+        return std::ranges::all_of(made, [&](auto const& event) { return side->is_over(*event); });
+      };
+      awaited.wait = [side = side_.get(), made = std::move(made)] {
         for (auto const& event : made) side->wait(*event);
       };
     }
     group->submit(
-        std::move(ready),
+        std::move(awaited),
         [this, group, step = step_, &communicator = *communicator_](bool failed, bool usable) {
           bool const lacks_end =
               step->end(group, usable && group->delivered(), failed, group->ended_batch());

@@ -38,11 +38,11 @@ class TypedGroup final : public ParameterGroup {
  public:
   using V = accumulate_t<T>;
 
-  TypedGroup(std::string const& name, at::ScalarType dtype, std::vector<Member> members,
-             ExchangeOptions const& options, Communicator& communicator, bool keeps_residual,
-             SideStream const* side)
-      : ParameterGroup(name, dtype, std::move(members), communicator, keeps_residual, options.rule,
-                       side),
+  TypedGroup(std::string const& name, std::string operation, at::ScalarType dtype,
+             std::vector<Member> members, ExchangeOptions const& options,
+             Communicator& communicator, bool keeps_residual, SideStream const* side)
+      : ParameterGroup(name, std::move(operation), dtype, std::move(members), communicator,
+                       keeps_residual, options.rule, side),
         exchange_(std::make_shared<GradientExchange<T>>(
             name, numel_, options, communicator,
             side ? make_device_gradient<T>(options.schedule, options.rule, numel_, side->queue())
@@ -87,8 +87,7 @@ class TypedGroup final : public ParameterGroup {
     exchange_->set_velocity(rule);
   }
   void set_former(std::uint64_t checksum) override { exchange_->set_former(checksum); }
-  std::shared_ptr<Operation> bind(std::function<void()> ready, Batch const& batch,
-                                  double loss_scale) override {
+  std::shared_ptr<Operation> bind(Awaited awaited, Batch const& batch, double loss_scale) override {
     std::vector<Segment<T>> segments;
     bool const keeps_residual = residual_.numel() > 0;
     auto* const residual = static_cast<V*>(residual_.data_ptr());
@@ -99,7 +98,7 @@ class TypedGroup final : public ParameterGroup {
     }
     std::span<V> moment;
     if (moment_.defined()) moment = {static_cast<V*>(moment_.data_ptr()), numel_};
-    exchange_->bind(std::move(segments), std::move(ready), moment, batch, loss_scale);
+    exchange_->bind(std::move(segments), std::move(awaited), moment, batch, loss_scale);
     return exchange_;
   }
 
@@ -109,14 +108,15 @@ class TypedGroup final : public ParameterGroup {
 
 }  // namespace
 
-std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at::ScalarType dtype,
+std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, std::string operation,
+                                                     at::ScalarType dtype,
                                                      std::vector<Member> members,
                                                      ExchangeOptions const& options,
                                                      Communicator& communicator,
                                                      bool keeps_residual, SideStream const* side) {
   auto const typed = [&]<class T>() -> std::unique_ptr<ParameterGroup> {
-    return std::make_unique<TypedGroup<T>>(name, dtype, std::move(members), options, communicator,
-                                           keeps_residual, side);
+    return std::make_unique<TypedGroup<T>>(name, std::move(operation), dtype, std::move(members),
+                                           options, communicator, keeps_residual, side);
   };
   switch (dtype) {
     case at::kFloat:
@@ -135,10 +135,12 @@ std::unique_ptr<ParameterGroup> ParameterGroup::make(std::string const& name, at
   }
 }
 
-ParameterGroup::ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
-                               Communicator& communicator, bool keeps_residual,
-                               SelectionRule const& rule, SideStream const* side)
+ParameterGroup::ParameterGroup(std::string name, std::string operation, at::ScalarType dtype,
+                               std::vector<Member> members, Communicator& communicator,
+                               bool keeps_residual, SelectionRule const& rule,
+                               SideStream const* side)
     : name_(std::move(name)),
+      operation_(std::move(operation)),
       dtype_(dtype),
       members_(std::move(members)),
       communicator_(&communicator),
@@ -233,7 +235,7 @@ void ParameterGroup::discard_arrivals() {
   former_.reset();
 }
 
-void ParameterGroup::submit(std::function<void()> ready, End end, Communicator::Completion done,
+void ParameterGroup::submit(Awaited awaited, End end, Communicator::Completion done,
                             Batch const& batch, double loss_scale) {
   labels_.follow_this_thread();
   busy_ = true;
@@ -247,8 +249,8 @@ void ParameterGroup::submit(std::function<void()> ready, End end, Communicator::
   };
   std::shared_ptr<Operation> operation;
   try {
-    operation = bind(std::move(ready), batch, loss_scale);
-    communicator_->submit(operation, finish);
+    operation = bind(std::move(awaited), batch, loss_scale);
+    communicator_->submit(operation, finish, operation_);
   } catch (...) {
     if (operation) operation->roll_back();
     give_back();
@@ -262,7 +264,7 @@ void ParameterGroup::run(Batch const& batch) {
   labels_.follow_this_thread();
   busy_ = true;
   try {
-    communicator_->run(operation);
+    communicator_->run(operation, nullptr, operation_);
   } catch (...) {
     busy_ = false;
     throw;

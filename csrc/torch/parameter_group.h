@@ -36,11 +36,13 @@ class ParameterGroup {
     void const* parameter = nullptr;  // as whoever makes the group knows it
   };
 
-  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `keeps_residual`: false
-  // for a dense exchange that no plan chose. `side`: of the device that holds gradients and
-  // residuals, null for the processor's memory; it outlives the group.
-  static std::unique_ptr<ParameterGroup> make(std::string const& name, at::ScalarType dtype,
-                                              std::vector<Member> members,
+  // Throws InvalidArgument for a dtype that is not f32, f64, f16 or bf16. `name`: ranks compare it.
+  // `operation`: the exchange's name, by which ranks find what to compare, see
+  // Communicator::submit(). `keeps_residual`: false for a dense exchange that no plan chose.
+  // `side`: of the device that holds gradients and residuals, null for the processor's memory; it
+  // outlives the group.
+  static std::unique_ptr<ParameterGroup> make(std::string const& name, std::string operation,
+                                              at::ScalarType dtype, std::vector<Member> members,
                                               ExchangeOptions const& options,
                                               Communicator& communicator, bool keeps_residual,
                                               SideStream const* side = nullptr);
@@ -82,11 +84,11 @@ class ParameterGroup {
   void discard_arrivals();
   // `failed`: the exchange did, as on all ranks. `usable`: nothing else did on this one.
   using End = std::function<void(bool failed, bool usable)>;
-  // Starts the exchange of a complete group. On the progress thread, `ready` returns once what has
-  // arrived is there, `end` runs before the group is idle, and then `done`, with the first error;
-  // `ready` and `end` may throw. `batch`, `loss_scale`: see GradientExchange::bind().
-  void submit(std::function<void()> ready, End end, Communicator::Completion done,
-              Batch const& batch, double loss_scale);
+  // Starts the exchange of a complete group. On the progress thread `end` runs before the group is
+  // idle, and then `done`, with the first error; `end` may throw. `awaited`: until what has arrived
+  // is there. `batch`, `loss_scale`: see GradientExchange::bind().
+  void submit(Awaited awaited, End end, Communicator::Completion done, Batch const& batch,
+              double loss_scale);
   // Exchanges in this thread where nothing else is going on; blocks.
   void run(Batch const& batch);
   bool busy() const { return busy_; }
@@ -120,9 +122,9 @@ class ParameterGroup {
     bool unused;
   };
 
-  ParameterGroup(std::string name, at::ScalarType dtype, std::vector<Member> members,
-                 Communicator& communicator, bool keeps_residual, SelectionRule const& rule,
-                 SideStream const* side);
+  ParameterGroup(std::string name, std::string operation, at::ScalarType dtype,
+                 std::vector<Member> members, Communicator& communicator, bool keeps_residual,
+                 SelectionRule const& rule, SideStream const* side);
   // Of members that are not row-major: the order of their dimensions.
   std::string layout_text() const;
   // Arrivals that have entries, in offset order, neighbours in memory joined.
@@ -134,11 +136,11 @@ class ParameterGroup {
   virtual void set_velocity_of_exchange(VelocityRule const& rule) = 0;
   virtual void set_former(std::uint64_t checksum) = 0;
   virtual void reconnect_exchange(Communicator& communicator) = 0;
-  virtual std::shared_ptr<Operation> bind(std::function<void()> ready, Batch const& batch,
+  virtual std::shared_ptr<Operation> bind(Awaited awaited, Batch const& batch,
                                           double loss_scale) = 0;
   void rescale(double ratio);
 
-  std::string name_;
+  std::string name_, operation_;
   at::ScalarType dtype_;
   std::vector<Member> members_;
   Communicator* communicator_;

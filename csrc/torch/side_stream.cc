@@ -62,4 +62,9 @@ void SideStream::wait(c10::Event const& mark) const {
   mark.synchronize();
 }
 
+bool SideStream::is_over(c10::Event const& mark) const {
+  c10::DeviceGuard const guard(device());
+  return mark.query();
+}
+
 }  // namespace sparsecomm

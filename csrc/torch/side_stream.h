@@ -36,6 +36,8 @@ class SideStream {
   // Blocks until the device has done what was marked. Waiting on the host, not in the stream, lets
   // what other buckets need go on there.
   void wait(c10::Event const& mark) const;
+  // Whether it has.
+  bool is_over(c10::Event const& mark) const;
   // Work here uses the tensor's memory: its owner may let go of it, nobody else gets it too early.
   void use(at::Tensor const& tensor) const { tensor.record_stream(stream_); }
 

@@ -108,7 +108,8 @@ class _Bucket:
 class GradientBuckets:
     """Takes gradients as autograd accumulates them, and exchanges buckets that are complete.
 
-    Buckets go off in the same order on every rank, whatever the order in which gradients come.
+    The first time buckets go off in the same order on every rank, from then on each as soon as it
+    is complete, in whatever order that is on other ranks.
     While a gradient is being exchanged the parameter's ``grad`` is a placeholder that raises when
     it is read or changed; afterwards it is a view of the buffer.
 
@@ -141,6 +142,7 @@ class GradientBuckets:
         self._owners = Owners()
         self._frozen: list[tuple[str, Tensor]] = []
         self._launched = 0
+        self._known = 0  # buckets that all ranks have exchanged before
         self._pausing = False
         self._has_warned = False
         self._delivered = False  # what was exchanged waits to become the grads
@@ -210,7 +212,7 @@ class GradientBuckets:
         self._delivered = self._synchronized = False
         self._take(slot)
         if slot.bucket.missing == 0:
-            self._launch()
+            self._launch(slot.bucket)
 
     def _take(self, slot: _Slot) -> None:
         parameter, gradient = slot.parameter, slot.parameter.grad
@@ -256,22 +258,28 @@ class GradientBuckets:
         slot.arrived = True
         slot.bucket.missing -= 1
 
-    def _launch(self) -> None:
-        while self._launched < len(self._buckets):
-            index = self._launched
-            bucket = self._buckets[index]
+    def _launch(self, complete: _Bucket) -> None:
+        if self._known == len(self._buckets):
+            self._exchange(complete)
+            return
+        # Those that are new get their place among the groups of all ranks.
+        for bucket in self._buckets:
             if bucket.missing > 0:
                 return
-            bucket.work = self._state.exchange(
-                index,
-                index == len(self._buckets) - 1,
-                bucket.buffer,
-                bucket.parameters,
-                [slot.view for slot in bucket.slots],
-                # What is kept of them waits, as with the hooks.
-                [slot.frozen for slot in bucket.slots],
-            )
-            self._launched += 1
+            if bucket.work is None:
+                self._exchange(bucket)
+
+    def _exchange(self, bucket: _Bucket) -> None:
+        bucket.work = self._state.exchange(
+            self._launched,
+            self._launched == len(self._buckets) - 1,
+            bucket.buffer,
+            bucket.parameters,
+            [slot.view for slot in bucket.slots],
+            # What is kept of them waits, as with the hooks.
+            [slot.frozen for slot in bucket.slots],
+        )
+        self._launched += 1
 
     def synchronize(self) -> None:
         """Waits until every ``grad`` is what was exchanged; what has not come counts as zero.
@@ -326,8 +334,11 @@ class GradientBuckets:
                     "it was being exchanged: call the optimizer's synchronize() before changing "
                     "gradients, and its zero_grad(), not the model's, to drop them"
                 )
-        self._launch()
+        for bucket in self._buckets:
+            if bucket.work is None:
+                self._launch(bucket)
         self._wait()
+        self._known = len(self._buckets)
 
     def _require_in_model(self, slot: _Slot) -> None:
         if self._owners.successor(slot.parameter) is not None:

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "named_sums.h"
 #include "ranks.h"
 
 namespace sparsecomm {
@@ -41,6 +42,7 @@ TEST_P(BytesAllgatherTest, EveryRankGetsEveryString) {
   int const ranks = GetParam();
   test::expect_no_errors(test::run_ranks(ranks, [&](Communicator& communicator) {
     BytesAllgather gather;
+    communicator.run(std::make_shared<test::Quiet>("gather"));  // so that ranks know it
     for (auto const& length : lengths) {
       int const rank = communicator.rank();
       Counters const before = communicator.counters();

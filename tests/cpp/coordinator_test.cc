@@ -22,7 +22,8 @@ Pending pending(std::string name) {
 // A rank with nothing to do yet, and its place among the others.
 struct Rank {
   explicit Rank(Transport& its_transport)
-      : transport(its_transport), coordinator(make_in_order(comparison)) {}
+      : transport(its_transport),
+        coordinator(make_coordinator(comparison, 100, patient_options().timeout)) {}
 
   void round(Scheduled& next) {
     Channel channel(transport, ++rounds, Deadline(steady_clock(), patient_options().timeout));

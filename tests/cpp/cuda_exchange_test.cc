@@ -233,11 +233,12 @@ std::vector<std::byte> two_groups(bool on_device) {
       auto const all = queued.get_future().share();
       std::vector<Communicator::Handle> handles;
       for (std::size_t g = 0; g < std::size(sizes); ++g) {
-        exchanges[g]->bind({{gradients[g].span(), residuals[g].span()}}, [&, all, g, step] {
-          all.wait();
-          gradients[g].set(
-              typed<float>(patterns[0].make(communicator.rank(), ranks, sizes[g], step)));
-        });
+        exchanges[g]->bind(
+            {{gradients[g].span(), residuals[g].span()}}, {.wait = [&, all, g, step] {
+              all.wait();
+              gradients[g].set(
+                  typed<float>(patterns[0].make(communicator.rank(), ranks, sizes[g], step)));
+            }});
         handles.push_back(communicator.submit(exchanges[g]));
       }
       queued.set_value();

@@ -9,6 +9,7 @@
 #include <iostream>
 
 #include "engine/gradient_exchange.h"
+#include "many_names.h"
 #include "services.h"
 
 namespace sparsecomm::test {
@@ -92,6 +93,10 @@ TEST(EnduranceTest, StepsLeaveNothingBehind) {
       patient_options(), {}, services_for("auto")));
   ASSERT_EQ(held.size(), 2u);
   expect_flat(held[0], held[1]);
+}
+
+TEST(EnduranceTest, NamesInAnyOrderRunAlikeOnAllRanks) {
+  run_many_names({.ranks = 8, .threads = 4, .steps = 1000, .names = 200, .cached = 150});
 }
 
 }  // namespace

@@ -53,8 +53,8 @@ TEST(ObserverTest, SeesTheStagesOfEveryStepAlsoOfOneThatFails) {
     exchange->show_to(journal);
     std::vector<float> residual(numel, 0.0f);
     run_step(communicator, exchange, residual, 0);
-    // Where names are cached the operation is prepared, and waits, before its turn.
-    std::string const turn = cached_names() > 0 ? "  agree\nwhole\n  agree\n" : "  agree\n";
+    // It is prepared, and waits, before its turn.
+    std::string const turn = "  agree\nwhole\n  agree\n";
     EXPECT_EQ(journal.text, "whole\n  select\n" + turn + "  select\n  exchange\n  apply\n");
     journal.text.clear();
     exchange->set_density(communicator.rank() == 0 ? 0.1 : 0.2);

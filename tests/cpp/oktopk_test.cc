@@ -11,6 +11,7 @@
 #include "collectives/pairs.h"
 #include "engine/gradient_exchange.h"
 #include "gradients.h"
+#include "named_sums.h"
 #include "ranks.h"
 #include "sparse/intersection.h"
 #include "transport/wrapped.h"
@@ -21,9 +22,11 @@ namespace {
 // One call of an algorithm on a selection that the test made.
 class OneCall final : public Operation {
  public:
+  static constexpr char const* text = "operation=one call";
+
   OneCall(SparseAllreduce<float>& algorithm, SparseProblem problem, SparseView<float> selection)
       : algorithm_(algorithm), problem_(problem), selection_(selection) {}
-  Proposal prepare() override { return {}; }
+  Proposal prepare() override { return {.text = text}; }
   void run(Channel& channel, Agreement const&) override {
     result = algorithm_.run(channel, selection_, problem_);
   }
@@ -187,7 +190,8 @@ void for_each_call(Support const& support, int ranks, std::uint64_t steps, F&& c
         int const rank = communicator.rank();
         auto const algorithm =
             make_sparse_allreduce<float>(find_algorithm("oktopk"), calls.front().options, {});
-        Counters before(ranks);
+        communicator.run(std::make_shared<Quiet>("one call"));  // so that ranks know it
+        Counters before = communicator.counters();
         for (std::uint64_t step = 0; step < steps; ++step) {
           auto const& selection = selections[step][rank];
           std::uint64_t const pairs = counter[rank];

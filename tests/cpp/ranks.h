@@ -3,9 +3,9 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <cstdlib>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -27,12 +27,6 @@ struct RankFault {
   int rank;
   Fault fault;
 };
-
-// CommunicatorOptions::cached_names, so that tests run with either coordinator.
-inline std::size_t cached_names() {
-  char const* const names = std::getenv("SPARSECOMM_TEST_CACHED_NAMES");
-  return names == nullptr ? 0 : std::stoul(names);
-}
 
 // What takes half as long as the deadline has waited for it, and should not have. The grace is
 // short because some failures take all of it: a rank that dies amid the commit round may seem to be
@@ -96,7 +90,6 @@ inline std::vector<std::exception_ptr> run_ranks(
   std::uint64_t const run = runs++;
   return on_threads(size, [&](int rank) {
     CommunicatorOptions own = options;
-    if (own.cached_names == 0) own.cached_names = cached_names();
     if (around.equip) around.equip(own, run, rank, size);
     Communicator communicator(std::move(transports[rank]), std::move(own));
     body(communicator);
@@ -109,6 +102,14 @@ inline std::vector<std::exception_ptr> run_ranks(
     CommunicatorOptions const& options = patient_options(),
     std::optional<RankFault> fault = std::nullopt, Surroundings const& around = {}) {
   return run_ranks(make_inproc_transports(size), body, options, fault, around);
+}
+
+inline Counters difference(Counters after, Counters const& before) {
+  for (auto const part : {&Counters::sent_bytes, &Counters::sent_messages,
+                          &Counters::received_bytes, &Counters::received_messages}) {
+    std::ranges::transform(after.*part, before.*part, (after.*part).begin(), std::minus<>());
+  }
+  return after;
 }
 
 inline std::string message_of(std::exception_ptr const& error) {

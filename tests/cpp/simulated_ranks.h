@@ -126,7 +126,6 @@ inline std::vector<std::exception_ptr> simulate_ranks(
                                      : std::move(network);
     if (around.wrap) transport = around.wrap(std::move(transport));
     CommunicatorOptions own = options;
-    if (own.cached_names == 0) own.cached_names = cached_names();
     if (around.equip) around.equip(own, 0, rank, size);
     if (own.aggregators) {
       own.aggregators = std::make_shared<SlowLink>(std::move(own.aggregators), simulation);

@@ -257,7 +257,6 @@ TEST(ReduceScatterTest, AnyWindowGivesTheSame) {
 }
 
 TEST(SparseCostTest, CountedMessagesAndBytesAreThoseOfTheFormula) {
-  if (cached_names() > 0) GTEST_SKIP() << "another agreement, which cached_test counts";
   for (int ranks = 1; ranks <= 17; ++ranks) {
     // Every rank has four entries in every region.
     std::uint32_t const region = 50;
@@ -273,6 +272,7 @@ TEST(SparseCostTest, CountedMessagesAndBytesAreThoseOfTheFormula) {
         pairs.values.push_back(1);
       }
       auto const check = [&](std::shared_ptr<Operation> const& operation, Cost cost) {
+        for (int known = 0; known < 2; ++known) communicator.run(operation);
         Counters const before = communicator.counters();
         communicator.run(operation);
         Counters const after = communicator.counters();
@@ -413,9 +413,9 @@ TEST(AutoTest, MeasuresTheFiguresOnce) {
       return Counters::total(communicator.counters().sent_messages) - before;
     };
     std::uint64_t const first = sent();
-    std::uint64_t const second = sent();
-    EXPECT_GT(first, second + 10);
-    EXPECT_EQ(sent(), second);
+    EXPECT_GT(first, sent() + 10);
+    std::uint64_t const third = sent();  // all is known from then on
+    EXPECT_EQ(sent(), third);
   }));
 }
 

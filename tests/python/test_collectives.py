@@ -535,8 +535,18 @@ def misnamed(size: int) -> list[str]:
             for async_op in (False, True):
                 with pytest.raises(error):
                     function(tensor, name=name, async_op=async_op)  # type: ignore[operator]
+    for priority, error in ((1.5, TypeError), (True, TypeError), (2**31, ValueError)):
+        with pytest.raises(error):
+            sparsecomm.allreduce(ones, name="urgent", priority=priority)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="without a name"):
+        sparsecomm.allreduce(ones, priority=1)
     assert ones.tolist() == [1] * 3
     sparsecomm.allreduce(torch.ones(3))  # connects
+    for urgent in (3, 3, -2):
+        done = sparsecomm.allreduce(torch.ones(3), name="urgent", priority=urgent)
+        assert done.tolist() == [size] * 3
+    with pytest.raises(RuntimeError, match="'urgent': priority: 0 on rank 0 but 1 on rank 1"):
+        sparsecomm.allreduce(ones, name="urgent", priority=rank)
     # One that is pending already, of which the first goes on.
     if rank == 0:
         first = sparsecomm.allreduce(ones, name="twice", async_op=True)

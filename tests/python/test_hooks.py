@@ -346,6 +346,7 @@ def check_who_ends_a_step() -> None:
 
     for _ in range(3):
         by_itself = messages(closes=True, late=False)
+        messages(closes=False, late=True)  # so that ranks know the end of a step, too
     own_agreement = (size - 1).bit_length()
     assert messages(closes=False, late=True) == by_itself + own_agreement
     # Some ranks know that it is the last, and some do not.
@@ -374,6 +375,45 @@ def check_a_failure_before_the_last_bucket() -> None:
                 work.wait()
         state._native.exchange(1, True, torch.empty(0), [], []).wait()
         assert state._native.delivered == (gradient.numel() == 3 or dist.get_world_size() == 1)
+
+
+def check_ranks_that_are_not_at_the_same_step() -> None:
+    """They learn of it at once, and go on."""
+    if dist.get_world_size() == 1:
+        return
+    odd = dist.get_rank() == 0
+    parameters = [nn.Parameter(torch.zeros(12)), nn.Parameter(torch.zeros(7, 2))]
+    named = zip("ab", parameters, strict=True)
+    state = TopkState(density=0.5, dense_below=2, named_parameters=named)
+    state._connect()
+
+    def exchange(place: int, *, last: bool) -> Any:
+        gradient = torch.ones_like(parameters[place])
+        own = [parameters[place]]
+        return state._native.exchange(place, last, gradient, own, [gradient])
+
+    def step() -> None:
+        for work in (exchange(0, last=False), exchange(1, last=True)):
+            work.wait()
+
+    step()
+    # One breaks off a step, of which all have exchanged a part, and begins another one.
+    exchange(0, last=False).wait()
+    for place in (0, 1) if odd else (1, 0):
+        with pytest.raises(RuntimeError, match=r"steps_broken_off: 0 on .* but 1 on rank 0"):
+            exchange(place, last=place == 1).wait()
+    state.load_state_dict(state.state_dict())
+    step()
+    # All break one off.
+    exchange(0, last=False).wait()
+    step()
+    # One has something more in a step.
+    works = [exchange(0, last=not odd)]
+    if odd:
+        works.append(exchange(1, last=True))
+    with pytest.raises(RuntimeError, match=r"ranks disagree: .*name: "):
+        works[-1].wait()
+    step()
 
 
 def fail_in_backward(ddp: DistributedDataParallel, state: CompressionState) -> None:
@@ -437,6 +477,7 @@ def _check_exchange() -> None:
     check_ends_that_come_late()
     check_who_ends_a_step()
     check_a_failure_before_the_last_bucket()
+    check_ranks_that_are_not_at_the_same_step()
     check_accumulation_and_density()
 
 

@@ -506,4 +506,6 @@ def test_ranks_that_disagree() -> None:
     first, second = run_ranks(2, _check_disagreement)
     assert first == second
     for text, name in zip(first, ("nesterov", "gain", "nesterov"), strict=True):
-        assert f"ranks disagree: {name}: " in text or f"; {name}: " in text, text
+        assert f"ranks disagree about 'gradients 0': {name}: " in text or f"; {name}: " in text, (
+            text
+        )

@@ -413,6 +413,60 @@ def check_overlap_accumulation_and_unused() -> None:
     assert not any(parameter.grad.requires_grad for parameter in model.parameters())
 
 
+class Branches(nn.Module):
+    """Gradients come in the opposite order of the branches that are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.branches = nn.ModuleList(nn.Linear(30, 20) for _ in range(5))
+
+    def forward(self, x: Tensor, taken: list[int]) -> Tensor:
+        return torch.stack([self.branches[i](x) for i in taken]).square().mean()
+
+
+def check_gradients_in_any_order() -> None:
+    model, expected = Branches(), Branches()
+    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "dense_below": 0, "bucket_cap_mb": 1e-3}
+    optimizer = OkTopkSGD(model.named_parameters(), **options)
+    same = OkTopkSGD(expected.named_parameters(), **options)
+    went: list[list[int]] = []
+    exchange = optimizer._exchange.exchange
+
+    def note(index: int, last: bool, buffer: Tensor, *rest: Any) -> Any:
+        buffers = [bucket.buffer.data_ptr() for bucket in optimizer._buckets._buckets]
+        went[-1].append(buffers.index(buffer.data_ptr()))
+        return exchange(index, last, buffer, *rest)
+
+    optimizer._exchange.exchange = note  # type: ignore[method-assign]
+    random = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(20):
+        some = int(torch.randint(1, 6, (), generator=random))
+        taken = torch.randperm(5, generator=random)[:some]
+        optimizer.zero_grad()
+        same.zero_grad()
+        went.append([])
+        loss = model(torch.randn(8, 30, generator=random), taken.tolist())
+        gradients = torch.autograd.grad(
+            loss, list(model.parameters()), retain_graph=True, materialize_grads=True
+        )
+        loss.backward()
+        before_step = len(went[-1])
+        # The same gradients, in the order of the buckets.
+        pairs = zip(expected.parameters(), gradients, strict=True)
+        torch.stack([(parameter * g).sum() for parameter, g in pairs]).sum().backward()
+        optimizer.step()
+        same.step()
+        assert_same(model, expected, taken)
+        assert sorted(went[-1]) == list(range(len(optimizer._buckets._buckets)))
+        # From the second step on nothing that is complete waits for another bucket.
+        assert len(went) == 1 or before_step == 2 * len(taken)
+    assert went[0] == sorted(went[0])
+    orders: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(orders, went)
+    assert all(one == orders[0] for one in orders) == (len(orders) == 1)
+
+
 def check_closures_and_hooks() -> None:
     def closure_of(
         model: nn.Module, optimizer: torch.optim.Optimizer, dense: bool
@@ -787,6 +841,7 @@ def check_all(folder: Path) -> None:
     check_gradients_cannot_be_used_before_they_have_come()
     check_ddp_does_not_reduce_too()
     check_overlap_accumulation_and_unused()
+    check_gradients_in_any_order()
     check_closures_and_hooks()
     check_resume_and_copies()
     check_distributed_checkpoints(folder)

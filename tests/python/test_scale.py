@@ -13,6 +13,7 @@ from sparsecomm import _C
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks" / "scale"))
 
+import coordination
 import scale
 import scale_ina
 
@@ -86,6 +87,24 @@ def test_ranks_receive_the_union_of_their_blocks_from_aggregators() -> None:
     assert ina["seconds"] > 3.2e-9 * ina["words_max"]
     for row in found.values():
         assert f"{1e3 * row['seconds']:.3f} ({row['words_mean']:,.0f})" in scale_ina.markdown([row])
+
+
+@needs_simgrid
+def test_ranks_agree_on_many_groups_in_the_time_of_a_small_allreduce(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    given = ["--ranks", "16", "60", "--groups", "1", "40", "--steps", "2", "--json", str(file)]
+    assert coordination.main(given) == 0
+    rows = {(row["kind"], row["ranks"], row["groups"]): row for row in json.loads(file.read_text())}
+    for ranks, rounds in ((16, 4), (60, 6)):
+        for groups, size in ((1, 40 + 24), (40, 40 + 32)):
+            named = rows["by_name", ranks, groups]
+            compared = rows["by_comparison", ranks, groups]
+            assert (named["messages"], named["bytes"]) == (rounds, rounds * size)
+            assert size <= 64 + groups / 4
+            assert compared["messages"] == groups * rounds
+            assert named["seconds"] < 1.3 * rows["allreduce", ranks, 1]["seconds"]
+            assert groups == 1 or named["seconds"] < compared["seconds"] / 5
+            assert f"| {ranks} | {groups} | " in file.with_suffix(".md").read_text()
 
 
 @needs_simgrid

@@ -1,26 +1,31 @@
 // The coordinator of operations that have names, which ranks add in any order.
 //
-// A name has a number, the same on all ranks (response_cache.h), under which each rank keeps a
-// digest of what it proposed when all of them last agreed. As long as that is the same everywhere
-// nothing but "it is pending" is to be said of an operation, which takes two bits (standings.h).
-// A round:
+// A name has a number, the same on all ranks (response_cache.h), under which each rank keeps what
+// it proposed when all of them last agreed. As long as that is the same everywhere nothing but "it
+// is pending" is to be said of an operation, which takes two bits (standings.h). A round:
 //
 // 1. If a former round has left operations pending on some ranks only, all ranks idle until one
 //    has something new to say, and wake each other: whoever knows rings rank + 2^i. Else a rank
 //    begins as soon as it has an operation, and waits for the others in step 3, without which none
 //    can run.
-// 2. Prepare what is pending: all that have names, and the first of those that have none, which
-//    goes by the key of its proposal instead.
-// 3. Allreduce the standings. What is pending on all ranks runs, in the order of the numbers. If a
-//    rank says so, what is to run before all else is compared and run at once.
+// 2. Prepare what is pending and ready: all that have names, and the first of those that have none,
+//    which goes by the key of its proposal instead.
+// 3. Allreduce the standings, together with the payload of a rank's only operation if the former
+//    round ran but one, which had a payload. What is pending on all ranks runs, in the order of
+//    priorities and numbers. If a rank says so, what is to run before all else is compared and run
+//    at once.
 // 4. If a rank has names without numbers, or something is late: allgather of the names that are
 //    pending and do not run. New ones get their numbers in the order of the ranks. What is late on
 //    one rank and not pending on another ends the communicator.
-// 5. If all ranks have operations without names pending and no two are alike, those are compared,
-//    which tells all ranks what differs.
-// 6. Allgather the payloads of those that run as last agreed and have any.
+// 5. What ranks do not know, or must differ, is compared without regard to names: the operations
+//    without one, if all ranks have any and none of them runs; and whatever each rank has first, if
+//    they have broken off different numbers of steps, or if nothing can run and no rank will submit
+//    more. That makes them known, or tells all ranks what differs.
+// 6. Allgather the payloads of those that run as last agreed and have any, unless step 3 has.
 // 7. One after another, run them; what is changed is compared when its turn comes (comparison.h),
 //    which tells all ranks what is wrong, or makes it agreed.
+#include "engine/coordinator.h"
+
 #include <algorithm>
 #include <chrono>
 #include <optional>
@@ -29,12 +34,12 @@
 #include <utility>
 #include <vector>
 
-#include "collectives/allgather_bytes.h"
-#include "engine/coordinator.h"
 #include "engine/names_of_ranks.h"
 #include "engine/payload_allgather.h"
+#include "engine/pending_batches.h"
 #include "engine/pending_list.h"
 #include "engine/response_cache.h"
+#include "engine/riders.h"
 #include "engine/standings.h"
 
 namespace sparsecomm {
@@ -43,22 +48,25 @@ namespace {
 using Id = ResponseCache::Id;
 using Entry = PendingList::Entry;
 
-// In place of the key of what has no proposal.
+// Bytes of all ranks' standings, above which payloads do not go with them.
+constexpr std::size_t most_with_payloads = std::size_t{1} << 14;
+
+// In place of the key of what has no name.
 constexpr std::string_view no_key(&PendingList::key_mark, 1);
 
-bool is_key(std::string_view name) { return name.front() == PendingList::key_mark; }
-
-// A digest of what ranks must agree on, but for what evolves from what they have agreed on.
-std::uint64_t digest_of(Prepared const& prepared) {
+ResponseCache::Proposed proposed(Prepared const& prepared) {
   Proposal const& proposal = prepared.proposal;
-  return Digest()
-      .add(proposal.key)
-      .add(proposal.version.has_value())
-      .add(proposal.version.value_or(proposal.changing))
-      .add(proposal.payload.size())
-      .add(proposal.payload_is_known)
-      .add(prepared.ends_alone())
-      .value();
+  return {.key = proposal.key,
+          .version = proposal.version,
+          .changing = proposal.version ? 0 : proposal.changing,
+          .payload_bytes = proposal.payload.size(),
+          .payload_is_known = proposal.payload_is_known,
+          .ends_alone = prepared.ends_alone(),
+          .priority = prepared.priority};
+}
+
+bool has_unknown_payload(Prepared const& prepared) {
+  return !prepared.proposal.payload_is_known && !prepared.proposal.payload.empty();
 }
 
 // Takes part in a round.
@@ -76,16 +84,12 @@ struct Selected {
   Agreement agreement = {};
 
   Prepared const& prepared() const { return *entry->prepared; }
-  // Of the other ranks, whose proposals are else as this one's.
-  bool needs_payloads() const {
-    Proposal const& proposal = prepared().proposal;
-    return !compare && !proposal.payload_is_known && !proposal.payload.empty();
-  }
+  bool needs_payloads() const { return !compare && has_unknown_payload(prepared()); }
 };
 
-class Cached final : public Coordinator {
+class ByName final : public Coordinator {
  public:
-  Cached(Comparison& comparison, std::size_t capacity, Duration timeout)
+  ByName(Comparison& comparison, std::size_t capacity, Duration timeout)
       : comparison_(comparison), cache_(capacity), timeout_(std::min(timeout, longest_duration)) {}
 
   bool add(Pending pending) override { return pending_.add(std::move(pending)); }
@@ -134,10 +138,10 @@ class Cached final : public Coordinator {
     for (;;) {
       pending_.find_candidates(entries_);
       Entry const* waits = nullptr;
-      bool has_new = false;
+      bool has_new = false, comes = false;
       TimePoint late_from = TimePoint::max();
       for (auto const& entry : entries_) {
-        has_new = has_new || entry->is_new;
+        (entry->is_ready() ? has_new : comes) |= entry->is_new;
         if (entry->is_new || entry->is_cancelled()) continue;
         if (waits == nullptr) waits = &*entry;
         late_from = std::min(late_from, entry->late_from);
@@ -145,7 +149,8 @@ class Cached final : public Coordinator {
       TimePoint const now = channel.deadline().now();
       if (has_new || late_from <= now) break;
       if (waits != nullptr) show(*waits, entries_.size() - 1);
-      Duration const left = waits != nullptr ? late_from - now : longest_duration;
+      Duration left = waits != nullptr ? late_from - now : longest_duration;
+      if (comes) left = std::min<Duration>(left, std::chrono::milliseconds(1));
       auto const waiting = channel.waiting_for(waits != nullptr ? everybody : anybody);
       if (channel.idle(channel.deadline().restarted(left)) == Woken::rung) break;
     }
@@ -155,8 +160,21 @@ class Cached final : public Coordinator {
     channel.postpone(channel.deadline().now() - began);
   }
 
-  void hold_round(Channel& channel, Operation* first) {
+  // What cannot be prepared yet stays out, so that it holds up nothing else; the oldest is waited
+  // for if there is nothing else.
+  void find_ready() {
     pending_.find_candidates(entries_);
+    std::size_t ready = 0;
+    for (auto const& entry : entries_) {
+      if (entry->is_ready()) entries_[ready++] = entry;
+    }
+    std::size_t const taken = std::max(ready, std::min<std::size_t>(1, entries_.size()));
+    leaves_out_ = taken < entries_.size();
+    entries_.resize(taken);
+  }
+
+  void hold_round(Channel& channel, Operation* first) {
+    find_ready();
     candidates_.clear();
     for (auto const& entry : entries_) candidates_.push_back({.entry = entry});
     // Whoever watches the first one sees it wait.
@@ -171,25 +189,10 @@ class Cached final : public Coordinator {
     state_standings(began);
     standings_.set(AnyFlag::requests, requests);
     standings_.set(AnyFlag::has_first, first != nullptr);
-    standings_.allreduce(channel);
+    allreduce_standings(channel);
     bool const has_first = standings_.holds(AnyFlag::has_first);
     failed_first_ = has_first ? comparison_.run_first(channel, first) : nullptr;
-    for (Candidate& candidate : candidates_) {
-      if (!candidate.id) continue;
-      Standing const standing = standings_.of(*candidate.id);
-      if (standing == Standing::ready || standing == Standing::changed) {
-        select(candidate, standing == Standing::changed);
-      }
-    }
-    bool left = false, left_unnamed = false;
-    auto const leave = [&](std::string_view name) { (is_key(name) ? left_unnamed : left) = true; };
-    standings_.for_each_mixed([&](std::size_t id) { leave(cache_.name(static_cast<Id>(id))); });
-    if (standings_.holds(AnyFlag::has_new) || standings_.holds(AnyFlag::late)) {
-      exchange_names(channel, leave);
-    }
-    std::ranges::sort(selected_, {}, &Selected::id);
-    bool const unlike = select_unlike();
-    left = left || (left_unnamed && !unlike);
+    bool const left = select_all(channel);
     end_batches(left);
     exchange_payloads(channel);
     for (Candidate const& candidate : candidates_) {
@@ -204,6 +207,45 @@ class Cached final : public Coordinator {
     }
   }
 
+  // Selects what runs, in an order that is the same on all ranks. Returns whether something stays
+  // pending on some of them only.
+  bool select_all(Channel& channel) {
+    bool const all_have_some = standings_.holds(AllFlag::has_some);
+    if (all_have_some && !standings_.steps_agree()) {
+      select_unlike(candidates_.front());
+      return false;
+    }
+    for (Candidate& candidate : candidates_) {
+      if (!candidate.id) continue;
+      Standing const standing = standings_.of(*candidate.id);
+      if (standing == Standing::ready || standing == Standing::changed) {
+        select(candidate, standing == Standing::changed);
+      }
+    }
+    bool left = standings_.holds(AnyFlag::has_unnamed) && !standings_.holds(AllFlag::has_unnamed);
+    standings_.for_each_mixed([&](std::size_t id) {
+      left = left || !PendingList::is_key(cache_.name(static_cast<Id>(id)));
+    });
+    if (standings_.holds(AnyFlag::has_new) || standings_.holds(AnyFlag::late)) {
+      left = exchange_names(channel) || left;
+    }
+    auto const priority = [&](Selected const& one) {
+      auto const* const agreed = one.id ? &cache_.agreed(*one.id) : nullptr;
+      return agreed != nullptr && *agreed ? (*agreed)->priority : 0;
+    };
+    std::ranges::sort(selected_, {}, [&](Selected const& one) {
+      return std::pair(-std::int64_t{priority(one)}, one.id);
+    });
+    auto const is_unnamed = [](auto const& one) { return !one.entry->is_named(); };
+    if (standings_.holds(AllFlag::has_unnamed) && std::ranges::none_of(selected_, is_unnamed)) {
+      select_unlike(*std::ranges::find_if(candidates_, is_unnamed));
+    } else if (selected_.empty() && all_have_some && standings_.holds(AllFlag::closed)) {
+      select_unlike(candidates_.front());
+      return false;
+    }
+    return left;
+  }
+
   // Step 2.
   void prepare_one(Candidate& candidate) {
     Entry& entry = *candidate.entry;
@@ -214,6 +256,7 @@ class Cached final : public Coordinator {
       bool const is_first = &candidate == candidates_.data();
       ObservedStage const whole(is_first ? nullptr : operation->observer(), Stage::whole);
       entry.prepared = prepare(operation);
+      entry.prepared->priority = entry.pending.priority;
       if (!entry.is_named() && entry.prepared->intent == Intent::go) {
         entry.set_key(entry.prepared->proposal.key);
       }
@@ -223,7 +266,7 @@ class Cached final : public Coordinator {
 
   bool is_agreed(Prepared const& prepared, Id id) const {
     return prepared.intent == Intent::go && prepared.proposal.finite &&
-           cache_.agreed(id) == digest_of(prepared);
+           cache_.agreed(id) == proposed(prepared);
   }
 
   static bool is_late(Entry const& entry, TimePoint now) {
@@ -233,44 +276,47 @@ class Cached final : public Coordinator {
   // Of this rank, for step 3.
   void state_standings(TimePoint now) {
     standings_.reset(cache_.size());
-    bool has_unnamed = false, has_new = false, late = false;
+    batches_.clear();
+    bool has_unnamed = false, has_new = false, late = false, closed = !leaves_out_;
     for (auto const& [entry, id, selected] : candidates_) {
+      Operation const& operation = *entry->pending.operation;
+      batches_.add(operation.batch(), entry->known_as());
+      closed = closed && operation.is_last();
       if (std::exchange(entry->is_new, false)) entry->late_from = now + timeout_;
       if (id) {
         standings_.set(*id, is_agreed(*entry->prepared, *id) ? Standing::ready : Standing::changed);
       }
       has_unnamed = has_unnamed || !entry->is_named();
-      has_new = has_new || (!id && !entry->known_as().empty());
+      has_new = has_new || (!id && entry->is_named());
       late = late || is_late(*entry, now);
     }
-    auto const [complete, digest] = describe_batches();
+    standings_.set(AllFlag::has_some, !candidates_.empty());
     standings_.set(AllFlag::has_unnamed, has_unnamed);
-    standings_.set(AllFlag::completes, complete);
+    standings_.set(AllFlag::completes, batches_.complete());
+    standings_.set(AllFlag::closed, closed);
+    standings_.set(AnyFlag::has_unnamed, has_unnamed);
     standings_.set(AnyFlag::has_new, has_new);
     standings_.set(AnyFlag::late, late);
-    standings_.set_digest(digest);
+    standings_.set_batches(batches_.digest());
+    standings_.set_steps(comparison_.steps_broken_off());
   }
 
-  struct Batches {
-    bool complete;         // all that is left of those that have something pending is pending
-    std::uint64_t digest;  // of which operation belongs to which
-  };
-  Batches describe_batches() {
-    parts_.clear();
-    for (auto const& entry : entries_) {
-      Batch const* const batch = entry->pending.operation->batch();
-      if (batch == nullptr || batch == &batch_of_one) continue;
-      auto part = std::ranges::find(parts_, batch, &Part::batch);
-      if (part == parts_.end()) part = parts_.insert(part, {.batch = batch});
-      ++part->pending;
-      part->names += Digest().add(entry->known_as()).value();
+  void allreduce_standings(Channel& channel) {
+    riders_.clear();
+    // What a rank knows of many names is not to be received P - 1 times.
+    std::size_t const received = channel.size() * Standings::bytes(standings_.count());
+    if (!expects_payload_ || received > most_with_payloads) {
+      standings_.allreduce(channel);
+      return;
     }
-    Batches all{.complete = true, .digest = 0};
-    for (Part const& part : parts_) {
-      all.complete = all.complete && part.batch->left() == part.pending;
-      all.digest += Digest().add(part.names).value();
+    if (candidates_.size() == 1) {
+      auto const& [entry, id, selected] = candidates_.front();
+      Prepared const& prepared = *entry->prepared;
+      if (id && is_agreed(prepared, *id) && has_unknown_payload(prepared)) {
+        riders_.set_own(*id, prepared.proposal.payload);
+      }
     }
-    return all;
+    standings_.allreduce_with(channel, riders_.own(), Riders::longest, riders_.arrived());
   }
 
   void select(Candidate& candidate, bool compare) {
@@ -278,94 +324,56 @@ class Cached final : public Coordinator {
     selected_.push_back({.entry = candidate.entry, .id = candidate.id, .compare = compare});
   }
 
-  // Step 4. Calls leave(name) for each that has a number from now on but is not pending everywhere.
-  template <class Leave>
-  void exchange_names(Channel& channel, Leave&& leave) {
+  // Step 4. Returns whether a name that has a number from now on is not pending everywhere.
+  bool exchange_names(Channel& channel) {
     bool const late = standings_.holds(AnyFlag::late);
     TimePoint const now = channel.deadline().now();
-    NamesOfRanks::begin(list_, cache_.capacity());
+    names_.begin(cache_.capacity());
     for (auto const& [entry, id, selected] : candidates_) {
-      std::string_view const name = entry->known_as();
-      if (late ? selected : (id || name.empty())) continue;
-      NamesOfRanks::append(list_, name.empty() ? no_key : name, is_late(*entry, now));
+      if (late ? selected : (id || !entry->is_named())) continue;
+      names_.add(entry->is_named() ? entry->pending.name : no_key, is_late(*entry, now));
     }
-    NamesOfRanks all;
-    auto const lists = gather_names(channel);
-    for (int rank = 0; rank < channel.size(); ++rank) {
-      channel.decode_from(rank, [&] { all.read(rank, lists[rank], cache_.capacity()); });
-    }
-    auto const ranks = static_cast<std::size_t>(channel.size());
-    std::size_t const counted = cache_.size();
+    NamesOfRanks const all = names_.run(channel, cache_.capacity());
+    bool left = false;
+    auto const is_everywhere = [&](std::string_view name) {
+      return all.holders(name).ranks.size() == static_cast<std::size_t>(channel.size());
+    };
     for (std::string_view const view : all.names()) {
       std::string const name(view);
-      if (name == no_key || cache_.find(name)) continue;
-      Id const id = cache_.add(name, [&](Id other) {
-        return other < counted && standings_.of(other) == Standing::absent;
-      });
-      if (id < counted) standings_.set(id, Standing::mixed);  // not to be given again
-      if (all.holders(name).ranks.size() < ranks) leave(name);
+      if (PendingList::is_key(name) || cache_.find(name)) continue;
+      give_number(name);
+      left = left || !is_everywhere(name);
     }
     for (Candidate& candidate : candidates_) {
-      std::string const& name = candidate.entry->known_as();
-      if (candidate.id || name.empty() || all.holders(name).ranks.size() < ranks) continue;
-      candidate.id = cache_.find(name);
+      if (candidate.id || !candidate.entry->is_named()) continue;
+      if (!is_everywhere(candidate.entry->pending.name)) continue;
+      candidate.id = cache_.find(candidate.entry->pending.name);
       select(candidate, true);
     }
-    if (late) require_all_submitted(channel, all);
+    if (late) all.require_none_late(channel.size());
+    return left;
   }
 
-  std::span<const std::span<const std::byte>> gather_names(Channel& channel) {
-    try {
-      return names_.run(channel, list_);
-    } catch (AgreedError const& error) {
-      throw Error(concat("names of operations: ", error.what()));
-    }
+  // That of a name that is pending nowhere may go to another one.
+  Id give_number(std::string const& name) {
+    Id const id = cache_.add(name, [&](Id other) {
+      return other < standings_.count() && standings_.of(other) == Standing::absent;
+    });
+    if (id < standings_.count()) standings_.set(id, Standing::mixed);  // not to be given again
+    return id;
   }
 
-  // Throws NotSubmitted, the same on all ranks, if what is late on one is not pending on another.
-  static void require_all_submitted(Channel const& channel, NamesOfRanks const& all) {
-    NamesOfRanks::Holders unnamed;
-    auto const require_all = [&](std::string const& what, NamesOfRanks::Holders const& holders) {
-      if (!holders.late) return;
-      std::vector<int> missing;
-      for (int rank = 0; rank < channel.size(); ++rank) {
-        bool const has_it = std::ranges::find(holders.ranks, rank) != holders.ranks.end();
-        if (!has_it) missing.push_back(rank);
-      }
-      if (missing.empty()) return;
-      std::string const text =
-          concat(what, " was submitted by ", join_ranks(holders.ranks), " only");
-      throw NotSubmitted(text, std::move(missing));
-    };
-    for (std::string_view const name : all.names()) {
-      NamesOfRanks::Holders const& holders = all.holders(name);
-      if (!is_key(name)) {
-        require_all(concat("operation '", name, "'"), holders);
-        continue;
-      }
-      unnamed.ranks.insert(unnamed.ranks.end(), holders.ranks.begin(), holders.ranks.end());
-      unnamed.late = unnamed.late || holders.late;
-    }
-    require_all("an operation without a name", unnamed);
-  }
-
-  // Step 5. Returns whether it has selected one.
-  bool select_unlike() {
-    auto const is_unnamed = [](auto const& one) { return !one.entry->is_named(); };
-    if (!standings_.holds(AllFlag::has_unnamed) || std::ranges::any_of(selected_, is_unnamed)) {
-      return false;
-    }
-    Candidate& candidate = *std::ranges::find_if(candidates_, is_unnamed);
+  // Step 5: what the others may not have.
+  void select_unlike(Candidate& candidate) {
     candidate.id.reset();
     select(candidate, true);
-    return true;
   }
 
   // Decides which operations end their batches, of those that are not compared, which decides that
   // too. `left`: some stay pending, which may belong to the batches of others.
   void end_batches(bool left) {
     bool const complete = !left && standings_.holds(AllFlag::completes) &&
-                          !standings_.holds(AnyFlag::has_new) && standings_.digests_agree();
+                          !standings_.holds(AnyFlag::has_new) && standings_.batches_agree();
     ended_.clear();
     for (Selected& last : std::views::reverse(selected_)) {
       Batch const* const batch = last.entry->pending.operation->batch();
@@ -386,7 +394,15 @@ class Cached final : public Coordinator {
       Prepared const& prepared = selected.prepared();
       payloads_.push_back({.operation = prepared.operation, .payload = prepared.proposal.payload});
     }
-    gather_.run(channel, Phase::explain, payloads_);
+    bool const alone = selected_.size() == 1;
+    if (!payloads_.empty() || selected_.size() > 1) expects_payload_ = alone;
+    auto const arrived = alone && !payloads_.empty() ? riders_.take(*selected_.front().id)
+                                                     : std::span<const Riders::Bytes>();
+    if (arrived.empty()) {
+      gather_.run(channel, Phase::explain, payloads_);
+    } else {
+      gather_.merge(channel, payloads_, arrived);
+    }
     auto part = payloads_.begin();
     for (Selected& selected : selected_) {
       if (!selected.needs_payloads()) continue;
@@ -415,26 +431,23 @@ class Cached final : public Coordinator {
   }
 
   void compare(Channel& channel, Selected const& selected, Scheduled& next) {
+    Entry const& entry = *selected.entry;
+    Prepared const& prepared = *entry.prepared;
+    std::optional<Id> id = selected.id;
     TimePoint const began = channel.deadline().now();
-    std::optional<std::uint64_t> agreed;
+    std::optional<ResponseCache::Proposed> agreed;
     try {
       auto const result =
-          comparison_.run(channel, selected.prepared(), selected.entry->pending.name);
+          comparison_.run(channel, prepared, entry.pending.name, /*same_name=*/id.has_value());
       next.agreement = result.agreement;
       next.agreement.waited = selected.agreement.waited + (channel.deadline().now() - began);
-      if (result.alike) agreed = digest_of(selected.prepared());
+      if (result.alike) agreed = proposed(prepared);
+      if (!id && !entry.is_named()) id = give_number(entry.known_as());
     } catch (AgreedError const&) {
       next.error = std::current_exception();
     }
-    if (selected.id) cache_.set_agreed(*selected.id, agreed);
+    if (id) cache_.set_agreed(*id, agreed);
   }
-
-  // A batch in a round.
-  struct Part {
-    Batch const* batch;
-    std::size_t pending = 0;
-    std::uint64_t names = 0;  // the sum of their digests
-  };
 
   Comparison& comparison_;
   PendingList pending_;  // listens if a round has left something pending on some ranks only
@@ -443,24 +456,32 @@ class Cached final : public Coordinator {
   Duration const timeout_;
   Standings standings_;
   std::vector<PendingList::Iterator> entries_;
+  bool leaves_out_ = false;  // this round, what is not ready
   std::vector<Candidate> candidates_;
   std::vector<Selected> selected_;  // in their order, those before next_ are handed over
   std::size_t next_ = 0;
   std::exception_ptr failed_first_;
   bool requested_ = false;  // by some rank, with this round
-  std::vector<Part> parts_;
+  PendingBatches batches_;
   std::vector<Batch const*> ended_;
-  std::vector<std::byte> list_;
-  BytesAllgather names_{PendingList::longest_list};
+  NamesAllgather names_;
   std::vector<PayloadAllgather::Part> payloads_;
   PayloadAllgather gather_;
+  bool expects_payload_ = false;  // the same on all ranks
+  Riders riders_;
 };
 
 }  // namespace
 
-std::unique_ptr<Coordinator> make_cached(Comparison& comparison, std::size_t capacity,
-                                         Duration timeout) {
-  return std::make_unique<Cached>(comparison, capacity, timeout);
+std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison, std::size_t capacity,
+                                              Duration timeout) {
+  return std::make_unique<ByName>(comparison, capacity, timeout);
+}
+
+Cost agreement_cost(int ranks, std::size_t payload_bytes, std::size_t names) {
+  std::size_t const bytes = Standings::bytes(names);
+  if (payload_bytes == 0) return census_cost(ranks, bytes);
+  return allgather_cost(ranks, header_bytes + bytes + sizeof(Id) + payload_bytes);
 }
 
 }  // namespace sparsecomm
