@@ -373,6 +373,12 @@ class GradientBuckets:
                 if not _has_failed(bucket.work):
                     raise
                 error = error or failure
+        self._reset()
+        self._state.waited(error is not None)
+        if error is not None:
+            raise error
+
+    def _reset(self) -> None:
         for bucket in self._buckets:
             bucket.work = None
             bucket.missing = len(bucket.slots)
@@ -380,16 +386,16 @@ class GradientBuckets:
                 slot.arrived = False
                 slot.give_up()
         self._launched = 0
-        self._state.waited(error is not None)
-        if error is not None:
-            raise error
 
     def discard(self) -> None:
         """The gradients are not wanted: what is on its way is waited for, and dropped."""
         if self._state.unfinished:
             self._warn_of_residuals()
         self._delivered = self._synchronized = False
-        if self._has_arrivals():
+        together = self._state.compression.clip_norm is not None
+        if together and self._launched < len(self._buckets):
+            self._reset()  # what is clipped together waits for the last one: nothing is on its way
+        elif self._has_arrivals():
             self._wait()
         self._state.unfinished = False
 

@@ -467,6 +467,24 @@ def check_gradients_in_any_order() -> None:
     assert all(one == orders[0] for one in orders) == (len(orders) == 1)
 
 
+def check_a_part_of_a_step_that_is_dropped_before_it_is_clipped() -> None:
+    model, expected = Branches(), Branches()
+    options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "clip_norm": 1.0, "bucket_cap_mb": 1e-3}
+    optimizer = OkTopkSGD(model.named_parameters(), **options)
+    same = OkTopkSGD(expected.named_parameters(), **options)
+    for step in range(4):
+        x = torch.randn(8, 30, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        same.zero_grad()
+        model(x, [(step + dist.get_rank()) % 5]).backward()
+        optimizer.zero_grad()
+        assert all(parameter.grad is None for parameter in model.parameters())
+        for each, by in ((model, optimizer), (expected, same)):
+            each(x, [0, 1, 2, 3, 4]).backward()
+            by.step()
+        assert_same(model, expected, step)
+
+
 def check_closures_and_hooks() -> None:
     def closure_of(
         model: nn.Module, optimizer: torch.optim.Optimizer, dense: bool
@@ -842,6 +860,7 @@ def check_all(folder: Path) -> None:
     check_ddp_does_not_reduce_too()
     check_overlap_accumulation_and_unused()
     check_gradients_in_any_order()
+    check_a_part_of_a_step_that_is_dropped_before_it_is_clipped()
     check_closures_and_hooks()
     check_resume_and_copies()
     check_distributed_checkpoints(folder)
