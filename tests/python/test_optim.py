@@ -467,6 +467,34 @@ def check_gradients_in_any_order() -> None:
     assert all(one == orders[0] for one in orders) == (len(orders) == 1)
 
 
+def check_parameters_that_are_added_when_a_part_has_been_sent() -> None:
+    model, more = Branches(), nn.Linear(3, 3)
+    optimizer = OkTopkSGD(
+        model.named_parameters(), lr=0.1, density=0.1, dense_below=0, bucket_cap_mb=1e-3
+    )
+    x = torch.ones(8, 30)
+    model(x, [0, 1, 2, 3, 4]).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    went: list[int] = []
+    exchange = optimizer._exchange.exchange
+
+    def note(index: int, last: bool, buffer: Tensor, *rest: Any) -> Any:
+        went.append(buffer.data_ptr())
+        return exchange(index, last, buffer, *rest)
+
+    optimizer._exchange.exchange = note  # type: ignore[method-assign]
+    model(x, [0]).backward()  # the last buckets
+    for bucket in optimizer._buckets._buckets:
+        if bucket.work is not None:
+            bucket.work.wait()
+    assert len(went) == 2
+    optimizer.add_param_group({"params": list(more.named_parameters("more"))})
+    optimizer.step()
+    assert sorted(went) == sorted(b.buffer.data_ptr() for b in optimizer._buckets._buckets)
+    del optimizer._exchange.exchange
+
+
 def check_a_part_of_a_step_that_is_dropped_before_it_is_clipped() -> None:
     model, expected = Branches(), Branches()
     options: dict[str, Any] = {"lr": 0.1, "density": 0.1, "clip_norm": 1.0, "bucket_cap_mb": 1e-3}
@@ -860,6 +888,7 @@ def check_all(folder: Path) -> None:
     check_ddp_does_not_reduce_too()
     check_overlap_accumulation_and_unused()
     check_gradients_in_any_order()
+    check_parameters_that_are_added_when_a_part_has_been_sent()
     check_a_part_of_a_step_that_is_dropped_before_it_is_clipped()
     check_closures_and_hooks()
     check_resume_and_copies()
