@@ -9,6 +9,7 @@
 
 #include "engine/gradient_exchange.h"
 #include "engine/sparse_collectives.h"
+#include "named_sums.h"
 #include "ranks.h"
 #include "transport/wrapped.h"
 
@@ -320,6 +321,24 @@ TEST(AgreementTest, OfWhatIsKnownTakesTheMessagesAndBytesOfTheFormula) {
           std::make_shared<Telling>("operation=tell", std::vector<std::uint64_t>(3),
                                     [](std::uint64_t&, std::uint64_t) { return true; }),
           [] {}, 24);
+    }));
+  }
+}
+
+// As a step of one planned group, which another operation ends.
+TEST(AgreementTest, APayloadGoesWithTheStandingsAlsoAfterAnOperationThatHasNone) {
+  for (int const ranks : {2, 5}) {
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      Counters before(ranks), told(ranks);
+      for (int step = 0; step < 4; ++step) {
+        before = communicator.counters();
+        communicator.run(std::make_shared<Telling>("operation=tell", std::vector<std::uint64_t>(1),
+                                                   append_digit));
+        told = communicator.counters();
+        communicator.run(std::make_shared<Quiet>("end"));
+      }
+      EXPECT_EQ(Counters::total(difference(told, before).sent_messages),
+                agreement_cost(ranks, sizeof(std::uint64_t)).messages);
     }));
   }
 }

@@ -828,6 +828,36 @@ TEST(ReadyTest, AGradientThatIsNotThereHoldsUpNoneThatIs) {
   }));
 }
 
+// Nobody rings when a device has made a gradient.
+TEST(ReadyTest, AGradientThatComesWhileRanksListenIsNoticed) {
+  expect_no_errors(run_ranks(2, [](Communicator& communicator) {
+    bool const late = communicator.rank() == 0;
+    std::atomic<bool> comes = false;
+    auto const submit = [&](std::string const& name, Awaited awaited) {
+      auto const exchange =
+          std::make_shared<GradientExchange<float>>(name, 100, ExchangeOptions{}, communicator);
+      auto const gradient = std::make_shared<std::vector<float>>(100, 1.0f);
+      auto const residual = std::make_shared<std::vector<float>>(100);
+      exchange->bind({{*gradient, *residual}}, std::move(awaited));
+      auto const keep = [exchange, gradient, residual](std::exception_ptr const&) {};
+      return communicator.submit(exchange, keep, name);
+    };
+    Communicator::Handle const first = submit(late ? "a" : "b", {});
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    if (late) {
+      Communicator::Handle const second =
+          submit("b", {.wait = [] {}, .is_here = [&] { return comes.load(); }});
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      comes = true;
+      second.wait();
+    } else {
+      first.wait();
+      submit("a", {}).wait();
+    }
+    first.wait();
+  }));
+}
+
 TEST(ReadyTest, AGradientThatDoesNotComeIsAnErrorOnEveryRankAndTheOthersAreKept) {
   for_seeds([](SeededSimulation& simulation) {
     expect_no_errors(simulate_ranks(simulation, 2, [](Communicator& communicator) {
