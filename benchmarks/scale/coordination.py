@@ -11,7 +11,6 @@ computation takes none. Writes NAME.json and NAME.md.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scale import ROOT, build, run_smpi
+from scale import ROOT, build, run_smpi, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "coordination"
 RANKS = (4, 16, 64, 256, 1024)
@@ -107,11 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"coordination: {error}", file=sys.stderr)
         return 1
     rows.sort(key=lambda row: (row["ranks"], row["groups"]))
-    text = markdown(rows)
-    print(text)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    options.json.with_suffix(".md").write_text(text)
+    write_results(options.json, rows, markdown(rows))
     return 0
 
 

@@ -238,6 +238,14 @@ def markdown(setups: Sequence[Setup], command: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def write_results(file: Path, found: Sequence[dict[str, Any]], text: str) -> None:
+    """Prints ``text``, and writes it beside ``file``, in which it puts ``found``."""
+    print(text)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n")
+    file.with_suffix(".md").write_text(text)
+
+
 def draw(rows: Sequence[Row], picture: Path) -> None:
     import matplotlib
 
@@ -297,10 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     rows = [setup for setup in setups if isinstance(setup, Row)]
     text = markdown(setups, "make scale" + (" SCALE=full" if options.scale == "full" else ""))
-    print(text)
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps([asdict(setup) for setup in setups], indent=1) + "\n")
-    options.json.with_suffix(".md").write_text(text)
+    write_results(options.json, [asdict(setup) for setup in setups], text)
     draw(rows, options.json.with_suffix(".png"))
     return 0
 

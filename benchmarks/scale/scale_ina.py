@@ -10,13 +10,12 @@ those of scale.py, whose ranks this simulates. Writes NAME.json and NAME.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scale import ROOT, build, run_smpi
+from scale import ROOT, build, run_smpi, write_results
 
 from sparsecomm.cli.ina import MOST_AGGREGATORS
 
@@ -98,10 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RuntimeError as error:
         print(f"scale_ina: {error}", file=sys.stderr)
         return 1
-    text = markdown(rows)
-    print(text)
-    options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    options.json.with_suffix(".md").write_text(text)
+    write_results(options.json, rows, markdown(rows))
     return 0
 
 
