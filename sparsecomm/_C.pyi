@@ -156,6 +156,7 @@ class Communicator:
         stall_limit: timedelta | None = None,
         log_stall: Callable[[str], None] | None = None,
         aggregators: AggregatorAddresses = ...,
+        fusion_bytes: int = ...,
     ) -> None: ...
     @property
     def rank(self) -> int: ...

@@ -49,7 +49,7 @@ class Communicator:
         Args:
             process_group: of torch.distributed, over any backend.
             keywords: ``timeout``, ``transport``, ``stall_limit``, ``aggregators``,
-                ``aggregator_transport``, ``aggregator_token_file``: fields of
+                ``aggregator_transport``, ``aggregator_token_file``, ``fusion_bytes``: fields of
                 :class:`CommunicatorOptions`; or ``communicator_options``, such an object, whose
                 ``threads`` are not used: a communicator selects nothing.
 
@@ -98,6 +98,7 @@ class Communicator:
                 options.stall_limit,
                 log_trouble,
                 addresses,
+                options.fusion_bytes,
             ),
             backend,
         )

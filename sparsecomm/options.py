@@ -22,6 +22,7 @@ from sparsecomm.transports import (
 )
 
 STORE = "store"  # where aggregators are announced
+FUSION_BYTES = 65_536
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,11 @@ class CommunicatorOptions:
         aggregator_token_file: a file with the token that aggregators ask for: a name, blanks and
             the token on its first line. If ``None``, the one that the variable
             ``SPARSECOMM_AGGREGATOR_TOKEN_FILE`` names, if any.
+        fusion_bytes: the allreduces of a communicator that have a name and are ready together, and
+            those of one ``grouped_allreduce``, are exchanged as one if their dtype, ``op`` and
+            algorithm are the same, and each rank contributes so many bytes to all of them at most;
+            0: each alone. The same on every rank; the results do not depend on it. Not used by
+            states and optimizers, which have large exchanges of their own.
 
     Raises:
         OSError: the token's file cannot be read.
@@ -66,6 +72,7 @@ class CommunicatorOptions:
     aggregators: Sequence[str] = ()
     aggregator_transport: str = AUTO
     aggregator_token_file: str | None = None
+    fusion_bytes: int = FUSION_BYTES
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_limit"):
@@ -83,6 +90,10 @@ class CommunicatorOptions:
                 raise ValueError(f"{name}={duration} is not positive{never}")
         if self.threads is not None and (not isinstance(self.threads, int) or self.threads < 1):
             raise ValueError(f"threads={self.threads!r} is not a number of threads; use 1 or more")
+        if not isinstance(self.fusion_bytes, int) or not 0 <= self.fusion_bytes < 2**32:
+            raise ValueError(
+                f"fusion_bytes={self.fusion_bytes!r} is not a number of bytes from 0 to 2^32 - 1"
+            )
         if self.transport not in names():
             raise ValueError(f"transport={self.transport!r} is none of {', '.join(names())}")
         given = self.aggregators
@@ -126,6 +137,7 @@ class CommunicatorKeywords(TypedDict, total=False):
     aggregators: Sequence[str]
     aggregator_transport: str
     aggregator_token_file: str | None
+    fusion_bytes: int
 
 
 COMMUNICATOR_KEYWORDS = tuple(CommunicatorKeywords.__annotations__)
@@ -168,7 +180,7 @@ class Options(Backend.Options):
     Args:
         nccl: ``ProcessGroupNCCL.Options``, for CUDA tensors.
         block_bytes: of a block that aggregators add, a power of two from 64 to 65,536.
-        keywords: as :class:`CommunicatorOptions`; ``threads`` are not used. With
+        keywords: as :class:`CommunicatorOptions`; ``threads`` and ``fusion_bytes`` are not used. With
             ``aggregators="store"`` the group waits, when it is made, until some have been announced
             by :func:`announce_aggregators`.
 

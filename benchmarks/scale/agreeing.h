@@ -49,7 +49,7 @@ class Agreeing {
   std::vector<std::shared_ptr<Operation>> groups_;
   Comparison comparison_;
   std::unique_ptr<Coordinator> coordinator_ =
-      make_coordinator(comparison_, 1024, std::chrono::hours(24));
+      make_coordinator(comparison_, {.timeout = std::chrono::hours(24)});
 };
 
 }  // namespace sparsecomm

@@ -191,7 +191,11 @@ struct AlgorithmEntry {
   DenseMakers const* dense = nullptr;  // if not sparse
   // Replaces the schedule's source of the local threshold.
   std::optional<ThresholdSource> selection = {};
-  bool rounds = false;           // values may travel in a lossy codec; the errors are rejected
+  bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
+  // An entry's result has the same bits wherever it lies in the vector, and whatever lies beside
+  // it, but for whether an entry that is neutral is there; with raw values, and dense: of a T that
+  // is accumulate_t<T>. So vectors may be reduced as segments of one.
+  bool fusible = false;
   Needs needs = Needs::nothing;  // on more than one rank
 
   // The result is the exact reduction of the contributions, for every reduction; with raw values.

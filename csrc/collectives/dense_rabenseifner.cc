@@ -167,6 +167,7 @@ AlgorithmEntry const dense_rabenseifner = {
     .source = "Rabenseifner 2004",
     .cost = dense_rabenseifner_cost,
     .dense = &dense_rabenseifner_makers,
+    .fusible = true,
 };
 
 }  // namespace sparsecomm

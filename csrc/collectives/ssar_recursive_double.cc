@@ -130,6 +130,7 @@ AlgorithmEntry const ssar_recursive_double = {
     .sparse = true,
     .cost = ssar_recursive_double_cost,
     .make = MakeSparseOf<SsarRecursiveDouble>::all,
+    .fusible = true,
 };
 
 }  // namespace sparsecomm

@@ -91,6 +91,7 @@ AlgorithmEntry const topk_a = {
     .cost = topk_a_cost,
     .make = MakeSparseOf<TopkA>::all,
     .rounds = true,
+    .fusible = true,
 };
 
 AlgorithmEntry const gaussian_k = {

@@ -53,7 +53,9 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
                                                 options_.runtime)
                  : nullptr),
       comparison_(transport_->size(), watch_.get()),
-      coordinator_(make_coordinator(comparison_, options_.cached_names, options_.timeout)) {
+      coordinator_(make_coordinator(comparison_, {.capacity = options_.cached_names,
+                                                  .timeout = options_.timeout,
+                                                  .fusion_bytes = options_.fusion_bytes})) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });
@@ -224,6 +226,8 @@ void Communicator::count() {
 Figures const& Communicator::figures(Channel& channel) {
   return link_model_->figures(channel, services());
 }
+
+Figures const* Communicator::known_figures() const { return link_model_->known(); }
 
 Traffic Communicator::traffic_before() const {
   std::lock_guard const lock(mutex_);

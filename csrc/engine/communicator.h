@@ -86,6 +86,9 @@ struct CommunicatorOptions {
   Runtime runtime = {};  // of the communicator's threads and waits
   // Names of operations that ranks remember, 1 or more, the same on all.
   std::size_t cached_names = 1024;
+  // What a rank contributes to operations that are exchanged together, at most; 0: none are. The
+  // same on all ranks. See Fusion.
+  std::size_t fusion_bytes = std::size_t{1} << 16;
   // The same on all ranks. Numbers of 64 bits, of which messages carry 32, and tags fewer.
   std::uint64_t first_operation = 0;
 };
@@ -185,6 +188,10 @@ class Communicator final : private Commit {
   Traffic traffic_before() const;
   // The figures of this transport and processor, for an operation that runs.
   Figures const& figures(Channel& channel);
+  // The same for an operation that is to run; null if they have not been measured.
+  Figures const* known_figures() const;
+  // See CommunicatorOptions.
+  std::size_t fusion_bytes() const { return options_.fusion_bytes; }
 
  private:
   enum class Progress : std::uint8_t { none, exchanging, committing };

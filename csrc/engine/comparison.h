@@ -39,6 +39,9 @@ struct Prepared {
   int priority = 0;          // ranks must agree on it
 
   bool ends_alone() const { return operation != nullptr && operation->batch() == &batch_of_one; }
+  bool has_unknown_payload() const {
+    return !proposal.payload_is_known && !proposal.payload.empty();
+  }
 };
 
 // Step 1. `operation`: null if it was cancelled.

@@ -22,7 +22,8 @@
 //    they have broken off different numbers of steps, or if nothing can run and no rank will submit
 //    more. That makes them known, or tells all ranks what differs.
 // 6. Allgather the payloads of those that run as last agreed and have any, unless step 3 has.
-// 7. One after another, run them; what is changed is compared when its turn comes (comparison.h),
+// 7. Decide which of them are exchanged together (fusion.h): of those that run as last agreed.
+// 8. One after another, run them; what is changed is compared when its turn comes (comparison.h),
 //    which tells all ranks what is wrong, or makes it agreed.
 #include "engine/coordinator.h"
 
@@ -65,10 +66,6 @@ ResponseCache::Proposed proposed(Prepared const& prepared) {
           .priority = prepared.priority};
 }
 
-bool has_unknown_payload(Prepared const& prepared) {
-  return !prepared.proposal.payload_is_known && !prepared.proposal.payload.empty();
-}
-
 // Takes part in a round.
 struct Candidate {
   PendingList::Iterator entry;
@@ -84,13 +81,16 @@ struct Selected {
   Agreement agreement = {};
 
   Prepared const& prepared() const { return *entry->prepared; }
-  bool needs_payloads() const { return !compare && has_unknown_payload(prepared()); }
+  bool needs_payloads() const { return !compare && prepared().has_unknown_payload(); }
 };
 
 class ByName final : public Coordinator {
  public:
-  ByName(Comparison& comparison, std::size_t capacity, Duration timeout)
-      : comparison_(comparison), cache_(capacity), timeout_(std::min(timeout, longest_duration)) {}
+  ByName(Comparison& comparison, CoordinatorOptions const& options)
+      : comparison_(comparison),
+        cache_(options.capacity),
+        timeout_(std::min(options.timeout, longest_duration)),
+        fusion_(options.fusion_bytes) {}
 
   bool add(Pending pending) override { return pending_.add(std::move(pending)); }
   bool empty() const override { return pending_.empty(); }
@@ -195,6 +195,7 @@ class ByName final : public Coordinator {
     bool const left = select_all(channel);
     end_batches(left);
     exchange_payloads(channel);
+    fuse();
     for (Candidate const& candidate : candidates_) {
       if (!candidate.selected) candidate.entry->put_back();
     }
@@ -312,7 +313,7 @@ class ByName final : public Coordinator {
     if (candidates_.size() == 1) {
       auto const& [entry, id, selected] = candidates_.front();
       Prepared const& prepared = *entry->prepared;
-      if (id && is_agreed(prepared, *id) && has_unknown_payload(prepared)) {
+      if (id && is_agreed(prepared, *id) && prepared.has_unknown_payload()) {
         riders_.set_own(*id, prepared.proposal.payload);
       }
     }
@@ -413,6 +414,16 @@ class ByName final : public Coordinator {
   }
 
   // Step 7.
+  void fuse() {
+    fusion_.clear();
+    if (selected_.size() < 2) return;
+    for (Selected const& selected : selected_) {
+      Operation* const operation = selected.prepared().operation;
+      fusion_.add(selected.compare ? nullptr : operation->fusible(selected.agreement.payload));
+    }
+  }
+
+  // Step 8.
   void hand_over(Channel& channel, Scheduled& next) {
     Selected const& selected = selected_[next_];
     Entry const& entry = *selected.entry;
@@ -424,6 +435,7 @@ class ByName final : public Coordinator {
       compare(channel, selected, next);
     } else {
       show(entry, 0);
+      next.agreement.fused = fusion_.led_by(next_);
     }
     if (selected.id) cache_.use(*selected.id);
     if (std::exchange(requested_, false)) comparison_.add_requested();
@@ -467,15 +479,16 @@ class ByName final : public Coordinator {
   NamesAllgather names_;
   std::vector<PayloadAllgather::Part> payloads_;
   PayloadAllgather gather_;
+  Fusion fusion_;
   bool expects_payload_ = false;  // the same on all ranks
   Riders riders_;
 };
 
 }  // namespace
 
-std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison, std::size_t capacity,
-                                              Duration timeout) {
-  return std::make_unique<ByName>(comparison, capacity, timeout);
+std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison,
+                                              CoordinatorOptions const& options) {
+  return std::make_unique<ByName>(comparison, options);
 }
 
 Cost agreement_cost(int ranks, std::size_t payload_bytes, std::size_t names) {

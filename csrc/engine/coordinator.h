@@ -64,9 +64,13 @@ class Coordinator {
 // Runs operations that have a name once all ranks have added one of that name, in an order that is
 // the same on all ranks; those without one in the order in which they were added. Compares an
 // operation only where ranks have something new to say of it. See coordinator.cc.
-// `capacity`: of the cache of names. `timeout`: of an operation that some ranks do not add.
-std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison, std::size_t capacity,
-                                              Duration timeout);
+struct CoordinatorOptions {
+  std::size_t capacity = 1024;                  // of the cache of names
+  Duration timeout = std::chrono::minutes(30);  // of an operation that some ranks do not add
+  std::size_t fusion_bytes = 0;                 // see CommunicatorOptions
+};
+std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison,
+                                              CoordinatorOptions const& options);
 
 // A round in which all ranks bring one operation as before, and know so many.
 // `payload_bytes`: of each rank, unless they are known; 0: none.

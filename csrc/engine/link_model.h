@@ -18,6 +18,8 @@ class LinkModel {
   // For an operation that runs, on all ranks alike. Measures when first called, see calibrate(),
   // for which the operation gets more time.
   Figures const& figures(Channel& channel, Services const& services);
+  // Null until they are measured: the same on all ranks.
+  Figures const* known() const { return figures_.get(); }
 
  private:
   Clock const& clock_;

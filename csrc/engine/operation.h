@@ -8,6 +8,7 @@
 
 #include "base/error.h"
 #include "collectives/channel.h"
+#include "engine/fusion.h"
 #include "engine/observer.h"
 #include "engine/proposal.h"
 
@@ -29,6 +30,9 @@ struct Agreement {
   Duration waited{};                        // for the other ranks, and compared with them
   bool ends_batch = false;                  // its batch ends with this operation, which commits
   Commit* committer = nullptr;              // null: commit() does nothing
+  // What run() exchanges together, this operation first, see Fusion; empty: itself, unless another
+  // one has done so.
+  std::span<Fusible* const> fused = {};
 
   // Called when the result is there, before the caller's data is changed in a way that cannot be
   // undone. Returns if the result is to be used.
@@ -81,6 +85,9 @@ class Operation {
   // Lists what ranks must agree on beside the text, in its form. Called only to explain a mismatch,
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
+  // What may be exchanged with other operations; null: this is exchanged alone. Called after the
+  // agreement, whose payload this is, and before run(), if there are others; the same on all ranks.
+  virtual Fusible* fusible(std::span<const std::byte> /*payload*/) { return nullptr; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
   // The batch that the operation belongs to; null: none. If Agreement::ends_batch is set, since
   // nothing else is left of the batch on any rank, run() calls Agreement::commit() exactly once; a

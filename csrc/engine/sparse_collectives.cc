@@ -62,6 +62,10 @@ struct IsNeutral {
   }
 };
 
+std::size_t line_of(AlgorithmEntry const& entry) {
+  return static_cast<std::size_t>(&entry - algorithms().data());
+}
+
 template <class T>
 IsNeutral<T> is_neutral(Reduction reduction) {
   return {static_cast<T>(neutral<accumulate_t<T>>(reduction))};
@@ -136,6 +140,7 @@ Proposal AllreduceOperation<T>::prepare() {
     entries -=
         static_cast<std::uint64_t>(std::ranges::count_if(data_, is_neutral<T>(config_.reduction)));
   }
+  is_taken_ = false;
   bool const planned = is_dense_ && config_.algorithm == nullptr && !data_.empty();
   bool const by_blocks = planned && config_.reduction == Reduction::sum &&
                          communicator_.services().aggregators_left() > 0;
@@ -154,27 +159,110 @@ std::uint64_t AllreduceOperation<T>::count_blocks() {
 }
 
 template <class T>
-void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
-  auto const counts = read_payload<EntryCounts>(agreement.payload);
-  AlgorithmEntry const& entry =
-      config_.algorithm != nullptr ? *config_.algorithm : choose(channel, counts);
-  if (entry.sparse) {
-    reduce_sparse(channel, counts.most, entry);
-  } else {
-    reduce_dense(channel, entry);
+Fusible::Terms AllreduceOperation<T>::terms_of(AlgorithmEntry const& entry,
+                                               EntryCounts const& counts) const {
+  std::uint64_t const entries = entry.sparse ? counts.most : config_.extent;
+  std::size_t const each = sizeof(V) + (entry.sparse ? sizeof(std::uint32_t) : 0);
+  return {.algorithm = &entry,
+          .dtype = dtype_of<V>(),
+          .reduction = config_.reduction,
+          .extent = config_.extent,
+          .entries = entries,
+          .bytes = entries * each};
+}
+
+template <class T>
+Fusible* AllreduceOperation<T>::fusible(std::span<const std::byte> payload) {
+  AlgorithmEntry const* entry = config_.algorithm;
+  auto const counts = read_payload<EntryCounts>(payload);
+  if (entry == nullptr) {
+    Figures const* const figures = communicator_.known_figures();
+    if (figures == nullptr) return nullptr;
+    entry = &choose(*figures, counts);
   }
+  if (!entry->fusible || communicator_.size() == 1) return nullptr;
+  terms_ = terms_of(*entry, counts);
+  return this;
+}
+
+template <class T>
+void AllreduceOperation<T>::run(Channel& channel, Agreement const& agreement) {
+  if (!agreement.fused.empty()) exchange_together(channel, agreement.fused);
+  if (!std::exchange(is_taken_, false)) {
+    auto const counts = read_payload<EntryCounts>(agreement.payload);
+    AlgorithmEntry const& entry = config_.algorithm != nullptr
+                                      ? *config_.algorithm
+                                      : choose(communicator_.figures(channel), counts);
+    terms_ = terms_of(entry, counts);
+    if (entry.sparse) {
+      result_ = reduce_sparse(channel, terms_, contribution());
+    } else if (is_dense_ && (std::is_same_v<T, V> || entry.dense->rounds_once)) {
+      return reduce_in_place(channel, terms_);
+    } else {
+      expanded_.resize(config_.extent);
+      write_contribution(expanded_);
+      result_ = reduce_dense(channel, terms_, expanded_);
+    }
+  }
+  if (is_dense_) expand();
+}
+
+// Of the same type, each with its indices behind those of the ones before it.
+template <class T>
+void AllreduceOperation<T>::exchange_together(Channel& channel, std::span<Fusible* const> all) {
+  Fusible::Terms whole = terms_;
+  whole.extent = whole.entries = 0;
+  bool const sparse = whole.algorithm->sparse;
+  together_.clear();
+  for (Fusible* const each : all) {
+    auto& member = static_cast<FusibleAllreduce<V>&>(*each);
+    if (sparse) {
+      std::size_t const before = together_.indices.size();
+      together_.append(member.contribution());
+      for (std::uint32_t& index : std::span(together_.indices).subspan(before)) {
+        index += static_cast<std::uint32_t>(whole.extent);
+      }
+    } else {
+      together_.values.resize(whole.extent + each->terms().extent);
+      member.write_contribution(std::span(together_.values).subspan(whole.extent));
+    }
+    whole.extent += each->terms().extent;
+    whole.entries += each->terms().entries;
+  }
+  StreamView<V> const result = sparse ? reduce_sparse(channel, whole, together_.view())
+                                      : reduce_dense(channel, whole, together_.values);
+  std::uint64_t first = 0;
+  for (Fusible* const each : all) {
+    static_cast<FusibleAllreduce<V>&>(*each).take(result, first);
+    first += each->terms().extent;
+  }
+}
+
+template <class T>
+void AllreduceOperation<T>::take(StreamView<V> const& whole, std::uint64_t first) {
+  if (whole.is_dense) {
+    auto const own = whole.dense.subspan(first, config_.extent);
+    expanded_.assign(own.begin(), own.end());
+    result_ = {.dense = expanded_, .is_dense = true};
+  } else {
+    pairs_.assign(whole.sparse.range(first, first + config_.extent));
+    for (std::uint32_t& index : pairs_.indices) index -= static_cast<std::uint32_t>(first);
+    result_ = {.sparse = pairs_.view()};
+  }
+  is_taken_ = true;
 }
 
 // By numbers that all ranks have agreed on, so that all choose alike.
 template <class T>
-AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCounts const& counts) {
+AlgorithmEntry const& AllreduceOperation<T>::choose(Figures const& figures,
+                                                    EntryCounts const& counts) {
   auto const typical = [&](std::uint64_t entries) {
     return std::min(typical_entries(entries), config_.extent);
   };
   ChoiceProblem const problem{
       .extent = config_.extent,
       .most_entries = typical(counts.most),
-      .average_entries = typical(counts.total / static_cast<std::uint64_t>(channel.size())),
+      .average_entries = typical(counts.total / static_cast<std::uint64_t>(communicator_.size())),
       .most_blocks = typical(counts.most_blocks),
       .reduction = config_.reduction,
       .dense_data = is_dense_,
@@ -183,17 +271,14 @@ AlgorithmEntry const& AllreduceOperation<T>::choose(Channel& channel, EntryCount
     auto const eligible = [](AlgorithmEntry const& entry, Workload const& given) {
       return can_reduce(entry) && given.meets(entry.needs);
     };
-    return rank_algorithms(workload(channel, problem), communicator_.figures(channel), eligible)
-        .front()
-        .algorithm;
+    return rank_algorithms(workload(problem), figures, eligible).front().algorithm;
   });
 }
 
 template <class T>
-Workload AllreduceOperation<T>::workload(Channel const& channel,
-                                         ChoiceProblem const& problem) const {
+Workload AllreduceOperation<T>::workload(ChoiceProblem const& problem) const {
   Workload workload{
-      .ranks = channel.size(),
+      .ranks = communicator_.size(),
       .extent = problem.extent,
       .k = std::max<std::uint64_t>(problem.most_entries, 1),
       .element_bytes = problem.dense_data ? sizeof(T) : sizeof(V),
@@ -214,76 +299,89 @@ Workload AllreduceOperation<T>::workload(Channel const& channel,
 }
 
 template <class T>
-void AllreduceOperation<T>::reduce_sparse(Channel& channel, std::uint64_t most,
-                                          AlgorithmEntry const& entry) {
-  std::uint64_t const together = most * static_cast<std::uint64_t>(channel.size());
-  check_message(std::max<std::uint64_t>(max_sparse_frame_bytes<V>(most, config_.extent),
-                                        stream_bytes<V>(together, config_.extent)),
+StreamView<accumulate_t<T>> AllreduceOperation<T>::reduce_sparse(Channel& channel,
+                                                                 Fusible::Terms const& terms,
+                                                                 SparseView<V> contribution) {
+  std::uint64_t const together = terms.entries * static_cast<std::uint64_t>(channel.size());
+  check_message(std::max<std::uint64_t>(max_sparse_frame_bytes<V>(terms.entries, terms.extent),
+                                        stream_bytes<V>(together, terms.extent)),
                 together);
-  auto& algorithm = sparse_[static_cast<std::size_t>(&entry - algorithms().data())];
-  if (!algorithm) algorithm = make_sparse_allreduce<V>(entry, options_, communicator_.services());
-  result_ = algorithm
-                ->run(channel, is_dense_ ? compress() : contribution_,
-                      {config_.extent, most, most, 0, config_.reduction})
-                .reduced;
-  if (is_dense_) expand(channel.size());
+  auto& algorithm = sparse_[line_of(*terms.algorithm)];
+  if (!algorithm) {
+    algorithm = make_sparse_allreduce<V>(*terms.algorithm, options_, communicator_.services());
+  }
+  SparseProblem const problem{terms.extent, terms.entries, terms.entries, 0, terms.reduction};
+  return algorithm->run(channel, contribution, problem).reduced;
 }
 
 template <class T>
-void AllreduceOperation<T>::reduce_dense(Channel& channel, AlgorithmEntry const& entry) {
-  std::string const reason = communicator_.missing(entry);
+StreamView<accumulate_t<T>> AllreduceOperation<T>::reduce_dense(Channel& channel,
+                                                                Fusible::Terms const& terms,
+                                                                std::span<V> data) {
+  check_dense(terms);
+  auto& algorithm = wide_dense_[line_of(*terms.algorithm)];
+  if (!algorithm) {
+    algorithm = terms.algorithm->dense->template make<V>(options_, communicator_.services());
+  }
+  algorithm->run(channel, data, terms.reduction, V{1});
+  algorithm->write(data);
+  return {.dense = data, .is_dense = true};
+}
+
+template <class T>
+void AllreduceOperation<T>::reduce_in_place(Channel& channel, Fusible::Terms const& terms) {
+  check_dense(terms);
+  auto& algorithm = dense_[line_of(*terms.algorithm)];
+  if (!algorithm) {
+    algorithm = terms.algorithm->dense->template make<T>(options_, communicator_.services());
+  }
+  algorithm->run(channel, data_, terms.reduction, divisor());
+  algorithm->write(data_);
+}
+
+template <class T>
+void AllreduceOperation<T>::check_dense(Fusible::Terms const& terms) const {
+  std::string const reason = communicator_.missing(*terms.algorithm);
   require<Mismatch>(reason.empty(), reason);
-  auto const line = static_cast<std::size_t>(&entry - algorithms().data());
-  std::uint64_t const entries = entry.dense->largest_message(config_.extent, channel.size());
+  std::uint64_t const entries =
+      terms.algorithm->dense->largest_message(terms.extent, communicator_.size());
   check_message(header_bytes + entries * sizeof(V), entries);
-  if (is_dense_ && (std::is_same_v<T, V> || entry.dense->rounds_once)) {
-    if (!dense_[line]) dense_[line] = entry.dense->make<T>(options_, communicator_.services());
-    dense_[line]->run(channel, data_, config_.reduction,
-                      config_.average ? static_cast<V>(channel.size()) : V{1});
-    dense_[line]->write(data_);
+}
+
+template <class T>
+void AllreduceOperation<T>::write_contribution(std::span<V> out) {
+  if (is_dense_) {
+    std::ranges::transform(data_, out.begin(), [](T x) { return static_cast<V>(x); });
     return;
   }
-  expanded_.resize(config_.extent);
-  if (is_dense_) {
-    std::ranges::transform(data_, expanded_.begin(), [](T x) { return static_cast<V>(x); });
-  } else {
-    std::ranges::fill(expanded_, neutral<V>(config_.reduction));
-    for (std::size_t i = 0; i < contribution_.nnz(); ++i) {
-      expanded_[contribution_.indices[i]] = contribution_.values[i];
-    }
+  std::ranges::fill(out, neutral<V>(config_.reduction));
+  for (std::size_t i = 0; i < contribution_.nnz(); ++i) {
+    out[contribution_.indices[i]] = contribution_.values[i];
   }
-  if (!wide_dense_[line])
-    wide_dense_[line] = entry.dense->make<V>(options_, communicator_.services());
-  wide_dense_[line]->run(channel, expanded_, config_.reduction, V{1});
-  wide_dense_[line]->write(expanded_);
-  result_ = {.dense = expanded_, .is_dense = true};
-  if (is_dense_) expand(channel.size());
 }
 
 // The entries that are not neutral, packed without a branch.
 template <class T>
 SparseView<typename AllreduceOperation<T>::V> AllreduceOperation<T>::compress() {
   std::size_t const entries = entries_.most;
-  indices_.resize(entries + 1);  // a neutral one behind the last is written, but not counted
-  values_.resize(entries + 1);
+  pairs_.resize(entries + 1);  // a neutral one behind the last is written, but not counted
   auto const absent = is_neutral<T>(config_.reduction);
   std::size_t k = 0;
   for (std::size_t i = 0; i < data_.size(); ++i) {
     std::size_t const place = std::min(k, entries);
-    indices_[place] = static_cast<std::uint32_t>(i);
-    values_[place] = static_cast<V>(data_[i]);
+    pairs_.indices[place] = static_cast<std::uint32_t>(i);
+    pairs_.values[place] = static_cast<V>(data_[i]);
     k += !absent(data_[i]);
   }
   require(k == entries, "allreduce: a vector of ", entries, " entries has ", k,
           " by now; leave it alone until the operation has ended");
-  return SparseView<V>{indices_, values_}.slice(0, entries);
+  return pairs_.view().slice(0, entries);
 }
 
 // Writes the result into the dense vector.
 template <class T>
-void AllreduceOperation<T>::expand(int ranks) {
-  V const divisor = config_.average ? static_cast<V>(ranks) : V{1};
-  auto const finish = [&](V x) { return static_cast<T>(config_.average ? x / divisor : x); };
+void AllreduceOperation<T>::expand() {
+  auto const finish = [&](V x) { return static_cast<T>(config_.average ? x / divisor() : x); };
   if (result_.is_dense) {
     std::ranges::transform(result_.dense, data_.begin(), finish);
     return;

@@ -12,6 +12,7 @@
 
 #include "collectives/algorithm.h"
 #include "collectives/dense.h"
+#include "collectives/pairs.h"
 #include "collectives/sparse_allgather.h"
 #include "collectives/split_reduce.h"
 #include "engine/choice_cache.h"
@@ -24,7 +25,7 @@ namespace sparsecomm {
 // What ranks must agree on. Text and numbers in `vector` name what the vector is besides, its shape
 // for example, as "name=value;name=value".
 struct CollectiveConfig {
-  std::string vector;
+  std::string vector = {};
   std::uint64_t extent = 0;  // at most 2^32 - 2
   AlgorithmEntry const* algorithm =
       nullptr;  // null: "auto", the one predicted to be the quickest for each call
@@ -46,7 +47,7 @@ AlgorithmEntry const* find_reducing(std::string_view name);
 // the same bits on every rank. T is any element type; a vector that is given as sparse has
 // accumulate_t<T> values.
 template <class T>
-class AllreduceOperation final : public Operation {
+class AllreduceOperation final : public Operation, private FusibleAllreduce<accumulate_t<T>> {
  public:
   using V = accumulate_t<T>;
 
@@ -72,17 +73,29 @@ class AllreduceOperation final : public Operation {
   bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
     return merge_payload<EntryCounts>(into, other, config_.extent);
   }
+  Fusible* fusible(std::span<const std::byte> payload) override;
   void run(Channel& channel, Agreement const& agreement) override;
 
  private:
-  void reduce_sparse(Channel& channel, std::uint64_t most, AlgorithmEntry const& entry);
-  void reduce_dense(Channel& channel, AlgorithmEntry const& entry);
+  Fusible::Terms const& terms() const override { return terms_; }
+  SparseView<V> contribution() override { return is_dense_ ? compress() : contribution_; }
+  void write_contribution(std::span<V> out) override;
+  void take(StreamView<V> const& whole, std::uint64_t first) override;
+
+  Fusible::Terms terms_of(AlgorithmEntry const& entry, EntryCounts const& counts) const;
+  void exchange_together(Channel& channel, std::span<Fusible* const> all);
+  StreamView<V> reduce_sparse(Channel& channel, Fusible::Terms const& terms,
+                              SparseView<V> contribution);
+  StreamView<V> reduce_dense(Channel& channel, Fusible::Terms const& terms, std::span<V> data);
+  void reduce_in_place(Channel& channel, Fusible::Terms const& terms);
+  void check_dense(Fusible::Terms const& terms) const;
+  V divisor() const { return config_.average ? static_cast<V>(communicator_.size()) : V{1}; }
   SparseView<V> compress();
-  void expand(int ranks);
+  void expand();
 
   std::uint64_t count_blocks();
-  AlgorithmEntry const& choose(Channel& channel, EntryCounts const& counts);
-  Workload workload(Channel const& channel, ChoiceProblem const& problem) const;
+  AlgorithmEntry const& choose(Figures const& figures, EntryCounts const& counts);
+  Workload workload(ChoiceProblem const& problem) const;
 
   Communicator& communicator_;
   AlgorithmOptions options_;
@@ -97,8 +110,10 @@ class AllreduceOperation final : public Operation {
   std::vector<std::unique_ptr<SparseAllreduce<V>>> sparse_;  // by line of the table, when needed
   std::vector<std::unique_ptr<DenseAllreduce<T>>> dense_;    // likewise
   std::vector<std::unique_ptr<DenseAllreduce<V>>> wide_dense_;
-  std::vector<std::uint32_t> indices_;  // of a dense vector's entries
-  std::vector<V> values_;
+  Fusible::Terms terms_;
+  bool is_taken_ = false;  // the result, from an exchange of several operations
+  Pairs<V> together_;      // contributions of all of these; values alone if they are dense
+  Pairs<V> pairs_;         // of a dense vector's entries, or the result
   std::vector<V> expanded_;
   std::vector<std::uint64_t> bitmap_;  // of a dense vector's blocks
 };

@@ -232,8 +232,9 @@ void bind_engine(py::module_& module) {
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,
                        std::optional<PythonDuration> stall_limit,
                        std::function<void(std::string const&)> log_stall,
-                       AggregatorAddresses const& aggregators) {
+                       AggregatorAddresses const& aggregators, std::size_t fusion_bytes) {
              CommunicatorOptions options;
+             options.fusion_bytes = fusion_bytes;
              options.timeout = timeout.value;
              options.aggregator_addresses = aggregators;
              options.stall = make_stall_options(stall_limit, std::move(log_stall));
@@ -242,7 +243,8 @@ void bind_engine(py::module_& module) {
            }),
            py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1,
            py::arg("stall_limit") = py::none(), py::arg("log_stall") = py::none(),
-           py::arg("aggregators") = AggregatorAddresses{})
+           py::arg("aggregators") = AggregatorAddresses{},
+           py::arg("fusion_bytes") = CommunicatorOptions{}.fusion_bytes)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)

@@ -6,38 +6,35 @@ namespace sparsecomm {
 namespace {
 
 template <class V>
-std::int64_t count_rows(StreamView<V> const& stream, V neutral, std::uint64_t row) {
-  std::int64_t count = 0;
-  std::uint64_t last = std::numeric_limits<std::uint64_t>::max();
-  auto const see = [&](std::uint64_t index) {
-    count += index / row != last;
-    last = index / row;
-  };
-  if (!stream.is_dense) {
-    if (row == 1) return static_cast<std::int64_t>(stream.sparse.nnz());
-    for (std::uint32_t const index : stream.sparse.indices) see(index);
-  } else if (row == 1) {
-    count =
-        static_cast<std::int64_t>(stream.dense.size()) - std::ranges::count(stream.dense, neutral);
-  } else {
-    for (std::size_t i = 0; i < stream.dense.size(); ++i) {
-      if (stream.dense[i] != neutral) see(i);
-    }
-  }
-  return count;
+std::span<const V> values_of(StreamView<V> const& stream) {
+  return stream.is_dense ? stream.dense : stream.sparse.values;
 }
 
+// Calls f with the index and value of each entry that is not neutral, or of all.
 template <class V, class F>
-void for_each_entry(StreamView<V> const& stream, V neutral, F&& f) {
-  if (!stream.is_dense) {
-    for (std::size_t i = 0; i < stream.sparse.nnz(); ++i) {
-      f(stream.sparse.indices[i], stream.sparse.values[i]);
-    }
-    return;
+void for_each_entry(StreamView<V> const& stream, V neutral, bool keeps_neutral, F&& f) {
+  auto const values = values_of(stream);
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!keeps_neutral && values[i] == neutral) continue;
+    f(stream.is_dense ? i : stream.sparse.indices[i], values[i]);
   }
-  for (std::size_t i = 0; i < stream.dense.size(); ++i) {
-    if (stream.dense[i] != neutral) f(i, stream.dense[i]);
+}
+
+template <class V>
+std::int64_t count_rows(StreamView<V> const& stream, V neutral, bool keeps_neutral,
+                        std::uint64_t row) {
+  if (row == 1) {
+    auto const values = values_of(stream);
+    auto const left_out = keeps_neutral ? 0 : std::ranges::count(values, neutral);
+    return static_cast<std::int64_t>(values.size()) - left_out;
   }
+  std::int64_t count = 0;
+  std::uint64_t last = std::numeric_limits<std::uint64_t>::max();
+  for_each_entry(stream, neutral, keeps_neutral, [&](std::uint64_t index, V) {
+    count += index / row != last;
+    last = index / row;
+  });
+  return count;
 }
 
 // Turns the first row of `indices`, flattened positions, into one row a dimension.
@@ -153,8 +150,9 @@ void CooEntries<V>::release() {
 
 template <class V>
 at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, StreamView<V> const& stream,
-                    V neutral, std::uint64_t first, V divisor) {
-  std::int64_t const nnz = shape.extent == 0 ? 0 : count_rows(stream, neutral, shape.row);
+                    V neutral, std::uint64_t first, V divisor, bool keeps_neutral) {
+  std::int64_t const nnz =
+      shape.extent == 0 ? 0 : count_rows(stream, neutral, keeps_neutral, shape.row);
   at::Tensor indices = at::empty({shape.sparse_dims, nnz}, at::kLong);
   at::Tensor values = at::empty(values_sizes(shape, nnz), c10::CppTypeToScalarType<V>::value);
   auto* const out = values.mutable_data_ptr<V>();
@@ -164,7 +162,7 @@ at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, StreamView<V> c
   std::int64_t entry = -1;
   std::uint64_t last = std::numeric_limits<std::uint64_t>::max();
   if (nnz > 0) {
-    for_each_entry(stream, neutral, [&](std::uint64_t index, V value) {
+    for_each_entry(stream, neutral, keeps_neutral, [&](std::uint64_t index, V value) {
       std::uint64_t const position = (index - first) / shape.row;
       if (position != last) {
         last = position;
@@ -183,7 +181,7 @@ at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, StreamView<V> c
   template class CooEntries<V>;                                                             \
   template at::Tensor make_coo<V>(CooShape const&, at::ScalarType, RowView<V> const&);      \
   template at::Tensor make_coo<V>(CooShape const&, at::ScalarType, StreamView<V> const&, V, \
-                                  std::uint64_t, V);
+                                  std::uint64_t, V, bool);
 SPARSECOMM_COO(float)
 SPARSECOMM_COO(double)
 SPARSECOMM_COO(std::int32_t)

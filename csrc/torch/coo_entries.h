@@ -62,11 +62,12 @@ class CooRows {
 template <class V>
 at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, RowView<V> const& rows);
 
-// A coalesced COO tensor of `dtype` with the entries of `stream`, which begin at `first`; of a
-// dense stream those that are not `neutral`. Each is divided by `divisor`. What a row lacks is
-// neutral.
+// A coalesced COO tensor of `dtype` with the entries of `stream`, which begin at `first`, that are
+// not `neutral`, or all if it is sparse and `keeps_neutral`. Each is divided by `divisor`. What a
+// row lacks is neutral.
 template <class V>
 at::Tensor make_coo(CooShape const& shape, at::ScalarType dtype, StreamView<V> const& stream,
-                    V neutral, std::uint64_t first = 0, V divisor = V{1});
+                    V neutral, std::uint64_t first = 0, V divisor = V{1},
+                    bool keeps_neutral = false);
 
 }  // namespace sparsecomm

@@ -15,7 +15,9 @@ namespace sparsecomm {
 GroupedCollective::GroupedCollective(std::vector<CollectiveRequest> requests,
                                      Communicator& communicator,
                                      std::shared_ptr<CollectivePool> pool)
-    : pool_(std::move(pool)), inference_(c10::InferenceMode::is_enabled()) {
+    : pool_(std::move(pool)),
+      inference_(c10::InferenceMode::is_enabled()),
+      fusion_(communicator.fusion_bytes()) {
   require(!requests.empty(), "grouped_allreduce: no tensors are given; give one or more");
   at::NoGradGuard const no_grad;
   CollectiveRequest const& first = requests.front();
@@ -76,9 +78,14 @@ void GroupedCollective::run(Channel& channel, Agreement const& agreement) {
   require<Mismatch>(std::ranges::all_of(payloads_, &PayloadAllgather::Part::agrees),
                     "ranks disagree about what the tensors of a group hold");
   // Step 3.
+  fusion_.clear();
   for (std::size_t i = 0; i < members_.size(); ++i) {
-    members_[i].collective->run(
-        channel, {.all_finite = agreement.all_finite, .payload = payloads_[i].merged});
+    fusion_.add(members_[i].collective->fusible(payloads_[i].merged));
+  }
+  for (std::size_t i = 0; i < members_.size(); ++i) {
+    members_[i].collective->run(channel, {.all_finite = agreement.all_finite,
+                                          .payload = payloads_[i].merged,
+                                          .fused = fusion_.led_by(i)});
     results_.push_back(std::move(members_[i].collective->release().front()));
   }
   // Step 4. What may fail comes before.

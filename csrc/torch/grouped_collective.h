@@ -2,7 +2,7 @@
 //
 // 1. Prepare each, and agree with the other ranks on all of them at once.
 // 2. Allgather their payloads, which are more than an agreement has room for.
-// 3. Run one after another, dense tensors as copies.
+// 3. Run one after another, dense tensors as copies; what can be is exchanged together (fusion.h).
 // 4. Commit, and copy those back.
 #pragma once
 
@@ -43,6 +43,7 @@ class GroupedCollective final : public Operation {
   std::string text_;
   std::vector<PayloadAllgather::Part> payloads_;
   PayloadAllgather gather_;
+  Fusion fusion_;
   std::vector<at::Tensor> results_;
 };
 

@@ -11,7 +11,7 @@
 namespace sparsecomm {
 namespace {
 
-using Pairs = PackedTensors::Pairs;
+using Outputs = PackedTensors::Pairs;
 using WorkPtr = PackedTensors::WorkPtr;
 
 bool is_packed(at::Tensor const& tensor) {
@@ -53,19 +53,19 @@ void require_writable(at::Tensor const& tensor) {
               "tensor.contiguous()");
 }
 
-at::Tensor const& origin(Pairs const& outputs, at::Tensor const& tensor) {
+at::Tensor const& origin(Outputs const& outputs, at::Tensor const& tensor) {
   auto const found = std::ranges::find_if(
       outputs, [&](auto const& output) { return output.first.is_same(tensor); });
   return found == outputs.end() ? tensor : found->second;
 }
 
-std::vector<at::Tensor> origins(Pairs const& outputs, std::vector<at::Tensor> tensors) {
+std::vector<at::Tensor> origins(Outputs const& outputs, std::vector<at::Tensor> tensors) {
   for (at::Tensor& tensor : tensors) tensor = origin(outputs, tensor);
   return tensors;
 }
 
 // A future of gloo's holds a list of tensors, or a list of such lists.
-c10::IValue origins(Pairs const& outputs, c10::IValue const& value) {
+c10::IValue origins(Outputs const& outputs, c10::IValue const& value) {
   if (value.isTensorList()) return origins(outputs, value.toTensorVector());
   if (!value.isList()) return value;
   std::vector<std::vector<at::Tensor>> lists;
@@ -75,7 +75,7 @@ c10::IValue origins(Pairs const& outputs, c10::IValue const& value) {
   return lists;
 }
 
-void copy_back(Pairs const& outputs) {
+void copy_back(Outputs const& outputs) {
   for (auto const& [packed, tensor] : outputs) overwrite(tensor, packed);
 }
 
@@ -90,7 +90,7 @@ c10::intrusive_ptr<c10::ivalue::Future> future_of(c10d::Work& work) {
 // The thread that ends gloo's part copies.
 class UnpackedCollective final : public c10d::Work {
  public:
-  UnpackedCollective(WorkPtr packed, Pairs outputs, c10::TypePtr type)
+  UnpackedCollective(WorkPtr packed, Outputs outputs, c10::TypePtr type)
       : Work(-1, packed->retrieveOpType()),
         packed_(std::move(packed)),
         outputs_(std::move(outputs)),
@@ -125,14 +125,14 @@ class UnpackedCollective final : public c10d::Work {
 
  private:
   WorkPtr packed_;
-  Pairs outputs_;
+  Outputs outputs_;
   c10::intrusive_ptr<c10::ivalue::Future> future_;
 };
 
 // Whoever waits copies, where gloo's part ends in that too: of receives, and of reduce-scatters.
 class UnpackedByWaiting final : public c10d::Work {
  public:
-  UnpackedByWaiting(WorkPtr packed, Pairs outputs)
+  UnpackedByWaiting(WorkPtr packed, Outputs outputs)
       : Work(-1, packed->retrieveOpType()),
         packed_(std::move(packed)),
         outputs_(std::move(outputs)) {}
@@ -151,7 +151,7 @@ class UnpackedByWaiting final : public c10d::Work {
 
  private:
   WorkPtr packed_;
-  Pairs outputs_;
+  Outputs outputs_;
   std::once_flag copied_;
 };
 

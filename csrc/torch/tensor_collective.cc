@@ -136,6 +136,10 @@ class TypedCollective final : public TensorCollective {
     return proposed_->merge(into, other);
   }
 
+  Fusible* fusible(std::span<const std::byte> payload) override {
+    return proposed_->fusible(payload);
+  }
+
   void run(Channel& channel, Agreement const& agreement) override {
     ThreadState const state(inference_);
     if (key_->by_rows) {
@@ -158,7 +162,8 @@ class TypedCollective final : public TensorCollective {
       case CollectiveKind::allgather:
         allgather_.run(channel, agreement);
         for (SparseView<V> const& view : allgather_.result()) {
-          results_.push_back(make_coo<V>(key_->shape, dtype(), {.sparse = view}, absent));
+          results_.push_back(make_coo<V>(key_->shape, dtype(), {.sparse = view}, absent, 0, V{1},
+                                         /*keeps_neutral=*/true));
         }
         break;
       case CollectiveKind::reduce_scatter: {

@@ -23,7 +23,8 @@ Pending pending(std::string name) {
 struct Rank {
   explicit Rank(Transport& its_transport)
       : transport(its_transport),
-        coordinator(make_coordinator(comparison, 100, patient_options().timeout)) {}
+        coordinator(make_coordinator(comparison,
+                                     {.capacity = 100, .timeout = patient_options().timeout})) {}
 
   void round(Scheduled& next) {
     Channel channel(transport, ++rounds, Deadline(steady_clock(), patient_options().timeout));

@@ -1,0 +1,348 @@
+// Operations that are exchanged as segments of one.
+#include "engine/fusion.h"
+
+#include <gtest/gtest.h>
+
+#include <cstring>
+#include <future>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "engine/planner.h"
+#include "engine/sparse_collectives.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+class Member final : public Fusible {
+ public:
+  explicit Member(Terms const& terms) : terms_(terms) {}
+  Terms const& terms() const override { return terms_; }
+
+ private:
+  Terms terms_;
+};
+
+Fusible::Terms terms(std::uint64_t bytes, std::uint64_t extent = 10) {
+  return {.algorithm = &find_algorithm("topk_a"), .extent = extent, .bytes = bytes};
+}
+
+std::vector<std::vector<int>> groups_of(Fusion& fusion, std::vector<Fusible::Terms> const& all) {
+  std::vector<Member> members(all.begin(), all.end());
+  fusion.clear();
+  for (Member& member : members) {
+    fusion.add(member.terms().algorithm == nullptr ? nullptr : &member);
+  }
+  std::vector<std::vector<int>> groups(all.size());
+  for (std::size_t place = 0; place < all.size(); ++place) {
+    for (Fusible* const each : fusion.led_by(place)) {
+      groups[place].push_back(static_cast<int>(static_cast<Member*>(each) - members.data()));
+    }
+  }
+  return groups;
+}
+
+TEST(FusionTest, PutsTogetherWhatIsOfOneKindAndFits) {
+  using Groups = std::vector<std::vector<int>>;
+  Fusible::Terms other = terms(10), wide = terms(10), most = terms(10);
+  other.algorithm = &find_algorithm("ssar_recursive_double");
+  wide.dtype = DType::f64;
+  most.reduction = Reduction::max;
+  Fusion fusion(100);
+  EXPECT_EQ(groups_of(fusion, {terms(10), terms(10)}), (Groups{{0, 1}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(10), other, wide, most, terms(10), other}),
+            (Groups{{0, 4}, {1, 5}, {}, {}, {}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(60), terms(50), terms(40), terms(1), terms(49), terms(1)}),
+            (Groups{{0, 2}, {1, 3, 4}, {}, {}, {}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(101), terms(0), terms(100)}), (Groups{{}, {1, 2}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(1), {}, terms(1)}), (Groups{{0, 2}, {}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(1, 0xfffffff0), terms(1, 0xf), terms(1, 0xe)}),
+            (Groups{{0, 2}, {}, {}}));
+  Fusion none(0);
+  EXPECT_EQ(groups_of(none, {terms(1), terms(1)}), (Groups{{}, {}}));
+  none.clear();
+  EXPECT_TRUE(none.led_by(0).empty()) << "nothing was added";
+}
+
+// One rank's part of an allreduce, and its result as all values.
+template <class T>
+class Case {
+ public:
+  using V = accumulate_t<T>;
+
+  Case(Communicator& communicator, std::uint32_t extent, CollectiveConfig config)
+      : operation_(std::make_shared<AllreduceOperation<T>>(communicator)),
+        extent_(extent),
+        reduction_(config.reduction) {
+    config.extent = extent;
+    operation_->configure(std::move(config));
+  }
+
+  std::shared_ptr<Operation> operation() const { return operation_; }
+
+  void contribute(std::vector<V> const& values, bool dense) {
+    dense_ = dense;
+    data_.clear();
+    pairs_.clear();
+    for (std::uint32_t i = 0; i < extent_; ++i) {
+      data_.push_back(static_cast<T>(values[i]));
+      if (values[i] != neutral<V>(reduction_)) pairs_.push(i, values[i]);
+    }
+    dense ? operation_->bind(std::span<T>(data_)) : operation_->bind(pairs_.view());
+  }
+
+  std::vector<V> result() const {
+    std::vector<V> all(extent_, neutral<V>(reduction_));
+    if (dense_) {
+      std::ranges::transform(data_, all.begin(), [](T x) { return static_cast<V>(x); });
+    } else if (operation_->result().is_dense) {
+      std::ranges::copy(operation_->result().dense, all.begin());
+    } else {
+      auto const& [indices, values] = operation_->result().sparse;
+      for (std::size_t i = 0; i < indices.size(); ++i) all[indices[i]] = values[i];
+    }
+    return all;
+  }
+
+ private:
+  std::shared_ptr<AllreduceOperation<T>> operation_;
+  std::uint32_t extent_;
+  Reduction reduction_;
+  bool dense_ = false;
+  std::vector<T> data_;
+  Pairs<V> pairs_;
+};
+
+// Values that T holds, in most places none.
+template <class T>
+std::vector<accumulate_t<T>> draw_values(std::mt19937_64& random, std::size_t count, double density,
+                                         Reduction reduction) {
+  using V = accumulate_t<T>;
+  std::normal_distribution<double> normal(0, 3);
+  std::uniform_real_distribution<double> uniform;
+  std::vector<V> values(count, neutral<V>(reduction));
+  for (V& value : values) {
+    if (uniform(random) < density) value = static_cast<V>(static_cast<T>(V(normal(random))));
+  }
+  return values;
+}
+
+// Of a zero the sign is not told, since whether there is an entry is not either.
+template <class V>
+bool same_bits(V a, V b) {
+  return std::memcmp(&a, &b, sizeof a) == 0 || (a == V{0} && b == V{0});
+}
+
+template <class T>
+int count_that_depend_on_place(Communicator& communicator, AlgorithmEntry const& entry, bool dense,
+                               double density, Reduction reduction) {
+  using V = accumulate_t<T>;
+  constexpr std::uint32_t extent = 500;
+  std::mt19937_64 random(static_cast<std::uint64_t>(communicator.rank()) + 77);
+  auto const values = draw_values<T>(random, extent, density, reduction);
+  auto const reduced_between = [&](std::uint32_t before, std::uint32_t after) {
+    Case<T> one(communicator, before + extent + after,
+                {.algorithm = &entry, .reduction = reduction});
+    auto whole = draw_values<T>(random, before, 0.02, reduction);
+    auto const behind = draw_values<T>(random, after, 0.7, reduction);
+    whole.insert(whole.end(), values.begin(), values.end());
+    whole.insert(whole.end(), behind.begin(), behind.end());
+    one.contribute(whole, dense);
+    communicator.run(one.operation());
+    auto const result = one.result();
+    return std::vector<V>(result.begin() + before, result.begin() + before + extent);
+  };
+  auto const alone = reduced_between(0, 0);
+  int differ = 0;
+  for (auto const& [before, after] : {std::pair(300u, 0u), {0u, 900u}, {77u, 4321u}}) {
+    auto const among = reduced_between(before, after);
+    for (std::size_t i = 0; i < extent; ++i) differ += !same_bits(among[i], alone[i]);
+  }
+  return differ;
+}
+
+TEST(FusibleTest, AnEntryHasTheSameBitsWhereverItLies) {
+  std::set<std::string_view> depend;
+  for (AlgorithmEntry const& entry : algorithms()) {
+    if (!can_reduce(entry) || entry.needs != Needs::nothing) continue;
+    for (int const ranks : {2, 3, 4, 5, 6, 7, 8}) {
+      std::atomic<int> differ = 0;
+      expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+        for (bool const dense : {false, true}) {
+          for (double const density : {0.02, 0.3, 1.0}) {
+            for (Reduction const reduction : {Reduction::sum, Reduction::product, Reduction::max}) {
+              differ +=
+                  count_that_depend_on_place<float>(communicator, entry, dense, density, reduction);
+            }
+            differ += count_that_depend_on_place<Half>(communicator, entry, dense, density,
+                                                       Reduction::sum);
+          }
+        }
+      }));
+      if (differ > 0) depend.insert(entry.name);
+      if (entry.fusible) {
+        EXPECT_EQ(differ, 0) << entry.name << " on " << ranks << " ranks";
+      }
+    }
+  }
+  // So that the test can see it.
+  EXPECT_TRUE(depend.contains("dense_ring"));
+}
+
+// Blocks the thread that runs operations until it is opened.
+class Gate final : public Operation {
+ public:
+  Proposal prepare() override {
+    reached.set_value();
+    open.get_future().wait();
+    return {.text = "operation=gate"};
+  }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
+
+  std::promise<void> reached, open;
+};
+
+// Submits all in this order, so that they are ready together, and waits for them.
+void run_together(Communicator& communicator,
+                  std::vector<std::pair<std::string, std::shared_ptr<Operation>>> const& all) {
+  auto const gate = std::make_shared<Gate>();
+  std::vector<Communicator::Handle> handles{communicator.submit(gate, {}, "gate")};
+  gate->reached.get_future().wait();
+  for (auto const& [name, operation] : all) {
+    handles.push_back(communicator.submit(operation, {}, name));
+  }
+  gate->open.set_value();
+  for (auto const& handle : handles) handle.wait();
+}
+
+CommunicatorOptions fusing(std::size_t bytes) {
+  CommunicatorOptions options = patient_options();
+  options.fusion_bytes = bytes;
+  auto figures = std::make_shared<Figures>();
+  figures->link = {.round = 1e-4, .message = 1e-6, .byte = 1e-9};
+  figures->rates.merge = figures->rates.reduce = 1e-9;
+  options.figures = figures;
+  return options;
+}
+
+// Results of many allreduces of all kinds, which each rank submits in an order of its own.
+template <class T>
+void add_results(Communicator& communicator, bool together,
+                 std::map<std::string, std::vector<double>>& results) {
+  constexpr int count = 60;
+  int const rank = communicator.rank();
+  std::vector<AlgorithmEntry const*> choices{nullptr};
+  for (AlgorithmEntry const& entry : algorithms()) {
+    if (can_reduce(entry) && entry.needs == Needs::nothing) choices.push_back(&entry);
+  }
+  std::vector<Case<T>> cases;
+  std::vector<std::pair<std::string, std::shared_ptr<Operation>>> named;
+  std::mt19937_64 shared(5);
+  for (int i = 0; i < count; ++i) {
+    auto const extent = static_cast<std::uint32_t>(shared() % 300);
+    auto const reduction = std::array{Reduction::sum, Reduction::sum, Reduction::max}[i % 3];
+    bool const average = i % 9 == 0 && !std::is_integral_v<T>;
+    auto const* const algorithm = i % 2 == 0 ? nullptr : choices[i / 2 % choices.size()];
+    cases.emplace_back(
+        communicator, extent,
+        CollectiveConfig{.algorithm = algorithm, .reduction = reduction, .average = average});
+    named.emplace_back(concat("tensor ", i), cases.back().operation());
+  }
+  std::mt19937_64 own(static_cast<std::uint64_t>(rank) + (together ? 1000 : 0));
+  for (int step = 0; step < 4; ++step) {
+    for (int i = 0; i < count; ++i) {
+      std::mt19937_64 random(static_cast<std::uint64_t>(1000 * step + 10 * i + rank));
+      auto const reduction = std::array{Reduction::sum, Reduction::sum, Reduction::max}[i % 3];
+      std::size_t const extent = cases[i].result().size();
+      double const density = std::array{0.05, 0.3, 1.0}[(i + step) % 3];
+      cases[i].contribute(draw_values<T>(random, extent, density, reduction), i % 4 < 2);
+    }
+    std::ranges::shuffle(named, own);
+    run_together(communicator, named);
+    for (int i = 0; i < count; ++i) {
+      auto& all = results[concat(name(dtype_of<T>()), " tensor ", i)];
+      for (auto const x : cases[i].result()) all.push_back(static_cast<double>(x));
+    }
+  }
+}
+
+TEST(FusionTest, ResultsAreThoseOfEachAlone) {
+  for (int const ranks : {1, 2, 3, 4, 7}) {
+    std::map<std::size_t, std::vector<std::map<std::string, std::vector<double>>>> by_limit;
+    for (std::size_t const limit : {std::size_t{0}, std::size_t{2000}, std::size_t{1} << 20}) {
+      auto& results = by_limit[limit];
+      results.resize(static_cast<std::size_t>(ranks));
+      expect_no_errors(run_ranks(
+          ranks,
+          [&](Communicator& communicator) {
+            auto& own = results[static_cast<std::size_t>(communicator.rank())];
+            add_results<float>(communicator, limit > 0, own);
+            add_results<double>(communicator, limit > 0, own);
+            add_results<BFloat16>(communicator, limit > 0, own);
+            add_results<std::int64_t>(communicator, limit > 0, own);
+          },
+          fusing(limit)));
+      for (auto const& [name, values] : by_limit[0][0]) {
+        for (auto const& rank : results) {
+          auto const& theirs = rank.at(name);
+          ASSERT_EQ(theirs.size(), values.size());
+          for (std::size_t i = 0; i < values.size(); ++i) {
+            EXPECT_TRUE(same_bits(theirs[i], values[i]))
+                << name << " entry " << i << ", limit " << limit << ", " << ranks << " ranks";
+          }
+        }
+      }
+    }
+  }
+}
+
+// Messages of a step in which so many tensors are ready together, by the algorithm of that name.
+std::uint64_t messages_of(std::string_view algorithm, int tensors, bool dense, std::size_t limit) {
+  std::uint64_t messages = 0;
+  expect_no_errors(run_ranks(
+      4,
+      [&](Communicator& communicator) {
+        std::vector<Case<float>> cases;
+        std::vector<std::pair<std::string, std::shared_ptr<Operation>>> named;
+        for (int i = 0; i < tensors; ++i) {
+          cases.emplace_back(communicator, 1000,
+                             CollectiveConfig{.algorithm = find_reducing(algorithm)});
+          named.emplace_back(concat("tensor ", i), cases.back().operation());
+        }
+        Traffic before;
+        for (int step = 0; step < 3; ++step) {
+          std::mt19937_64 random(static_cast<std::uint64_t>(communicator.rank()));
+          for (auto& each : cases) {
+            each.contribute(draw_values<float>(random, 1000, 0.01, Reduction::sum), dense);
+          }
+          before = Traffic::of(communicator.counters());
+          run_together(communicator, named);
+        }
+        if (communicator.rank() == 0) {
+          messages = Traffic::of(communicator.counters()).messages - before.messages;
+        }
+      },
+      fusing(limit)));
+  return messages;
+}
+
+TEST(FusionTest, ManyTakeTheMessagesOfOne) {
+  for (bool const dense : {false, true}) {
+    for (auto const algorithm : {"topk_a", "ssar_recursive_double", "dense_rabenseifner", "auto"}) {
+      auto const two = messages_of(algorithm, 2, dense, 1 << 20);
+      EXPECT_EQ(messages_of(algorithm, 32, dense, 1 << 20), two) << algorithm;
+      EXPECT_GE(messages_of(algorithm, 32, dense, 0), two + 30 * 2) << algorithm;
+    }
+    auto const split = messages_of("ssar_split_allgather", 32, dense, 1 << 20);
+    EXPECT_EQ(split, messages_of("ssar_split_allgather", 32, dense, 0)) << "it depends on places";
+  }
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
