@@ -180,9 +180,9 @@ class Options(Backend.Options):
     Args:
         nccl: ``ProcessGroupNCCL.Options``, for CUDA tensors.
         block_bytes: of a block that aggregators add, a power of two from 64 to 65,536.
-        keywords: as :class:`CommunicatorOptions`; ``threads`` and ``fusion_bytes`` are not used. With
-            ``aggregators="store"`` the group waits, when it is made, until some have been announced
-            by :func:`announce_aggregators`.
+        keywords: as :class:`CommunicatorOptions`; ``threads`` and ``fusion_bytes`` are not used.
+            With ``aggregators="store"`` the group waits, when it is made, until some have been
+            announced by :func:`announce_aggregators`.
 
     Raises:
         TypeError: an unknown keyword, or one of the wrong kind.

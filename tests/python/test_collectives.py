@@ -426,6 +426,49 @@ def test_names_meet_in_any_order() -> None:
     assert run_ranks(3, shuffled, 3) == [[3.0, 3.0]] * 3
 
 
+def fusing(size: int) -> tuple[int, int]:
+    """Returns the messages of a group of sparse tensors, exchanged each alone and together."""
+    rank = dist.get_rank()
+    tensors = [
+        coo(held(rank, (40 + i,), 0.2, i), numbers(rank, (40 + i,), torch.float32, i), 1)
+        for i in range(20)
+    ]
+    dense = [tensor.to_dense() for tensor in tensors]
+    messages, results = [], []
+    for limit in (0, 1 << 20):
+        with sparsecomm.Communicator.from_process_group(fusion_bytes=limit) as ranks:
+            allreduce = partial(
+                sparsecomm.allreduce,
+                algorithm="ssar_recursive_double",
+                communicator=ranks,
+                async_op=True,
+            )
+            order = sorted(range(20), key=lambda i: (i * (3 + limit + 2 * rank)) % 7)
+            for _ in range(3):
+                works = {i: allreduce(tensors[i], name=f"tensor {i}") for i in order}
+                copies = [tensor.clone() for tensor in dense]
+                dense_works = {i: allreduce(copies[i], name=f"dense {i}") for i in order}
+                results.append([works[i].wait().to_dense() for i in range(20)])
+                results.append([dense_works[i].wait() for i in range(20)])
+            before = ranks.counters()["messages"]
+            group = sparsecomm.grouped_allreduce(
+                tensors, algorithm="ssar_recursive_double", communicator=ranks
+            )
+            messages.append(ranks.counters()["messages"] - before)
+            assert all((tensor.values() != 0).all() for tensor in group)
+            results.append([tensor.to_dense() for tensor in group])
+    for others in results:
+        for one, other in zip(results[0], others, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+    alone, together = messages
+    return alone, together
+
+
+def test_tensors_that_are_ready_together_are_exchanged_as_one() -> None:
+    for alone, together in run_ranks(4, fusing, 4):
+        assert alone - together == 19 * 2, "each alone takes log2 P messages"
+
+
 def grouped(size: int) -> list[str]:
     rank = dist.get_rank()
     dense = torch.full((3, 2), float(rank + 1))
