@@ -192,9 +192,10 @@ struct AlgorithmEntry {
   // Replaces the schedule's source of the local threshold.
   std::optional<ThresholdSource> selection = {};
   bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
-  // An entry's result has the same bits wherever it lies in the vector, and whatever lies beside
-  // it, but for whether an entry that is neutral is there; with raw values, and dense: of a T that
-  // is accumulate_t<T>. So vectors may be reduced as segments of one.
+  // With raw values, and of a T that is accumulate_t<T>, an entry's result has the same bits
+  // wherever it lies in the vector and whatever lies beside it, so that vectors may be reduced as
+  // segments of one. But for the sign of a zero, which NaN it is, and whether a neutral entry is
+  // there.
   bool fusible = false;
   Needs needs = Needs::nothing;  // on more than one rank
 
