@@ -162,8 +162,9 @@ def allreduce(
             first, once the ranks know it; the same on every rank.
 
     Returns:
-        ``tensor`` itself where it is dense, otherwise a coalesced COO tensor of its shape, without
-        the entries that equal the neutral element; a :class:`Work` of it with ``async_op``.
+        ``tensor`` itself where it is dense, otherwise a coalesced COO tensor of its shape, in which
+        entries that equal the neutral element may be missing; a :class:`Work` of it with
+        ``async_op``.
 
     Raises:
         TypeError: ``tensor`` is not a tensor, ``op`` or ``name`` not a string, or ``priority`` not
@@ -358,8 +359,8 @@ def reduce_scatter_sparse(
         priority: as in :func:`allreduce`.
 
     Returns:
-        A coalesced COO tensor of shape ``(n/P, ...)``, without the entries that equal the neutral
-        element; a :class:`Work` of it with ``async_op``.
+        A coalesced COO tensor of shape ``(n/P, ...)``, in which entries that equal the neutral
+        element may be missing; a :class:`Work` of it with ``async_op``.
 
     Raises:
         ValueError, RuntimeError, torch.distributed.DistBackendError: as :func:`allreduce`.

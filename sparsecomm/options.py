@@ -22,7 +22,7 @@ from sparsecomm.transports import (
 )
 
 STORE = "store"  # where aggregators are announced
-FUSION_BYTES = 65_536
+FUSION_BYTES = 65_536  # as in the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +53,10 @@ class CommunicatorOptions:
             the token on its first line. If ``None``, the one that the variable
             ``SPARSECOMM_AGGREGATOR_TOKEN_FILE`` names, if any.
         fusion_bytes: the allreduces of a communicator that have a name and are ready together, and
-            those of one ``grouped_allreduce``, are exchanged as one if their dtype, ``op`` and
-            algorithm are the same, and each rank contributes so many bytes to all of them at most;
-            0: each alone. The same on every rank; the results do not depend on it. Not used by
+            those of one ``grouped_allreduce``, are exchanged as one if their ``op``, algorithm and
+            dtype are the same (halves go with float32, in which they are summed), as long as no
+            rank contributes more bytes to all of them; what is larger is exchanged alone, and with
+            0 everything. The same on every rank; the results do not depend on it. Not used by
             states and optimizers, which have large exchanges of their own.
 
     Raises:

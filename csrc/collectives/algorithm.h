@@ -194,8 +194,8 @@ struct AlgorithmEntry {
   bool rounds = false;  // values may travel in a lossy codec; the errors are rejected
   // With raw values, and of a T that is accumulate_t<T>, an entry's result has the same bits
   // wherever it lies in the vector and whatever lies beside it, so that vectors may be reduced as
-  // segments of one. But for the sign of a zero, which NaN it is, and whether a neutral entry is
-  // there.
+  // segments of one. But for which NaN it is, whether a neutral entry is there and, of min and max
+  // if it is not sparse, the sign of a zero.
   bool fusible = false;
   Needs needs = Needs::nothing;  // on more than one rank
 

@@ -55,7 +55,7 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       comparison_(transport_->size(), watch_.get()),
       coordinator_(make_coordinator(comparison_, {.capacity = options_.cached_names,
                                                   .timeout = options_.timeout,
-                                                  .fusion_bytes = options_.fusion_bytes})) {
+                                                  .fusion_bytes = fusion_bytes()})) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });

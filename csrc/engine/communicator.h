@@ -25,9 +25,12 @@
 
 #include <sys/types.h>
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <exception>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -190,8 +193,11 @@ class Communicator final : private Commit {
   Figures const& figures(Channel& channel);
   // The same for an operation that is to run; null if they have not been measured.
   Figures const* known_figures() const;
-  // See CommunicatorOptions.
-  std::size_t fusion_bytes() const { return options_.fusion_bytes; }
+  // See CommunicatorOptions; less where a message of all ranks' contributions would be too long.
+  std::size_t fusion_bytes() const {
+    auto const most = std::numeric_limits<std::uint32_t>::max() / (2 * transport_->size());
+    return std::min<std::size_t>(options_.fusion_bytes, most);
+  }
 
  private:
   enum class Progress : std::uint8_t { none, exchanging, committing };

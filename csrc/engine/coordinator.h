@@ -61,14 +61,16 @@ class Coordinator {
   virtual Pending take() = 0;
 };
 
-// Runs operations that have a name once all ranks have added one of that name, in an order that is
-// the same on all ranks; those without one in the order in which they were added. Compares an
-// operation only where ranks have something new to say of it. See coordinator.cc.
+// See CommunicatorOptions.
 struct CoordinatorOptions {
   std::size_t capacity = 1024;                  // of the cache of names
   Duration timeout = std::chrono::minutes(30);  // of an operation that some ranks do not add
-  std::size_t fusion_bytes = 0;                 // see CommunicatorOptions
+  std::size_t fusion_bytes = 0;
 };
+
+// Runs operations that have a name once all ranks have added one of that name, in an order that is
+// the same on all ranks; those without one in the order in which they were added. Compares an
+// operation only where ranks have something new to say of it. See coordinator.cc.
 std::unique_ptr<Coordinator> make_coordinator(Comparison& comparison,
                                               CoordinatorOptions const& options);
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 
 namespace sparsecomm {
 
@@ -10,32 +11,33 @@ void Fusion::clear() {
   groups_.clear();
 }
 
+// What does not fit into the latest group of its kind begins another one.
 void Fusion::add(Fusible* fusible) {
   std::size_t const place = members_.size();
-  members_.push_back({fusible, alone});
+  members_.push_back({.fusible = fusible});
   if (fusible == nullptr || fusible->terms().bytes > most_bytes_) return;
   Fusible::Terms const& terms = fusible->terms();
-  auto group = std::ranges::find_if(groups_, [&](Group const& each) {
-    return each.terms.goes_with(terms) && terms.bytes <= most_bytes_ - each.terms.bytes &&
-           terms.extent < std::numeric_limits<std::uint32_t>::max() - each.terms.extent;
+  auto const latest = std::ranges::find_if(groups_.rbegin(), groups_.rend(), [&](Group const& one) {
+    return one.terms.goes_with(terms);
   });
-  if (group == groups_.end()) {
-    group = groups_.insert(group, {.terms = terms, .leader = place, .members = 1});
-  } else {
-    group->terms.extent += terms.extent;
-    group->terms.bytes += terms.bytes;
-    ++group->members;
+  bool const fits = latest != groups_.rend() && terms.bytes <= most_bytes_ - latest->terms.bytes &&
+                    terms.extent < std::numeric_limits<std::uint32_t>::max() - latest->terms.extent;
+  if (!fits) {
+    members_[place].leads = true;
+    groups_.push_back({.terms = terms, .last = place});
+    return;
   }
-  members_[place].group = static_cast<std::size_t>(group - groups_.begin());
+  latest->terms.extent += terms.extent;
+  latest->terms.bytes += terms.bytes;
+  members_[std::exchange(latest->last, place)].next = place;
 }
 
 std::span<Fusible* const> Fusion::led_by(std::size_t place) {
   if (place >= members_.size()) return {};
-  std::size_t const group = members_[place].group;
-  if (group == alone || groups_[group].leader != place || groups_[group].members == 1) return {};
+  if (!members_[place].leads || members_[place].next == none) return {};
   together_.clear();
-  for (Member const& member : members_) {
-    if (member.group == group) together_.push_back(member.fusible);
+  for (; place != none; place = members_[place].next) {
+    together_.push_back(members_[place].fusible);
   }
   return together_;
 }

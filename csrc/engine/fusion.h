@@ -23,8 +23,8 @@ class Fusible {
     DType dtype = DType::f32;  // V of the FusibleAllreduce<V> that this is
     Reduction reduction = Reduction::sum;
     std::uint64_t extent = 0;
-    std::uint64_t entries = 0;  // that any rank contributes, at most
-    std::uint64_t bytes = 0;    // of them
+    std::uint64_t entries = 0;  // the most that any rank contributes
+    std::uint64_t bytes = 0;    // of so many entries
 
     bool goes_with(Terms const& other) const {
       return algorithm == other.algorithm && dtype == other.dtype && reduction == other.reduction;
@@ -36,7 +36,7 @@ class Fusible {
   ~Fusible() = default;
 };
 
-// Whose sums are made in V.
+// One whose sums are made in V.
 template <class V>
 class FusibleAllreduce : public Fusible {
  public:
@@ -64,16 +64,16 @@ class Fusion {
   std::span<Fusible* const> led_by(std::size_t place);
 
  private:
+  static constexpr std::size_t none = static_cast<std::size_t>(-1);
   struct Member {
     Fusible* fusible;
-    std::size_t group;
+    bool leads = false;
+    std::size_t next = none;  // the place of the next of its group
   };
   struct Group {
     Fusible::Terms terms;  // of the first; extent and bytes are of all
-    std::size_t leader;
-    std::size_t members;
+    std::size_t last;      // the place of its last member
   };
-  static constexpr std::size_t alone = static_cast<std::size_t>(-1);
 
   std::size_t most_bytes_;
   std::vector<Member> members_;  // [place]

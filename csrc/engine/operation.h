@@ -86,7 +86,8 @@ class Operation {
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
   // What may be exchanged with other operations; null: this is exchanged alone. Called after the
-  // agreement, whose payload this is, and before run(), if there are others; the same on all ranks.
+  // agreement, whose payload this is, and before run(), if there are others. Null on all ranks or
+  // on none, and then with the same terms.
   virtual Fusible* fusible(std::span<const std::byte> /*payload*/) { return nullptr; }
   virtual void run(Channel& channel, Agreement const& agreement) = 0;
   // The batch that the operation belongs to; null: none. If Agreement::ends_batch is set, since

@@ -34,10 +34,13 @@ void check_message(std::uint64_t bytes, std::uint64_t entries) {
                     "; send less at a time");
 }
 
+bool orders(Reduction reduction) {
+  return reduction == Reduction::min || reduction == Reduction::max;
+}
+
 // An engine may lose a NaN in min and max; whoever names its allreduce gets what torch gives.
 bool may_reduce_natively(Services const& services, Reduction reduction) {
-  bool const orders = reduction == Reduction::min || reduction == Reduction::max;
-  return services.native != nullptr && !orders;
+  return services.native != nullptr && !orders(reduction);
 }
 
 // Of a stream in which at most `entries` came together, sent as pairs or, beyond delta, dense.
@@ -106,7 +109,7 @@ void AllreduceOperation<T>::configure(CollectiveConfig config) {
   std::string text =
       describe<T>("allreduce", config) + describe_reduction(config) +
       concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name,
-             ";block_bytes=", options_.block_bytes);
+             ";block_bytes=", options_.block_bytes, ";fusion_bytes=", communicator_.fusion_bytes());
   if (config.in_rank_order) text += ";in_rank_order=1";
   CombineOrder const order = config.in_rank_order ? CombineOrder::rank : CombineOrder::arrival;
   if (order != options_.combine_order) {
@@ -173,6 +176,7 @@ Fusible::Terms AllreduceOperation<T>::terms_of(AlgorithmEntry const& entry,
 
 template <class T>
 Fusible* AllreduceOperation<T>::fusible(std::span<const std::byte> payload) {
+  if (communicator_.size() == 1) return nullptr;
   AlgorithmEntry const* entry = config_.algorithm;
   auto const counts = read_payload<EntryCounts>(payload);
   if (entry == nullptr) {
@@ -180,7 +184,8 @@ Fusible* AllreduceOperation<T>::fusible(std::span<const std::byte> payload) {
     if (figures == nullptr) return nullptr;
     entry = &choose(*figures, counts);
   }
-  if (!entry->fusible || communicator_.size() == 1) return nullptr;
+  // Of two zeros that differ in their sign, which one is the larger depends on the place.
+  if (!entry->fusible || (!entry->sparse && orders(config_.reduction))) return nullptr;
   terms_ = terms_of(*entry, counts);
   return this;
 }
@@ -213,24 +218,24 @@ void AllreduceOperation<T>::exchange_together(Channel& channel, std::span<Fusibl
   Fusible::Terms whole = terms_;
   whole.extent = whole.entries = 0;
   bool const sparse = whole.algorithm->sparse;
-  together_.clear();
+  gathered_.clear();
   for (Fusible* const each : all) {
     auto& member = static_cast<FusibleAllreduce<V>&>(*each);
     if (sparse) {
-      std::size_t const before = together_.indices.size();
-      together_.append(member.contribution());
-      for (std::uint32_t& index : std::span(together_.indices).subspan(before)) {
+      std::size_t const before = gathered_.indices.size();
+      gathered_.append(member.contribution());
+      for (std::uint32_t& index : std::span(gathered_.indices).subspan(before)) {
         index += static_cast<std::uint32_t>(whole.extent);
       }
     } else {
-      together_.values.resize(whole.extent + each->terms().extent);
-      member.write_contribution(std::span(together_.values).subspan(whole.extent));
+      gathered_.values.resize(whole.extent + each->terms().extent);
+      member.write_contribution(std::span(gathered_.values).subspan(whole.extent));
     }
     whole.extent += each->terms().extent;
     whole.entries += each->terms().entries;
   }
-  StreamView<V> const result = sparse ? reduce_sparse(channel, whole, together_.view())
-                                      : reduce_dense(channel, whole, together_.values);
+  StreamView<V> const result = sparse ? reduce_sparse(channel, whole, gathered_.view())
+                                      : reduce_dense(channel, whole, gathered_.values);
   std::uint64_t first = 0;
   for (Fusible* const each : all) {
     static_cast<FusibleAllreduce<V>&>(*each).take(result, first);

@@ -112,7 +112,7 @@ class AllreduceOperation final : public Operation, private FusibleAllreduce<accu
   std::vector<std::unique_ptr<DenseAllreduce<V>>> wide_dense_;
   Fusible::Terms terms_;
   bool is_taken_ = false;  // the result, from an exchange of several operations
-  Pairs<V> together_;      // contributions of all of these; values alone if they are dense
+  Pairs<V> gathered_;      // contributions of all of these; values alone if they are dense
   Pairs<V> pairs_;         // of a dense vector's entries, or the result
   std::vector<V> expanded_;
   std::vector<std::uint64_t> bitmap_;  // of a dense vector's blocks

@@ -23,7 +23,8 @@ GroupedCollective::GroupedCollective(std::vector<CollectiveRequest> requests,
   CollectiveRequest const& first = requests.front();
   text_ = concat("operation=grouped allreduce;tensors=", requests.size(),
                  ";reduction=", first.average ? "avg" : name(first.fold),
-                 ";algorithm=", first.algorithm != nullptr ? first.algorithm->name : "auto");
+                 ";algorithm=", first.algorithm != nullptr ? first.algorithm->name : "auto",
+                 ";fusion_bytes=", communicator.fusion_bytes());
   for (CollectiveRequest& request : requests) {
     request.require_servable(communicator.size());
     Member member{.collective = pool_->take(request.tensor.scalar_type(), communicator)};

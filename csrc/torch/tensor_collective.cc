@@ -50,7 +50,7 @@ at::ScalarType torch_type(DType dtype) {
   throw InvalidArgument(concat("torch has no dtype ", name(dtype)));
 }
 
-constexpr std::size_t most_idle = 256;  // scratch for what programs have in flight at a time
+constexpr std::size_t most_idle = 64;  // scratch for what programs have in flight at a time
 
 struct Op {
   Fold fold;

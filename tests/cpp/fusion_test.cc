@@ -59,11 +59,11 @@ TEST(FusionTest, PutsTogetherWhatIsOfOneKindAndFits) {
   EXPECT_EQ(groups_of(fusion, {terms(10), other, wide, most, terms(10), other}),
             (Groups{{0, 4}, {1, 5}, {}, {}, {}, {}}));
   EXPECT_EQ(groups_of(fusion, {terms(60), terms(50), terms(40), terms(1), terms(49), terms(1)}),
-            (Groups{{0, 2}, {1, 3, 4}, {}, {}, {}, {}}));
+            (Groups{{}, {1, 2, 3}, {}, {}, {4, 5}, {}}));
   EXPECT_EQ(groups_of(fusion, {terms(101), terms(0), terms(100)}), (Groups{{}, {1, 2}, {}}));
   EXPECT_EQ(groups_of(fusion, {terms(1), {}, terms(1)}), (Groups{{0, 2}, {}, {}}));
-  EXPECT_EQ(groups_of(fusion, {terms(1, 0xfffffff0), terms(1, 0xf), terms(1, 0xe)}),
-            (Groups{{0, 2}, {}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(1, 0xfffffff0), terms(1, 0xe)}), (Groups{{0, 1}, {}}));
+  EXPECT_EQ(groups_of(fusion, {terms(1, 0xfffffff0), terms(1, 0xf)}), (Groups{{}, {}}));
   Fusion none(0);
   EXPECT_EQ(groups_of(none, {terms(1), terms(1)}), (Groups{{}, {}}));
   none.clear();
@@ -299,6 +299,61 @@ TEST(FusionTest, ResultsAreThoseOfEachAlone) {
         }
       }
     }
+  }
+}
+
+// Halves are summed as floats, and so go with them.
+TEST(FusionTest, TypesThatAreSummedAlikeGoTogether) {
+  for (bool const dense : {false, true}) {
+    std::vector<std::vector<float>> alone;
+    std::uint64_t messages[2] = {};
+    for (std::size_t const limit : {std::size_t{0}, std::size_t{1} << 20}) {
+      expect_no_errors(run_ranks(
+          2,
+          [&](Communicator& communicator) {
+            CollectiveConfig const config{.algorithm = &find_algorithm("topk_a"), .average = true};
+            Case<float> one(communicator, 300, config);
+            Case<Half> two(communicator, 200, config);
+            Case<BFloat16> three(communicator, 100, config);
+            std::uint64_t before = 0;
+            for (int step = 0; step < 2; ++step) {
+              std::mt19937_64 random(static_cast<std::uint64_t>(communicator.rank()));
+              one.contribute(draw_values<float>(random, 300, 0.3, Reduction::sum), dense);
+              two.contribute(draw_values<Half>(random, 200, 0.3, Reduction::sum), dense);
+              three.contribute(draw_values<BFloat16>(random, 100, 0.3, Reduction::sum), dense);
+              before = Traffic::of(communicator.counters()).messages;
+              run_together(communicator, {{"one", one.operation()},
+                                          {"two", two.operation()},
+                                          {"three", three.operation()}});
+            }
+            if (communicator.rank() != 0) return;
+            messages[limit > 0] = Traffic::of(communicator.counters()).messages - before;
+            std::vector<std::vector<float>> const results{one.result(), two.result(),
+                                                          three.result()};
+            if (limit == 0) alone = results;
+            EXPECT_EQ(results, alone);
+          },
+          fusing(limit)));
+    }
+    EXPECT_EQ(messages[0], messages[1] + 2);
+  }
+}
+
+TEST(FusionTest, RanksThatHaveOtherLimitsSaySo) {
+  Surroundings around;
+  around.equip = [](CommunicatorOptions& options, std::uint64_t, int rank, int) {
+    options.fusion_bytes = rank == 0 ? 0 : 100;
+  };
+  auto const errors = run_ranks(
+      2,
+      [](Communicator& communicator) {
+        Case<float> one(communicator, 10, {.algorithm = &find_algorithm("topk_a")});
+        one.contribute(std::vector<float>(10), false);
+        communicator.run(one.operation());
+      },
+      patient_options(), std::nullopt, around);
+  for (auto const& error : errors) {
+    EXPECT_NE(message_of(error).find("fusion_bytes"), std::string::npos) << message_of(error);
   }
 }
 
