@@ -378,8 +378,8 @@ SparseView<typename AllreduceOperation<T>::V> AllreduceOperation<T>::compress() 
     pairs_.values[place] = static_cast<V>(data_[i]);
     k += !absent(data_[i]);
   }
-  require(k == entries, "allreduce: a vector of ", entries, " entries has ", k,
-          " by now; leave it alone until the operation has ended");
+  require(k == entries, "allreduce: a vector (", config_.vector, ") of ", entries, " entries has ",
+          k, " by now; leave it alone until the operation has ended");
   return pairs_.view().slice(0, entries);
 }
 

@@ -16,6 +16,7 @@
 #include "engine/planner.h"
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
+#include "simulated_ranks.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -354,6 +355,75 @@ TEST(FusionTest, RanksThatHaveOtherLimitsSaySo) {
       patient_options(), std::nullopt, around);
   for (auto const& error : errors) {
     EXPECT_NE(message_of(error).find("fusion_bytes"), std::string::npos) << message_of(error);
+  }
+}
+
+constexpr int fault_steps = 3, fault_tensors = 4;
+
+// Sums of a few dense tensors in each step, until one fails: what of them did not get its sum is as
+// it was. Returns the ranks that are blamed.
+std::vector<int> sum_until_failure(Communicator& communicator) {
+  float const rank = static_cast<float>(communicator.rank());
+  float const ranks = static_cast<float>(communicator.size());
+  std::vector<int> blamed;
+  for (int step = 0; step < fault_steps && blamed.empty(); ++step) {
+    std::vector<Case<float>> cases;
+    std::vector<Communicator::Handle> handles;
+    for (int i = 0; i < fault_tensors; ++i) {
+      cases.emplace_back(communicator, 20,
+                         CollectiveConfig{.algorithm = &find_algorithm("ssar_recursive_double")});
+      cases[i].contribute(std::vector<float>(20, rank + static_cast<float>(i)), true);
+      handles.push_back(communicator.submit(cases[i].operation(), {}, concat("tensor ", i)));
+    }
+    bool failed = false;
+    for (int i = 0; i < fault_tensors; ++i) {
+      auto const at = static_cast<float>(i);
+      float expected = ranks * at + ranks * (ranks - 1) / 2;
+      try {
+        handles[i].wait();
+      } catch (PeerError const& error) {
+        blamed = error.ranks();
+        failed = true;
+      } catch (Error const&) {
+        failed = true;
+      }
+      if (failed) expected = rank + at;
+      EXPECT_EQ(cases[i].result(), std::vector<float>(20, expected)) << "tensor " << i;
+    }
+    if (failed) break;
+  }
+  return blamed;
+}
+
+TEST(FusionTest, AFailureLeavesEachWithItsSumOrAsItWas) {
+  constexpr int culprit = 1;
+  for (int const ranks : {2, 3, 4}) {
+    std::uint64_t messages = 0;
+    {
+      SeededSimulation simulation(0);
+      expect_no_errors(simulate_ranks(simulation, ranks, [&](Communicator& communicator) {
+        EXPECT_TRUE(sum_until_failure(communicator).empty());
+        if (communicator.rank() == culprit) {
+          messages = Counters::total(communicator.counters().sent_messages);
+        }
+      }));
+    }
+    ASSERT_GE(messages, 10u);
+    for (auto const kind : {FaultKind::die, FaultKind::corrupt, FaultKind::delay}) {
+      for (std::uint64_t message = 0; message < messages; ++message) {
+        SCOPED_TRACE(concat("P=", ranks, ", fault ", int(kind), " at message ", message));
+        SeededSimulation simulation(message);
+        std::ignore = simulate_ranks(
+            simulation, ranks,
+            [&](Communicator& communicator) {
+              auto const blamed = sum_until_failure(communicator);
+              if (communicator.rank() == culprit || blamed.empty()) return;
+              EXPECT_EQ(blamed, std::vector{culprit});
+            },
+            {}, RankFault{culprit, {kind, message}});
+        if (HasFailure()) return;
+      }
+    }
   }
 }
 
