@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from command_line import make_parser
 from hosts import run_benchmark
+from turns import add_arguments, of_slowest_rank, ratio
 
 from sparsecomm import _C, Compression
 from sparsecomm.cli.bench import at_least_1, share, write_json
@@ -56,17 +57,13 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
+    add_arguments(parser, iters=40, warmup=5)
     add = parser.add_argument
-    add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
     add(
         "--algorithms", nargs="+", default=["oktopk", "topk_a", "dense_ring"], help="to exchange by"
     )
-    add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")
     add("--numel", type=at_least_1, default=14_728_266, help="entries of the gradient")
     add("--density", type=share, default=0.01, help="of the sparse algorithms")
-    add("--iters", type=at_least_1, default=40, help="turns measured")
-    add("--warmup", type=at_least_1, default=5, help="turns before them")
-    add("--json", type=Path, help="file that the figures also go to")
     options = parser.parse_args(arguments)
     settings = Settings(
         tuple(options.algorithms),
@@ -110,10 +107,8 @@ def measure_algorithm(settings: Settings, algorithm: str, communicator: _C.Commu
             elapsed = time.perf_counter() - start
             if turn >= settings.warmup:
                 times[kind].append(1e6 * elapsed)
-    slowest = torch.tensor([times[WITH], times[WITHOUT]], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    committed, plain = slowest.tolist()
-    with_us, without_us = Spread.of(committed), Spread.of(plain)
+    times = of_slowest_rank(times)
+    with_us, without_us = Spread.of(times[WITH]), Spread.of(times[WITHOUT])
     return Row(
         algorithm,
         dist.get_world_size(),
@@ -123,7 +118,7 @@ def measure_algorithm(settings: Settings, algorithm: str, communicator: _C.Commu
         settings.iters,
         with_us,
         without_us,
-        Spread.of([one / other for one, other in zip(committed, plain, strict=True)]),
+        ratio(times[WITH], times[WITHOUT]),
         with_us.median - without_us.median,
     )
 

@@ -26,6 +26,7 @@ from command_line import make_parser
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from turns import of_slowest_rank, ratio
 
 import sparsecomm
 from sparsecomm.cli.bench import at_least_1, share, write_json
@@ -176,10 +177,9 @@ def measure(settings: Settings) -> None:
             if iteration >= settings.warmup:
                 seconds[hook].append(elapsed)
         order = order[1:] + order[:1]
-    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    seconds = of_slowest_rank(seconds)
     if dist.get_rank() == 0:
-        rows = make_rows(settings, dict(zip(seconds, slowest.tolist(), strict=True)))
+        rows = make_rows(settings, seconds)
         print(table(rows), flush=True)
         if settings.file is not None:
             write_json(settings.file, [asdict(row) for row in rows])
@@ -195,9 +195,7 @@ def make_rows(settings: Settings, seconds: dict[str, list[float]]) -> list[Row]:
             iters=settings.iters,
             warmup=settings.warmup,
             seconds=Spread.of(own),
-            ratio_to_plain=Spread.of(
-                [one / plain for one, plain in zip(own, seconds[PLAIN], strict=True)]
-            ),
+            ratio_to_plain=ratio(own, seconds[PLAIN]),
             iterations=own,
         )
         for hook, own in seconds.items()

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from command_line import make_parser
 from hosts import run_benchmark
+from turns import add_arguments, of_slowest_rank, ratio
 
 import sparsecomm
 from sparsecomm.cli.bench import at_least_1, share, write_json
@@ -56,8 +57,8 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
+    add_arguments(parser, iters=40, warmup=5)
     add = parser.add_argument
-    add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
     add(
         "--limits",
         type=at_least_1,
@@ -65,7 +66,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         default=[1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20],
         help="in bytes",
     )
-    add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")
     add("--tensors", type=at_least_1, default=64, help="that are started at once")
     add(
         "--entries",
@@ -75,9 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="of each tensor",
     )
     add("--density", type=share, default=0.01, help="of the tensors")
-    add("--iters", type=at_least_1, default=40, help="turns measured")
-    add("--warmup", type=at_least_1, default=5, help="turns before them")
-    add("--json", type=Path, help="file that the figures also go to")
     options = parser.parse_args(arguments)
     settings = Settings(
         (ALONE, *options.limits),
@@ -140,9 +137,7 @@ def measure_size(
             elapsed = time.perf_counter() - start
             if turn >= settings.warmup:
                 times[limit].append(1e6 * elapsed)
-    slowest = torch.tensor([times[limit] for limit in settings.limits], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    alone = slowest[0].tolist()
+    times = of_slowest_rank(times)
     return [
         Row(
             dist.get_world_size(),
@@ -153,9 +148,9 @@ def measure_size(
             settings.iters,
             limit,
             Spread.of(own),
-            Spread.of([one / other for one, other in zip(own, alone, strict=True)]),
+            ratio(own, times[ALONE]),
         )
-        for limit, own in zip(settings.limits, slowest.tolist(), strict=True)
+        for limit, own in times.items()
     ]
 
 

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 from command_line import make_parser
 from hosts import run_benchmark
+from turns import add_arguments, of_slowest_rank, ratio
 
-from sparsecomm.cli.bench import at_least_1, write_json
+from sparsecomm.cli.bench import write_json
 from sparsecomm.cli.measure import Spread
 
 BACKENDS = ("gloo", "sparsecomm")
@@ -66,12 +67,7 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__)
-    add = parser.add_argument
-    add("--ranks", type=at_least_1, default=2, help="ranks to start; torchrun brings its own")
-    add("--link", help="put every rank on a host of its own, on a link of this rate, such as 1gbit")
-    add("--iters", type=at_least_1, default=20, help="rounds measured of each case")
-    add("--warmup", type=at_least_1, default=3, help="rounds before them")
-    add("--json", type=Path, help="file that the figures also go to")
+    add_arguments(parser, iters=20, warmup=3)
     options = parser.parse_args(arguments)
     own = sys.argv[1:] if arguments is None else arguments
     command = [sys.executable, str(Path(__file__).resolve()), *own]
@@ -105,10 +101,8 @@ def measure_case(
                 seconds[backend].append(time.perf_counter() - start)
         if iteration == 0:
             check(results)
-    slowest = torch.tensor(list(seconds.values()), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    gloo, ours = slowest.tolist()
-    ratio = [one / other for one, other in zip(ours, gloo, strict=True)]
+    seconds = of_slowest_rank(seconds)
+    gloo, ours = (seconds[backend] for backend in BACKENDS)
     return Row(
         name,
         dist.get_world_size(),
@@ -116,7 +110,7 @@ def measure_case(
         iters,
         gloo=Spread.of(gloo),
         sparsecomm=Spread.of(ours),
-        ratio=Spread.of(ratio),
+        ratio=ratio(ours, gloo),
     )
 
 
@@ -139,8 +133,8 @@ def table(rows: Sequence[Row]) -> str:
             f" {1e3 * one.min:7.2f} {1e3 * one.median:7.2f} {1e3 * one.max:7.2f}"
             for one in (row.gloo, row.sparsecomm)
         )
-        ratio = f" {row.ratio.min:7.2f} {row.ratio.median:7.2f} {row.ratio.max:7.2f}"
-        lines.append(f"  {row.case:13}{figures}{ratio}")
+        ratios = f" {row.ratio.min:7.2f} {row.ratio.median:7.2f} {row.ratio.max:7.2f}"
+        lines.append(f"  {row.case:13}{figures}{ratios}")
     return "\n".join(lines)
 
 

@@ -5,6 +5,8 @@ from typing import Any, ClassVar
 import torch
 from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
 
+FUSION_BYTES: int
+
 class ExchangeOptions:
     def __init__(
         self,

@@ -155,8 +155,8 @@ def allreduce(
         op: ``"sum"``, ``"product"``, ``"min"``, ``"max"``; ``"avg"`` for floating types.
         group: the ranks; the default group if ``None``.
         communicator: the ranks, instead of a group.
-        async_op: return at once. Until the work has ended the tensor is left alone, and no other
-            collective has its memory.
+        async_op: return at once. Until the work has ended the tensor must not be written to, nor
+            its memory be given to another collective.
         name: of the collective, at most 1,024 bytes that do not begin with ``#``; ``None``: it is
             known by its place in the order of calls. One of a name may be pending at a time.
         priority: of collectives that have a name and are ready together the one of the highest runs

@@ -22,7 +22,6 @@ from sparsecomm.transports import (
 )
 
 STORE = "store"  # where aggregators are announced
-FUSION_BYTES = 65_536  # as in the engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +72,7 @@ class CommunicatorOptions:
     aggregators: Sequence[str] = ()
     aggregator_transport: str = AUTO
     aggregator_token_file: str | None = None
-    fusion_bytes: int = FUSION_BYTES
+    fusion_bytes: int = _C.FUSION_BYTES
 
     def __post_init__(self) -> None:
         for name in ("timeout", "stall_limit"):

@@ -48,8 +48,8 @@ class Agreeing {
  private:
   std::vector<std::shared_ptr<Operation>> groups_;
   Comparison comparison_;
-  std::unique_ptr<Coordinator> coordinator_ =
-      make_coordinator(comparison_, {.timeout = std::chrono::hours(24)});
+  std::unique_ptr<Coordinator> coordinator_ = make_coordinator(
+      comparison_, {.capacity = 1024, .timeout = std::chrono::hours(24), .fusion_bytes = 0});
 };
 
 }  // namespace sparsecomm

@@ -63,9 +63,9 @@ class Coordinator {
 
 // See CommunicatorOptions.
 struct CoordinatorOptions {
-  std::size_t capacity = 1024;                  // of the cache of names
-  Duration timeout = std::chrono::minutes(30);  // of an operation that some ranks do not add
-  std::size_t fusion_bytes = 0;
+  std::size_t capacity;  // of the cache of names
+  Duration timeout;      // of an operation that some ranks do not add
+  std::size_t fusion_bytes;
 };
 
 // Runs operations that have a name once all ranks have added one of that name, in an order that is

@@ -386,7 +386,9 @@ SparseView<typename AllreduceOperation<T>::V> AllreduceOperation<T>::compress() 
 // Writes the result into the dense vector.
 template <class T>
 void AllreduceOperation<T>::expand() {
-  auto const finish = [&](V x) { return static_cast<T>(config_.average ? x / divisor() : x); };
+  auto const finish = [average = config_.average, divisor = divisor()](V x) {
+    return static_cast<T>(average ? x / divisor : x);
+  };
   if (result_.is_dense) {
     std::ranges::transform(result_.dense, data_.begin(), finish);
     return;

@@ -228,6 +228,8 @@ void bind_engine(py::module_& module) {
            py::arg("warmup_steps") = 1, py::arg("warmup_densities") = std::vector<double>{},
            py::arg("block_bytes") = AlgorithmOptions{}.block_bytes, py::arg("block") = 0);
 
+  std::size_t const default_fusion_bytes = CommunicatorOptions{}.fusion_bytes;
+  module.attr("FUSION_BYTES") = default_fusion_bytes;
   py::class_<Communicator, std::shared_ptr<Communicator>>(module, "Communicator")
       .def(py::init([](TransportHolder& transport, PythonDuration timeout, std::int64_t threads,
                        std::optional<PythonDuration> stall_limit,
@@ -244,7 +246,7 @@ void bind_engine(py::module_& module) {
            py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1,
            py::arg("stall_limit") = py::none(), py::arg("log_stall") = py::none(),
            py::arg("aggregators") = AggregatorAddresses{},
-           py::arg("fusion_bytes") = CommunicatorOptions{}.fusion_bytes)
+           py::arg("fusion_bytes") = default_fusion_bytes)
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size)
       .def_property_readonly("transport", &Communicator::transport_name)

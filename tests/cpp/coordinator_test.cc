@@ -23,8 +23,9 @@ Pending pending(std::string name) {
 struct Rank {
   explicit Rank(Transport& its_transport)
       : transport(its_transport),
-        coordinator(make_coordinator(comparison,
-                                     {.capacity = 100, .timeout = patient_options().timeout})) {}
+        coordinator(make_coordinator(
+            comparison,
+            {.capacity = 100, .timeout = patient_options().timeout, .fusion_bytes = 0})) {}
 
   void round(Scheduled& next) {
     Channel channel(transport, ++rounds, Deadline(steady_clock(), patient_options().timeout));

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstring>
 #include <future>
+#include <limits>
 #include <map>
 #include <memory>
 #include <numeric>
@@ -355,6 +357,58 @@ TEST(FusionTest, RanksThatHaveOtherLimitsSaySo) {
       patient_options(), std::nullopt, around);
   for (auto const& error : errors) {
     EXPECT_NE(message_of(error).find("fusion_bytes"), std::string::npos) << message_of(error);
+  }
+}
+
+// Which of two zeros is the larger depends on who meets whom, and so on the place of an entry.
+TEST(FusionTest, TheSignOfTheLargestZeroDoesNotDependOnIt) {
+  constexpr std::uint32_t extent = 9;
+  for (bool const dense : {false, true}) {
+    for (auto const algorithm : {"topk_a", "ssar_recursive_double", "dense_rabenseifner"}) {
+      std::vector<std::vector<bool>> signs;
+      for (std::size_t const limit : {std::size_t{0}, std::size_t{1} << 20}) {
+        expect_no_errors(run_ranks(
+            4,
+            [&](Communicator& communicator) {
+              std::vector<Case<float>> cases;
+              std::vector<std::pair<std::string, std::shared_ptr<Operation>>> named;
+              for (int i = 0; i < 4; ++i) {
+                cases.emplace_back(communicator, extent,
+                                   CollectiveConfig{.algorithm = find_reducing(algorithm),
+                                                    .reduction = Reduction::max});
+                named.emplace_back(concat("tensor ", i), cases.back().operation());
+              }
+              for (int step = 0; step < 2; ++step) {
+                float const zero = communicator.rank() % 2 == 0 ? 0.0f : -0.0f;
+                for (auto& each : cases) each.contribute(std::vector<float>(extent, zero), dense);
+                run_together(communicator, named);
+              }
+              if (communicator.rank() != 0) return;
+              std::vector<bool> found;
+              for (auto const& each : cases) {
+                for (float const x : each.result()) found.push_back(std::signbit(x));
+              }
+              signs.push_back(found);
+            },
+            fusing(limit)));
+      }
+      EXPECT_EQ(signs[0], signs[1]) << algorithm;
+    }
+  }
+}
+
+// Each rank may send what all have contributed.
+TEST(FusionTest, ItsLimitLeavesRoomForAllRanks) {
+  constexpr std::uint64_t most = std::numeric_limits<std::uint32_t>::max();
+  for (int const ranks : {1, 4}) {
+    expect_no_errors(run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          std::uint64_t const limit = communicator.fusion_bytes();
+          EXPECT_LE(limit * static_cast<std::uint64_t>(2 * ranks), most);
+          EXPECT_GT(limit * static_cast<std::uint64_t>(3 * ranks), most);
+        },
+        fusing(most)));
   }
 }
 

@@ -456,6 +456,9 @@ def fusing(size: int) -> tuple[int, int]:
             )
             messages.append(ranks.counters()["messages"] - before)
             assert all((tensor.values() != 0).all() for tensor in group)
+            opposite = coo(torch.tensor([True, True]), torch.tensor([1.0, (-1.0) ** rank]), 1)
+            held_once = sparsecomm.allreduce(opposite, "topk_a", communicator=ranks)
+            assert held_once.indices().tolist() == [[0]], "the other sum cancels"
             results.append([tensor.to_dense() for tensor in group])
     for others in results:
         for one, other in zip(results[0], others, strict=True):

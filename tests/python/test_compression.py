@@ -613,6 +613,9 @@ def test_arguments_out_of_range(
         ),
         (lambda: GaussianKState(select="bucket"), ValueError, "finds its own thresholds"),
         (lambda: CommunicatorOptions(threads=0), ValueError, "threads=0"),
+        (lambda: CommunicatorOptions(fusion_bytes=-1), ValueError, "fusion_bytes=-1"),
+        (lambda: CommunicatorOptions(fusion_bytes=2**32), ValueError, "fusion_bytes=4294967296"),
+        (lambda: CommunicatorOptions(fusion_bytes=1.5), ValueError, "fusion_bytes=1.5"),
         (
             lambda: OkTopkState(communicator_options=timedelta(seconds=5)),
             TypeError,
