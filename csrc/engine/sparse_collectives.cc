@@ -143,7 +143,6 @@ Proposal AllreduceOperation<T>::prepare() {
     entries -=
         static_cast<std::uint64_t>(std::ranges::count_if(data_, is_neutral<T>(config_.reduction)));
   }
-  is_taken_ = false;
   bool const planned = is_dense_ && config_.algorithm == nullptr && !data_.empty();
   bool const by_blocks = planned && config_.reduction == Reduction::sum &&
                          communicator_.services().aggregators_left() > 0;

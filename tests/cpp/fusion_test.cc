@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <barrier>
 #include <cmath>
 #include <cstring>
 #include <future>
@@ -479,6 +480,41 @@ TEST(FusionTest, AFailureLeavesEachWithItsSumOrAsItWas) {
       }
     }
   }
+}
+
+// The exchange is over by then.
+TEST(FusionTest, WhatDoesNotRunAnyMoreIsAsItWas) {
+  std::barrier first_has_ended(2);
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    std::vector<Case<float>> cases;
+    std::vector<std::pair<std::string, std::shared_ptr<Operation>>> named;
+    for (int i = 0; i < 2; ++i) {
+      cases.emplace_back(communicator, 20,
+                         CollectiveConfig{.algorithm = &find_algorithm("topk_a")});
+      cases[i].contribute(std::vector<float>(20, 1), true);
+      named.emplace_back(concat("tensor ", i), cases[i].operation());
+    }
+    run_together(communicator, named);
+    for (auto& each : cases) each.contribute(std::vector<float>(20, 3), true);
+    auto const gate = std::make_shared<Gate>();
+    communicator.submit(gate, {}, "gate");
+    gate->reached.get_future().wait();
+    std::promise<void> first_ends;
+    auto const stay = [&](std::exception_ptr const&) {
+      first_ends.set_value();
+      while (!communicator.closed()) std::this_thread::yield();
+    };
+    auto const first = communicator.submit(named[0].second, stay, named[0].first);
+    auto const second = communicator.submit(named[1].second, {}, named[1].first);
+    gate->open.set_value();
+    first_ends.get_future().wait();
+    first_has_ended.arrive_and_wait();
+    communicator.close();
+    first.wait();
+    EXPECT_THROW(second.wait(), Aborted);
+    EXPECT_EQ(cases[0].result(), std::vector<float>(20, 6));
+    EXPECT_EQ(cases[1].result(), std::vector<float>(20, 3));
+  }));
 }
 
 // Messages of a step in which so many tensors are ready together, by the algorithm of that name.
