@@ -55,7 +55,8 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
       comparison_(transport_->size(), watch_.get()),
       coordinator_(make_coordinator(comparison_, {.capacity = options_.cached_names,
                                                   .timeout = options_.timeout,
-                                                  .fusion_bytes = fusion_bytes()})) {
+                                                  .fusion_bytes = fusion_bytes(),
+                                                  .runtime = options_.runtime})) {
   if (watch_) threads_->watch = watch_->thread();
   try {
     if (size() > 1) transport_->board().on_failure([this] { alarm(); });
@@ -368,7 +369,7 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
     bool const stands = conclude_failure(std::current_exception(), committed, interrupt);
     if (committed && !stands) discard(next);
     // Without an operation that has failed here the next one throws it.
-    if (!next.pending.operation) return Turn::nothing;
+    if (!next.pending.operation || next.pending.stands_in) return Turn::nothing;
     throw_failure();
   }
 }

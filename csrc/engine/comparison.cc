@@ -31,13 +31,6 @@ bool is_last_of_batch(Prepared const& prepared) {
   return batch != nullptr && batch->left() == 1;
 }
 
-// Proposes nothing.
-class Nothing final : public Operation {
- public:
-  Proposal prepare() override { return {.text = ""}; }
-  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
-};
-
 }  // namespace
 
 Prepared prepare(Operation* operation) {

@@ -14,16 +14,18 @@
 //    round ran but one, which had a payload. What is pending on all ranks runs, in the order of
 //    priorities and numbers. If a rank says so, what is to run before all else is compared and run
 //    at once.
-// 4. If a rank has names without numbers, or something is late: allgather of the names that are
+// 4. If a rank has joined: allgather of what is pending, with descriptions, of which ranks that
+//    have joined make stand-ins where all others have it (join.h); then step 3 once more.
+// 5. If a rank has names without numbers, or something is late: allgather of the names that are
 //    pending and do not run. New ones get their numbers in the order of the ranks. What is late on
 //    one rank and not pending on another ends the communicator.
-// 5. What ranks do not know, or must differ, is compared without regard to names: the operations
+// 6. What ranks do not know, or must differ, is compared without regard to names: the operations
 //    without one, if all ranks have any and none of them runs; and whatever each rank has first, if
 //    they have broken off different numbers of steps, or if nothing can run and no rank will submit
 //    more. That makes them known, or tells all ranks what differs.
-// 6. Allgather the payloads of those that run as last agreed and have any, unless step 3 has.
-// 7. Decide which of them are exchanged together (fusion.h): of those that run as last agreed.
-// 8. One after another, run them; what is changed is compared when its turn comes (comparison.h),
+// 7. Allgather the payloads of those that run as last agreed and have any, unless step 3 has.
+// 8. Decide which of them are exchanged together (fusion.h): of those that run as last agreed.
+// 9. One after another, run them; what is changed is compared when its turn comes (comparison.h),
 //    which tells all ranks what is wrong, or makes it agreed.
 #include "engine/coordinator.h"
 
@@ -35,6 +37,9 @@
 #include <utility>
 #include <vector>
 
+#include "engine/candidates.h"
+#include "engine/join.h"
+#include "engine/listen.h"
 #include "engine/names_of_ranks.h"
 #include "engine/payload_allgather.h"
 #include "engine/pending_batches.h"
@@ -52,45 +57,14 @@ using Entry = PendingList::Entry;
 // Bytes of all ranks' standings, above which payloads do not go with them.
 constexpr std::size_t most_with_payloads = std::size_t{1} << 14;
 
-// In place of the key of what has no name.
-constexpr std::string_view no_key(&PendingList::key_mark, 1);
-
-ResponseCache::Proposed proposed(Prepared const& prepared) {
-  Proposal const& proposal = prepared.proposal;
-  return {.key = proposal.key,
-          .version = proposal.version,
-          .changing = proposal.version ? 0 : proposal.changing,
-          .payload_bytes = proposal.payload.size(),
-          .payload_is_known = proposal.payload_is_known,
-          .ends_alone = prepared.ends_alone(),
-          .priority = prepared.priority};
-}
-
-// Takes part in a round.
-struct Candidate {
-  PendingList::Iterator entry;
-  std::optional<Id> id = {};
-  bool selected = false;
-};
-
-// Runs.
-struct Selected {
-  PendingList::Iterator entry;
-  std::optional<Id> id;  // none: it differs from the others'
-  bool compare = false;
-  Agreement agreement = {};
-
-  Prepared const& prepared() const { return *entry->prepared; }
-  bool needs_payloads() const { return !compare && prepared().has_unknown_payload(); }
-};
-
 class ByName final : public Coordinator {
  public:
   ByName(Comparison& comparison, CoordinatorOptions const& options)
       : comparison_(comparison),
         cache_(options.capacity),
         timeout_(std::min(options.timeout, longest_duration)),
-        fusion_(options.fusion_bytes) {}
+        fusion_(options.fusion_bytes),
+        joined_(options.runtime) {}
 
   bool add(Pending pending) override { return pending_.add(std::move(pending)); }
   bool empty() const override { return pending_.empty(); }
@@ -99,7 +73,7 @@ class ByName final : public Coordinator {
   Turn round(Channel& channel, Scheduled& next, bool callers, Operation* first) override {
     if (next_ == selected_.size()) {
       select_none();
-      if (listens()) listen(channel);
+      if (listens()) listen(channel, pending_, comparison_, entries_);
       try {
         hold_round(channel, first);
       } catch (...) {
@@ -128,38 +102,6 @@ class ByName final : public Coordinator {
     next_ = 0;
   }
 
-  void show(Entry const& entry, std::size_t others) const {
-    comparison_.show(entry.prepared->proposal, entry.pending.name, others);
-  }
-
-  // Step 1, after a round that has left something.
-  void listen(Channel& channel) {
-    TimePoint const began = channel.deadline().now();
-    for (;;) {
-      pending_.find_candidates(entries_);
-      Entry const* waits = nullptr;
-      bool has_new = false, comes = false;
-      TimePoint late_from = TimePoint::max();
-      for (auto const& entry : entries_) {
-        (entry->is_ready() ? has_new : comes) |= entry->is_new;
-        if (entry->is_new || entry->is_cancelled()) continue;
-        if (waits == nullptr) waits = &*entry;
-        late_from = std::min(late_from, entry->late_from);
-      }
-      TimePoint const now = channel.deadline().now();
-      if (has_new || late_from <= now) break;
-      if (waits != nullptr) show(*waits, entries_.size() - 1);
-      Duration left = waits != nullptr ? late_from - now : longest_duration;
-      if (comes) left = std::min<Duration>(left, std::chrono::milliseconds(1));
-      auto const waiting = channel.waiting_for(waits != nullptr ? everybody : anybody);
-      if (channel.idle(channel.deadline().restarted(left)) == Woken::rung) break;
-    }
-    for (int distance = 1; distance < channel.size(); distance *= 2) {
-      channel.ring((channel.rank() + distance) % channel.size());
-    }
-    channel.postpone(channel.deadline().now() - began);
-  }
-
   // What cannot be prepared yet stays out, so that it holds up nothing else; the oldest is waited
   // for if there is nothing else.
   void find_ready() {
@@ -182,23 +124,30 @@ class ByName final : public Coordinator {
         entries_.empty() ? nullptr : entries_.front()->pending.operation->observer();
     ObservedStage const whole(observer, Stage::whole);
     for (Candidate& candidate : candidates_) prepare_one(candidate);
-    if (!entries_.empty()) show(*entries_.front(), entries_.size() - 1);
+    if (!entries_.empty()) entries_.front()->show(comparison_, entries_.size() - 1);
     ObservedStage const agreeing(observer, Stage::agree);
     TimePoint const began = channel.deadline().now();
     bool const requests = comparison_.take_request();
-    state_standings(began);
-    standings_.set(AnyFlag::requests, requests);
-    standings_.set(AnyFlag::has_first, first != nullptr);
-    allreduce_standings(channel);
+    auto const find_standings = [&] {
+      state_standings(began);
+      standings_.set(AnyFlag::requests, requests);
+      standings_.set(AnyFlag::has_first, first != nullptr);
+      allreduce_standings(channel);
+    };
+    find_standings();
+    if (standings_.holds(AnyFlag::joins)) {
+      stand_in(channel);
+      find_standings();
+    } else {
+      joined_.clear();
+    }
     bool const has_first = standings_.holds(AnyFlag::has_first);
     failed_first_ = has_first ? comparison_.run_first(channel, first) : nullptr;
     bool const left = select_all(channel);
     end_batches(left);
     exchange_payloads(channel);
     fuse();
-    for (Candidate const& candidate : candidates_) {
-      if (!candidate.selected) candidate.entry->put_back();
-    }
+    put_back(channel.deadline().now());
     pending_.set_listens(left);
     requested_ = standings_.holds(AnyFlag::requests);
     if (!selected_.empty()) {
@@ -265,20 +214,53 @@ class ByName final : public Coordinator {
     if (!entry.known_as().empty()) candidate.id = cache_.find(entry.known_as());
   }
 
+  // Step 4.
+  void stand_in(Channel& channel) {
+    Join* join = nullptr;
+    names_.begin(cache_.capacity());
+    for (auto const& [entry, id, selected] : candidates_) {
+      Prepared const& prepared = *entry->prepared;
+      bool const goes = prepared.intent == Intent::go;
+      if (entry->is_join() && !goes) continue;
+      if (entry->is_join()) join = prepared.operation->as_join();
+      names_.add({.name = entry->listed_as(),
+                  .priority = prepared.priority,
+                  .description = goes ? prepared.operation->description(prepared.proposal) : ""});
+    }
+    NamesOfRanks const all = names_.run(channel, cache_.capacity());
+    joined_.update(all);
+    if (join == nullptr) return;
+    for (Pending& pending : joined_.stand_ins(all, channel.rank(), channel.size(), *join)) {
+      candidates_.push_back({.entry = pending_.add_stand_in(std::move(pending))});
+      prepare_one(candidates_.back());
+    }
+  }
+
+  // Puts back all that does not run. A Join is late only if there has been no round for so long.
+  void put_back(TimePoint now) {
+    for (Candidate const& candidate : candidates_) {
+      if (candidate.selected) continue;
+      Entry& entry = *candidate.entry;
+      if (entry.pending.stands_in) {
+        pending_.take(candidate.entry);
+        continue;
+      }
+      if (entry.is_join()) entry.late_from = now + timeout_;
+      entry.put_back();
+    }
+  }
+
   bool is_agreed(Prepared const& prepared, Id id) const {
     return prepared.intent == Intent::go && prepared.proposal.finite &&
            cache_.agreed(id) == proposed(prepared);
-  }
-
-  static bool is_late(Entry const& entry, TimePoint now) {
-    return entry.prepared->intent != Intent::cancelled && entry.late_from <= now;
   }
 
   // Of this rank, for step 3.
   void state_standings(TimePoint now) {
     standings_.reset(cache_.size());
     batches_.clear();
-    bool has_unnamed = false, has_new = false, late = false, closed = !leaves_out_;
+    bool has_unnamed = false, has_new = false, late = false, joins = false;
+    bool closed = !leaves_out_;
     for (auto const& [entry, id, selected] : candidates_) {
       Operation const& operation = *entry->pending.operation;
       batches_.add(operation.batch(), entry->known_as());
@@ -289,7 +271,8 @@ class ByName final : public Coordinator {
       }
       has_unnamed = has_unnamed || !entry->is_named();
       has_new = has_new || (!id && entry->is_named());
-      late = late || is_late(*entry, now);
+      late = late || entry->is_late(now);
+      joins = joins || (entry->is_join() && entry->prepared->intent == Intent::go);
     }
     standings_.set(AllFlag::has_some, !candidates_.empty());
     standings_.set(AllFlag::has_unnamed, has_unnamed);
@@ -298,6 +281,7 @@ class ByName final : public Coordinator {
     standings_.set(AnyFlag::has_unnamed, has_unnamed);
     standings_.set(AnyFlag::has_new, has_new);
     standings_.set(AnyFlag::late, late);
+    standings_.set(AnyFlag::joins, joins);
     standings_.set_batches(batches_.digest());
     standings_.set_steps(comparison_.steps_broken_off());
   }
@@ -325,14 +309,14 @@ class ByName final : public Coordinator {
     selected_.push_back({.entry = candidate.entry, .id = candidate.id, .compare = compare});
   }
 
-  // Step 4. Returns whether a name that has a number from now on is not pending everywhere.
+  // Step 5. Returns whether a name that has a number from now on is not pending everywhere.
   bool exchange_names(Channel& channel) {
     bool const late = standings_.holds(AnyFlag::late);
     TimePoint const now = channel.deadline().now();
     names_.begin(cache_.capacity());
     for (auto const& [entry, id, selected] : candidates_) {
       if (late ? selected : (id || !entry->is_named())) continue;
-      names_.add(entry->is_named() ? entry->pending.name : no_key, is_late(*entry, now));
+      names_.add({.name = entry->listed_as(), .late = entry->is_late(now)});
     }
     NamesOfRanks const all = names_.run(channel, cache_.capacity());
     bool left = false;
@@ -351,7 +335,7 @@ class ByName final : public Coordinator {
       candidate.id = cache_.find(candidate.entry->pending.name);
       select(candidate, true);
     }
-    if (late) all.require_none_late(channel.size());
+    if (late) all.require_none_late(channel.size(), joined_.ranks());
     return left;
   }
 
@@ -364,7 +348,7 @@ class ByName final : public Coordinator {
     return id;
   }
 
-  // Step 5: what the others may not have.
+  // Step 6: what the others may not have.
   void select_unlike(Candidate& candidate) {
     candidate.id.reset();
     select(candidate, true);
@@ -387,7 +371,7 @@ class ByName final : public Coordinator {
     }
   }
 
-  // Step 6. Operations whose payloads do not go together are compared, which says why.
+  // Step 7. Operations whose payloads do not go together are compared, which says why.
   void exchange_payloads(Channel& channel) {
     payloads_.clear();
     for (Selected const& selected : selected_) {
@@ -413,7 +397,7 @@ class ByName final : public Coordinator {
     }
   }
 
-  // Step 7.
+  // Step 8.
   void fuse() {
     fusion_.clear();
     if (selected_.size() < 2) return;
@@ -423,7 +407,7 @@ class ByName final : public Coordinator {
     }
   }
 
-  // Step 8.
+  // Step 9.
   void hand_over(Channel& channel, Scheduled& next) {
     Selected const& selected = selected_[next_];
     Entry const& entry = *selected.entry;
@@ -434,9 +418,10 @@ class ByName final : public Coordinator {
     } else if (selected.compare) {
       compare(channel, selected, next);
     } else {
-      show(entry, 0);
+      entry.show(comparison_, 0);
       next.agreement.fused = fusion_.led_by(next_);
     }
+    if (Join* const join = entry.pending.operation->as_join()) join->set_last(joined_.last());
     if (selected.id) cache_.use(*selected.id);
     if (std::exchange(requested_, false)) comparison_.add_requested();
     next.pending = take();
@@ -480,6 +465,7 @@ class ByName final : public Coordinator {
   std::vector<PayloadAllgather::Part> payloads_;
   PayloadAllgather gather_;
   Fusion fusion_;
+  JoinedRanks joined_;
   bool expects_payload_ = false;  // the same on all ranks
   Riders riders_;
 };

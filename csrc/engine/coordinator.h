@@ -7,6 +7,7 @@
 #include <memory>
 
 #include "base/clock.h"
+#include "base/runtime.h"
 #include "collectives/algorithm.h"
 #include "collectives/channel.h"
 #include "engine/comparison.h"
@@ -66,6 +67,7 @@ struct CoordinatorOptions {
   std::size_t capacity;  // of the cache of names
   Duration timeout;      // of an operation that some ranks do not add
   std::size_t fusion_bytes;
+  Runtime runtime = {};  // of the tickets of stand-ins
 };
 
 // Runs operations that have a name once all ranks have added one of that name, in an order that is

@@ -20,6 +20,16 @@ class NamesOfRanks {
   struct Holders {
     std::vector<int> ranks;
     bool late = false;  // on one of them
+    // Of the first of them that has told a description.
+    std::string_view description = {};
+    int priority = 0;
+  };
+  // A name of the list.
+  struct Line {
+    std::string_view name;
+    bool late = false;
+    int priority = 0;
+    std::string_view description = {};  // see Operation; empty: it is not to be known
   };
 
   // Begins a list.
@@ -27,10 +37,14 @@ class NamesOfRanks {
     list.clear();
     append(list, std::as_bytes(std::span(&capacity, 1)));
   }
-  static void append(std::vector<std::byte>& list, std::string_view name, bool late) {
-    Head const head{.length = static_cast<std::uint32_t>(name.size()), .late = late};
+  static void append(std::vector<std::byte>& list, Line const& line) {
+    Head const head{.length = static_cast<std::uint32_t>(line.name.size()),
+                    .description = static_cast<std::uint32_t>(line.description.size()),
+                    .priority = line.priority,
+                    .late = line.late};
     append(list, std::as_bytes(std::span(&head, 1)));
-    append(list, std::as_bytes(std::span(name)));
+    append(list, std::as_bytes(std::span(line.name)));
+    append(list, std::as_bytes(std::span(line.description)));
   }
   // Reads a rank's list, which stays. Throws MalformedFrame where it is none, or began with another
   // capacity.
@@ -40,29 +54,38 @@ class NamesOfRanks {
                             capacity);
     while (!list.empty()) {
       auto const head = take<Head>(list);
-      require<MalformedFrame>(head.length > 0 && head.length <= list.size() && head.late <= 1,
-                              "a name of ", head.length, " bytes where ", list.size(),
-                              " are left, late is ", head.late);
-      std::string_view const name(reinterpret_cast<char const*>(list.data()), head.length);
-      list = list.subspan(head.length);
+      bool const fits = head.length <= list.size() && head.description <= list.size() - head.length;
+      require<MalformedFrame>(head.length > 0 && fits && head.late <= 1, "a name of ", head.length,
+                              " bytes and a description of ", head.description, " where ",
+                              list.size(), " are left, late is ", head.late);
+      auto const* const text = reinterpret_cast<char const*>(list.data());
+      std::string_view const name(text, head.length);
+      std::string_view const description(text + head.length, head.description);
+      list = list.subspan(head.length + head.description);
       auto const [place, is_first] = holders_.try_emplace(name);
       Holders& holders = place->second;
       require<MalformedFrame>(is_first || holders.ranks.back() != rank, "a name comes twice");
       if (is_first) names_.push_back(name);
       holders.ranks.push_back(rank);
       holders.late = holders.late || head.late != 0;
+      if (!holders.description.empty() || description.empty()) continue;
+      holders.description = description;
+      holders.priority = head.priority;
     }
   }
   // In the order in which they were read first.
   std::span<const std::string_view> names() const { return names_; }
   Holders const& holders(std::string_view name) const { return holders_.at(name); }
+  bool holds(std::string_view name) const { return holders_.contains(name); }
   // Throws NotSubmitted, the same on all of these ranks, if what is late on one is not in the list
-  // of another.
-  void require_none_late(int ranks) const;
+  // of another, which is none of these that have joined.
+  void require_none_late(int ranks, std::span<const int> joined) const;
 
  private:
   struct Head {
-    std::uint32_t length, late;
+    std::uint32_t length, description;
+    std::int32_t priority;
+    std::uint32_t late;
   };
 
   static void append(std::vector<std::byte>& list, std::span<const std::byte> bytes) {
@@ -86,13 +109,15 @@ class NamesAllgather {
  public:
   // This rank's list.
   void begin(std::uint64_t capacity) { NamesOfRanks::begin(list_, capacity); }
-  void add(std::string_view name, bool late) { NamesOfRanks::append(list_, name, late); }
+  void add(NamesOfRanks::Line const& line) { NamesOfRanks::append(list_, line); }
   // Throws Error if the lists are longer than may be. The result stays until the next one.
   NamesOfRanks run(Channel& channel, std::uint64_t capacity);
 
  private:
+  static constexpr std::uint64_t longest_list = std::uint64_t{1} << 27;
+
   std::vector<std::byte> list_;
-  BytesAllgather gather_{PendingList::longest_list};
+  BytesAllgather gather_{longest_list};
 };
 
 }  // namespace sparsecomm

@@ -65,6 +65,8 @@ class FixedBatch final : public Batch {
 };
 inline constexpr FixedBatch batch_of_one(1), open_batch(std::nullopt);
 
+class Join;  // engine/join.h
+
 class Operation {
  public:
   virtual ~Operation() = default;
@@ -85,6 +87,13 @@ class Operation {
   // Lists what ranks must agree on beside the text, in its form. Called only to explain a mismatch,
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
+  // What a rank that has joined makes a stand-in of, see Join: called after prepare(), with what
+  // that has returned.
+  virtual std::string description(Proposal const& proposal) const {
+    return std::string(proposal.text);
+  }
+  // Null unless it is one.
+  virtual Join* as_join() { return nullptr; }
   // What may be exchanged with other operations; null: this is exchanged alone. Called after the
   // agreement, whose payload this is, and before run(), if there are others. Null on all ranks or
   // on none, and then with the same terms.
@@ -102,6 +111,13 @@ class Operation {
   // Of stages that the communicator knows: Stage::whole and Stage::agree; others are the
   // operation's own. Null: nobody looks.
   virtual StageObserver* observer() { return nullptr; }
+};
+
+// Proposes nothing and moves nothing.
+class Nothing final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = ""}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
 };
 
 }  // namespace sparsecomm

@@ -17,6 +17,7 @@
 
 #include "base/clock.h"
 #include "engine/comparison.h"
+#include "engine/join.h"
 #include "engine/ticket.h"
 
 namespace sparsecomm {
@@ -26,10 +27,11 @@ class PendingList {
   // Names are not longer, in bytes, and do not begin with that character.
   static constexpr std::size_t longest_name = 1024;
   static constexpr char key_mark = '#';
-  static bool is_key(std::string_view name) { return name.starts_with(key_mark); }
-  // So many may be pending, and their names take so many bytes, with 8 for each.
+  static bool is_key(std::string_view name) {
+    return name.starts_with(key_mark) && name != Join::name;
+  }
+  // So many may be pending.
   static constexpr std::size_t most_pending = 65000;
-  static constexpr std::uint64_t longest_list = most_pending * (longest_name + 8) + 8;
 
   // Stays where it is until it is taken. All but `pending` is for the thread that has the turn.
   struct Entry {
@@ -39,13 +41,25 @@ class PendingList {
     bool is_new = true;  // it has taken part in no round
 
     bool is_named() const { return !pending.name.empty(); }
+    bool is_join() const { return pending.name == Join::name; }
     // All ranks know it by this: its name, or that of its proposal's key; empty: it is not known
     // yet, or has no proposal.
     std::string const& known_as() const { return is_named() ? pending.name : key_name_; }
+    // In lists of names, where one is as good as another of what has none.
+    std::string_view listed_as() const {
+      return is_named() ? std::string_view(pending.name) : std::string_view(&key_mark, 1);
+    }
+    bool is_late(TimePoint now) const {
+      return prepared->intent != Intent::cancelled && late_from <= now;
+    }
     void set_key(std::uint64_t key) {
       std::array<char, sizeof key> bytes{};
       std::memcpy(bytes.data(), &key, sizeof key);
       key_name_.assign(1, key_mark).append(bytes.data(), bytes.size());
+    }
+    // Once it is prepared: tells the watch of it, and that so many others wait with it.
+    void show(Comparison const& comparison, std::size_t others) const {
+      comparison.show(prepared->proposal, pending.name, others);
     }
     // Whether it can be prepared without waiting.
     bool is_ready() const { return prepared || is_cancelled() || pending.operation->is_ready(); }
@@ -71,7 +85,7 @@ class PendingList {
   // The following are for any thread.
 
   // Throws InvalidArgument where the name is none, or one of that name is pending that has not been
-  // cancelled. Returns whether this rank listens.
+  // cancelled, or a Join. That goes by a name of its own. Returns whether this rank listens.
   bool add(Pending pending);
   bool empty() const { return pending_ == 0; }
   bool listens() const { return listens_; }
@@ -80,8 +94,11 @@ class PendingList {
 
   void set_listens(bool listens) { listens_ = listens; }
   Iterator first();  // if there is one
-  // Those that may run: the first of each name, and of those without one.
+  // Those that may run: the first of each name, and of those without one; a Join once nothing else
+  // is pending that has not been cancelled.
   void find_candidates(std::vector<Iterator>& candidates);
+  // Amid a round, after which it is pending no more. There is none of that name.
+  Iterator add_stand_in(Pending pending);
   // Gives the one that has no ticket this one.
   Iterator add_ticket(std::shared_ptr<Ticket> ticket);
   Pending take(Iterator entry);
@@ -95,7 +112,10 @@ class PendingList {
   std::list<Entry> entries_;
   std::list<Entry> spare_;                                // memory for others
   std::unordered_map<std::string_view, Entry*> by_name_;  // the last one of each
+  Entry const* join_ = nullptr;                           // the last one
   std::unordered_set<std::string_view> cancelled_;
+
+  Iterator append(Pending pending);
 };
 
 }  // namespace sparsecomm

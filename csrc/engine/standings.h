@@ -40,8 +40,9 @@ enum class AnyFlag : std::uint8_t {
   requests,         // see Comparison::request()
   late,             // an operation has been pending for too long
   has_first,        // something is to run before all else
+  joins,            // a rank has joined, see Join
 };
-inline constexpr int flags = 9;
+inline constexpr int flags = 10;
 
 class Standings {
  public:

@@ -92,8 +92,9 @@ struct Pending {
   std::shared_ptr<Operation> operation;
   std::shared_ptr<Ticket> ticket = {};  // null: the caller runs it
   Completion completion = {};
-  std::string name = {};  // empty: known by its place among those without one
-  int priority = 0;       // of those with a name that are ready together the highest runs first
+  std::string name = {};   // empty: known by its place among those without one
+  int priority = 0;        // of those with a name that are ready together the highest runs first
+  bool stands_in = false;  // see Join: nobody waits for it
 };
 
 }  // namespace sparsecomm

@@ -803,8 +803,8 @@ TEST(CachedTest, AFailureThenEndsBoth) {
 TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
   std::vector<std::byte> list;
   NamesOfRanks::begin(list, 7);
-  NamesOfRanks::append(list, "a", false);
-  NamesOfRanks::append(list, "bc", true);
+  NamesOfRanks::append(list, {.name = "a", .priority = -3, .description = "first"});
+  NamesOfRanks::append(list, {.name = "bc", .late = true});
   NamesOfRanks good;
   good.read(0, list, 7);
   good.read(2, list, 7);
@@ -812,6 +812,8 @@ TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
   EXPECT_EQ(good.holders("bc").ranks, (std::vector{0, 2}));
   EXPECT_TRUE(good.holders("bc").late);
   EXPECT_FALSE(good.holders("a").late);
+  EXPECT_EQ(good.holders("a").description, "first");
+  EXPECT_EQ(good.holders("a").priority, -3);
   std::size_t refused = 0;
   for (std::size_t length = 0; length < list.size(); ++length) {
     try {
@@ -822,9 +824,9 @@ TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
   }
   EXPECT_EQ(refused, list.size() - 2) << "all but those that end with a name, or before the first";
   EXPECT_THROW(NamesOfRanks().read(0, list, 8), MalformedFrame);
-  NamesOfRanks::append(list, "a", false);
+  NamesOfRanks::append(list, {.name = "a"});
   EXPECT_THROW(NamesOfRanks().read(0, list, 7), MalformedFrame) << "twice";
-  for (std::size_t byte = 8; byte < 16; ++byte) {
+  for (std::size_t const byte : {8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23}) {
     std::vector<std::byte> changed = list;
     changed[byte] = std::byte{0xff};
     EXPECT_THROW(NamesOfRanks().read(0, changed, 7), MalformedFrame) << byte;

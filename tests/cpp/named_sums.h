@@ -8,7 +8,9 @@
 #include <string>
 #include <vector>
 
+#include "base/error.h"
 #include "collectives/figures.h"
+#include "engine/join.h"
 #include "engine/operation.h"
 #include "engine/payload.h"
 
@@ -75,6 +77,9 @@ class Sum final : public Operation {
     if (commits_) agreement.commit(channel);
   }
   Batch const* batch() const override { return commits_ ? &batch_of_one : nullptr; }
+  std::string description(Proposal const& /*proposal*/) const override {
+    return concat(by_payload_ ? 'p' : 'm', commits_ ? 'c' : 'o', text_);
+  }
 
   std::uint64_t sum = 0;
 
@@ -84,6 +89,24 @@ class Sum final : public Operation {
   bool by_payload_, commits_;
   Log* log_;
   CensusAllreduce<std::uint64_t> census_;
+};
+
+// Stands in for sums.
+class SumJoin final : public Join {
+ public:
+  explicit SumJoin(Log* log = nullptr) : log_(log) {}
+  Pending stand_in(std::string_view description) override {
+    require(description.size() > 2, "no sum is '", description, "'");
+    auto const by = description[0], commits = description[1];
+    require((by == 'p' || by == 'm') && (commits == 'c' || commits == 'o'), "no sum is '",
+            description, "'");
+    return {.operation =
+                std::make_shared<Sum>(std::string(description.substr(sizeof "operation=" + 1)), 0,
+                                      by == 'p', log_, commits == 'c')};
+  }
+
+ private:
+  Log* log_;
 };
 
 }  // namespace sparsecomm::test

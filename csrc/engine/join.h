@@ -1,0 +1,63 @@
+// A rank that has run out of data joins: until all ranks have, stand-ins that contribute nothing
+// take its place in what the others run (Horovod's join).
+#pragma once
+
+#include <algorithm>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "engine/operation.h"
+#include "engine/ticket.h"
+
+namespace sparsecomm {
+
+class NamesOfRanks;  // engine/names_of_ranks.h
+
+// Runs when all ranks have submitted one. It takes part once nothing else is pending on its rank,
+// on which nothing else may be submitted before it has ended.
+class Join : public Operation {
+ public:
+  static constexpr std::string_view name = "#join";
+
+  // Makes an operation that goes with one of other ranks, from its description, and contributes
+  // nothing; without a name. Called by the thread that runs operations. Throws InvalidArgument
+  // where there is none: then the operation fails on all ranks.
+  virtual Pending stand_in(std::string_view description) = 0;
+
+  Proposal prepare() final { return {.text = "operation=join"}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) final {}
+  Join* as_join() final { return this; }
+
+  void set_last(int rank) { last_ = rank; }
+  // The same on all ranks, when it has ended: the one that joined last; of several the highest.
+  int last() const { return last_; }
+
+ private:
+  int last_ = 0;
+};
+
+// The ranks that have joined, as of the round; the same on all ranks.
+class JoinedRanks {
+ public:
+  // `runtime`: of the tickets of stand-ins.
+  explicit JoinedRanks(Runtime runtime) : runtime_(runtime) {}
+
+  void clear() { ranks_.clear(); }
+  // To what these lists say of all ranks.
+  void update(NamesOfRanks const& all);
+  std::span<const int> ranks() const { return ranks_; }
+  bool contain(int rank) const { return std::ranges::find(ranks_, rank) != ranks_.end(); }
+  int last() const { return last_; }
+
+  // Makes what a rank that has joined lacks of what all others have pending. Those of which there
+  // is no stand-in fail when they are prepared.
+  std::vector<Pending> stand_ins(NamesOfRanks const& all, int rank, int size, Join& join) const;
+
+ private:
+  Runtime runtime_;
+  std::vector<int> ranks_;  // ascending
+  int last_ = 0;
+};
+
+}  // namespace sparsecomm

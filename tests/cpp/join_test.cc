@@ -1,0 +1,325 @@
+// Ranks that have run out of data join while others go on.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <barrier>
+#include <future>
+#include <set>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/communicator.h"
+#include "named_sums.h"
+#include "ranks.h"
+
+namespace sparsecomm::test {
+namespace {
+
+// The sum of `number` on all ranks that have not joined.
+std::uint64_t sum_of(Communicator& communicator, std::string const& name, std::uint64_t number,
+                     bool by_payload, int priority = 0) {
+  auto const sum =
+      std::make_shared<Sum>(name.empty() ? "sum" : name, number, by_payload, nullptr, !by_payload);
+  communicator.run(sum, nullptr, name, priority);
+  return sum->sum;
+}
+
+int join(Communicator& communicator) {
+  auto const joined = std::make_shared<SumJoin>();
+  communicator.run(joined);
+  return joined->last();
+}
+
+template <class Error, class Body>
+std::string expect_throws(Body const& body) {
+  try {
+    body();
+  } catch (Error const& error) {
+    return error.what();
+  }
+  ADD_FAILURE() << "nothing was thrown";
+  return {};
+}
+
+// Of a rank, the number of steps before it joins.
+int steps_of(int rank) { return 3 + (rank * 5) % 7; }
+
+TEST(JoinTest, OthersGoOnAndAllEndTogether) {
+  for (int const ranks : {1, 2, 3, 5, 8}) {
+    int most = 0;
+    for (int rank = 0; rank < ranks; ++rank) most = std::max(most, steps_of(rank));
+    std::vector<std::array<int, 2>> lasts(ranks);
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      int const rank = communicator.rank();
+      for (int epoch = 0; epoch < 2; ++epoch) {
+        for (int step = 0; step < steps_of(rank); ++step) {
+          std::uint64_t expected = 0;
+          for (int other = 0; other < ranks; ++other) {
+            if (step < steps_of(other)) expected += static_cast<std::uint64_t>(other + step);
+          }
+          auto const number = static_cast<std::uint64_t>(rank + step);
+          EXPECT_EQ(sum_of(communicator, "payload", number, true), expected);
+          EXPECT_EQ(sum_of(communicator, "messages", number, false, 7), expected);
+          EXPECT_EQ(sum_of(communicator, "", number, true), expected);
+          EXPECT_EQ(sum_of(communicator, "", number, false), expected);
+          EXPECT_EQ(sum_of(communicator, concat("new in ", step), number, true, -step), expected);
+        }
+        lasts[rank][epoch] = join(communicator);
+      }
+    }));
+    for (auto const& last : lasts) {
+      EXPECT_EQ(last, lasts[0]);
+      EXPECT_EQ(steps_of(last[0]), most);
+      EXPECT_EQ(steps_of(last[1]), most);
+    }
+  }
+}
+
+// What is pending on it when it joins runs first.
+TEST(JoinTest, TakesPartOnceNothingElseIsPending) {
+  constexpr int ranks = 3;
+  std::vector<Log> logs(ranks);
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    int const rank = communicator.rank();
+    std::vector<std::shared_ptr<Sum>> sums;
+    std::vector<Communicator::Handle> handles;
+    int const first = rank == 0 ? 3 : 0;  // of the names that it brings
+    for (int i = first; i < 6; ++i) {
+      sums.push_back(std::make_shared<Sum>(concat("tensor ", i), 1, i % 2 == 0, &logs[rank]));
+      handles.push_back(communicator.submit(sums.back(), {}, concat("tensor ", i)));
+    }
+    auto const joined = std::make_shared<SumJoin>(&logs[rank]);
+    communicator.run(joined);
+    for (std::size_t i = 0; i < sums.size(); ++i) {
+      EXPECT_TRUE(handles[i].done());
+      EXPECT_EQ(sums[i]->sum, first + static_cast<int>(i) < 3 ? 2u : 3u);
+    }
+  }));
+  for (Log const& log : logs) {
+    EXPECT_EQ(log.names(), logs[0].names());
+    EXPECT_EQ(log.names().size(), 6u);
+  }
+}
+
+TEST(JoinTest, NothingElseIsTakenUntilItHasEnded) {
+  std::barrier submitted(2);
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    if (communicator.rank() == 0) {
+      auto const handle = communicator.submit(std::make_shared<SumJoin>());
+      auto const run = [&](std::string const& name) { sum_of(communicator, name, 1, true); };
+      EXPECT_THROW(run("a"), InvalidArgument);
+      EXPECT_THROW(run(""), InvalidArgument);
+      EXPECT_THROW(communicator.submit(std::make_shared<SumJoin>()), InvalidArgument);
+      submitted.arrive_and_wait();
+      handle.wait();
+    } else {
+      submitted.arrive_and_wait();
+      EXPECT_EQ(sum_of(communicator, "a", 7, true), 7u);
+      join(communicator);
+    }
+    EXPECT_EQ(sum_of(communicator, "a", 7, true), 14u);
+  }));
+}
+
+TEST(JoinTest, WhatNoneStandsInForFailsOnAllRanks) {
+  constexpr int ranks = 3;
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    if (communicator.rank() != 1) {
+      for (std::string const name : {"a", "", "b"}) {
+        auto const text = expect_throws<Mismatch>(
+            [&] { communicator.run(std::make_shared<Quiet>("quiet"), nullptr, name); });
+        EXPECT_NE(text.find("rank 1"), std::string::npos) << text;
+        EXPECT_NE(text.find("no sum is"), std::string::npos) << text;
+      }
+      EXPECT_EQ(sum_of(communicator, "a", 7, true), 14u);
+    }
+    join(communicator);
+    communicator.run(std::make_shared<Quiet>("quiet"), nullptr, "a");
+  }));
+}
+
+TEST(JoinTest, RanksThatDisagreeAndThoseThatFailOrCancel) {
+  constexpr int ranks = 4;
+  class Failing final : public Operation {
+   public:
+    Proposal prepare() override { throw InvalidArgument("out of paper"); }
+    void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {}
+  };
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    int const rank = communicator.rank();
+    if (rank != 2) {
+      for (std::string const name : {"x", ""}) {
+        auto const text = expect_throws<Mismatch>([&] {
+          communicator.run(std::make_shared<Sum>(concat("sum of ", rank == 3), 1, true), nullptr,
+                           name);
+        });
+        EXPECT_NE(text.find("sum of 1 on rank 3"), std::string::npos) << text;
+        auto const others = expect_throws<Mismatch>(
+            [&] { communicator.run(std::make_shared<Failing>(), nullptr, name); });
+        EXPECT_NE(others.find("rank 3 failed before the exchange"), std::string::npos) << others;
+        EXPECT_EQ(others.find("rank 2"), std::string::npos) << others;
+      }
+      auto const handle = communicator.submit(std::make_shared<Sum>("y", 1, true), {}, "y");
+      if (rank == 0) handle.cancel();
+      try {
+        handle.wait();
+      } catch (Cancelled const&) {
+      }
+      EXPECT_EQ(sum_of(communicator, "y", 1, true), 3u);
+    }
+    join(communicator);
+    EXPECT_EQ(sum_of(communicator, "y", 1, true), 4u);
+  }));
+}
+
+// Runs until it is let go.
+class Held final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = "operation=held"}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {
+    running.set_value();
+    let_go.get_future().wait();
+  }
+
+  std::promise<void> running, let_go;
+};
+
+// On all ranks, as any operation.
+TEST(JoinTest, CanBeCancelled) {
+  std::barrier cancelled(2);
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    auto const held = std::make_shared<Held>();
+    auto const holding = communicator.submit(held);
+    held->running.get_future().wait();
+    if (communicator.rank() == 0) {
+      auto const handle = communicator.submit(std::make_shared<SumJoin>());
+      EXPECT_TRUE(handle.cancel());
+      held->let_go.set_value();
+      EXPECT_EQ(sum_of(communicator, "a", 1, true), 2u);
+      cancelled.arrive_and_wait();
+      EXPECT_THROW(handle.wait(), Cancelled);
+    } else {
+      held->let_go.set_value();
+      EXPECT_EQ(sum_of(communicator, "a", 1, true), 2u);
+      cancelled.arrive_and_wait();
+      EXPECT_THROW(join(communicator), Cancelled);
+    }
+    EXPECT_EQ(sum_of(communicator, "a", 1, true), 2u);
+    join(communicator);
+  }));
+}
+
+// What is cancelled on the rank that joins stays pending until all have brought it.
+TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    auto const submit = [&] {
+      return communicator.submit(std::make_shared<Sum>("x", 1, true), {}, "x");
+    };
+    auto const held = std::make_shared<Held>();
+    auto const holding = communicator.submit(held);
+    held->running.get_future().wait();
+    if (communicator.rank() == 0) {
+      auto const handle = submit();
+      EXPECT_TRUE(handle.cancel());
+      held->let_go.set_value();
+      join(communicator);
+      EXPECT_FALSE(handle.done());
+      auto const again = std::make_shared<SumJoin>();
+      communicator.run(again);
+      EXPECT_TRUE(handle.done());
+      EXPECT_THROW(handle.wait(), Cancelled);
+    } else {
+      held->let_go.set_value();
+      join(communicator);
+      EXPECT_THROW(submit().wait(), Cancelled);
+      EXPECT_EQ(sum_of(communicator, "x", 1, true), 1u);
+      join(communicator);
+    }
+    EXPECT_EQ(sum_of(communicator, "x", 1, true), 2u);
+  }));
+}
+
+CommunicatorOptions short_deadline() {
+  CommunicatorOptions options = patient_options();
+  options.timeout = patiently(std::chrono::milliseconds(800));
+  return options;
+}
+
+// Whether the others wait for it in a round, or idle after one that has left their joins pending.
+TEST(JoinTest, ARankThatDoesNothingMoreEndsWithTheDeadline) {
+  constexpr int ranks = 3;
+  for (bool const idle : {false, true}) {
+    std::barrier ended(ranks);
+    std::vector<std::vector<int>> culprits(ranks);
+    expect_no_errors(run_ranks(
+        ranks,
+        [&](Communicator& communicator) {
+          int const rank = communicator.rank();
+          sum_of(communicator, "a", 1, true);
+          if (rank == 1) {
+            if (idle) sum_of(communicator, "b", 1, true);
+          } else {
+            try {
+              join(communicator);
+            } catch (PeerError const& error) {
+              culprits[rank] = error.ranks();
+            }
+            EXPECT_THROW(join(communicator), Aborted);
+          }
+          ended.arrive_and_wait();
+        },
+        short_deadline()));
+    EXPECT_EQ(culprits[0], std::vector{1}) << idle;
+    EXPECT_EQ(culprits[2], std::vector{1}) << idle;
+  }
+}
+
+// It is the one that has neither joined nor brought it.
+TEST(JoinTest, WhoeverLacksANameIsNamed) {
+  constexpr int ranks = 4;
+  std::barrier ended(ranks);
+  std::vector<std::vector<int>> culprits(ranks);
+  expect_no_errors(run_ranks(
+      ranks,
+      [&](Communicator& communicator) {
+        int const rank = communicator.rank();
+        sum_of(communicator, "a", 1, true);
+        if (rank != 3) {
+          try {
+            if (rank == 0) {
+              join(communicator);
+            } else {
+              sum_of(communicator, "b", 1, true);
+            }
+          } catch (PeerError const& error) {
+            culprits[rank] = error.ranks();
+          }
+        }
+        ended.arrive_and_wait();
+      },
+      short_deadline()));
+  for (int rank = 0; rank < 3; ++rank) EXPECT_EQ(culprits[rank], std::vector{3});
+}
+
+TEST(JoinTest, IsNotLateWhileOthersGoOn) {
+  auto const options = short_deadline();
+  expect_no_errors(run_ranks(
+      2,
+      [&](Communicator& communicator) {
+        if (communicator.rank() == 1) {
+          auto const end = std::chrono::steady_clock::now() + 2 * options.timeout;
+          while (std::chrono::steady_clock::now() < end) {
+            EXPECT_EQ(sum_of(communicator, "a", 3, false), 3u);
+            std::this_thread::sleep_for(options.timeout / 4);
+          }
+        }
+        EXPECT_EQ(join(communicator), 1);
+      },
+      options));
+}
+
+}  // namespace
+}  // namespace sparsecomm::test
