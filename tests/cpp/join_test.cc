@@ -214,6 +214,7 @@ TEST(JoinTest, CanBeCancelled) {
 
 // What is cancelled on the rank that joins stays pending until all have brought it.
 TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
+  std::barrier together(2);
   expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
     auto const submit = [&] {
       return communicator.submit(std::make_shared<Sum>("x", 1, true), {}, "x");
@@ -224,16 +225,21 @@ TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
     if (communicator.rank() == 0) {
       auto const handle = submit();
       EXPECT_TRUE(handle.cancel());
+      auto const joining = communicator.submit(std::make_shared<SumJoin>());
       held->let_go.set_value();
-      join(communicator);
+      together.arrive_and_wait();
+      joining.wait();
       EXPECT_FALSE(handle.done());
+      together.arrive_and_wait();
       auto const again = std::make_shared<SumJoin>();
       communicator.run(again);
       EXPECT_TRUE(handle.done());
       EXPECT_THROW(handle.wait(), Cancelled);
     } else {
       held->let_go.set_value();
+      together.arrive_and_wait();
       join(communicator);
+      together.arrive_and_wait();
       EXPECT_THROW(submit().wait(), Cancelled);
       EXPECT_EQ(sum_of(communicator, "x", 1, true), 1u);
       join(communicator);
