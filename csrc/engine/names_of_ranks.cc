@@ -25,6 +25,7 @@ void NamesOfRanks::require_none_late(int ranks, std::span<const int> joined) con
   };
   for (std::string_view const name : names_) {
     Holders const& holders = holders_.at(name);
+    if (name == Join::name) continue;
     if (!PendingList::is_key(name)) {
       require_all(concat("operation '", name, "'"), holders);
       continue;
@@ -33,6 +34,8 @@ void NamesOfRanks::require_none_late(int ranks, std::span<const int> joined) con
     unnamed.late = unnamed.late || holders.late;
   }
   require_all("an operation without a name", unnamed);
+  // Last, for it waits for whoever waits for another one.
+  if (holds(Join::name)) require_all("a join", holders(Join::name));
 }
 
 NamesOfRanks NamesAllgather::run(Channel& channel, std::uint64_t capacity) {

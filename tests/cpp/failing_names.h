@@ -1,5 +1,6 @@
 // Operations with names, which each rank submits in an order of its own, of which some are
-// cancelled, and amid which a rank fails or does not submit one: on a simulation.
+// cancelled, and amid which a rank fails or does not submit one; some ranks join before the last
+// step, and then all do: on a simulation.
 #pragma once
 
 #include <optional>
@@ -23,6 +24,11 @@ struct NamesRun {
   std::optional<NetworkFault> fault = {};
   int lacking = 0;
   std::uint64_t seed = 0;
+
+  bool takes_part(int rank, std::size_t step) const {
+    bool const leaves = (seed >> (8 + rank)) % 3 == 0;
+    return step + 1 < steps || !leaves || (!fault && rank == lacking);
+  }
 };
 
 inline std::string describe(NamesRun const& run) {
@@ -37,6 +43,7 @@ struct NamesOutcome {
   enum class End : std::uint8_t { none, right, wrong, cancelled, failed };
   struct Rank {
     std::vector<End> ends;  // [step * names + name]
+    int last = -1;          // that has joined, if all have
     std::string error;      // the first that accuses ranks
     std::vector<int> culprits;
     std::string other_error;  // that accuses nobody, and is not Aborted
@@ -52,7 +59,6 @@ inline void run_names(Communicator& communicator, NamesRun const& run, SeededSim
                       NamesOutcome::Rank& outcome) {
   using End = NamesOutcome::End;
   int const rank = communicator.rank();
-  auto const ranks = static_cast<std::uint64_t>(run.ranks);
   outcome.ends.assign(NamesRun::steps * run.names, End::none);
   outcome.tried.assign(outcome.ends.size(), false);
   outcome.told = outcome.tried;
@@ -69,6 +75,7 @@ inline void run_names(Communicator& communicator, NamesRun const& run, SeededSim
   std::mt19937_64 random(run.seed * 1000 + static_cast<std::uint64_t>(rank));
   bool failed = false;
   for (std::size_t step = 0; step < NamesRun::steps && !failed; ++step) {
+    if (!run.takes_part(rank, step)) continue;
     std::vector<std::size_t> order(run.names);
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
     std::ranges::shuffle(order, random);
@@ -91,8 +98,12 @@ inline void run_names(Communicator& communicator, NamesRun const& run, SeededSim
       End& end = outcome.ends[step * run.names + i];
       try {
         handle.wait();
-        bool const right = sums[at]->sum == ranks * (1000 * step + i) + ranks * (ranks - 1) / 2;
-        end = right ? End::right : End::wrong;
+        std::uint64_t expected = 0;
+        for (int other = 0; other < run.ranks; ++other) {
+          if (!run.takes_part(other, step)) continue;
+          expected += 1000 * step + i + static_cast<std::uint64_t>(other);
+        }
+        end = sums[at]->sum == expected ? End::right : End::wrong;
       } catch (Cancelled const&) {
         end = End::cancelled;
       } catch (Error const& error) {
@@ -102,6 +113,16 @@ inline void run_names(Communicator& communicator, NamesRun const& run, SeededSim
       }
     }
     if (!failed && !run.fault && rank == run.lacking && step + 1 == NamesRun::steps) failed = true;
+  }
+  if (!failed) {
+    auto const join = std::make_shared<SumJoin>();
+    try {
+      communicator.submit(join).wait();
+      outcome.last = join->last();
+    } catch (Error const& error) {
+      failed = true;
+      accuse(error);
+    }
   }
   if (!failed) return;
   // Not before what it lacks is late on the others.
@@ -160,6 +181,7 @@ inline std::string find_violation(NamesRun const& run, NamesOutcome const& outco
     auto const& own = outcome.ranks[std::size_t(rank)];
     std::string const who = concat("rank ", rank, " ");
     if (!own.other_error.empty()) return concat(who, "says: ", own.other_error);
+    if (!happened && own.last != outcome.ranks.front().last) return concat(who, "joins alone");
     for (std::size_t i = 0; i < own.ends.size(); ++i) {
       if (own.ends[i] == End::wrong) return concat(who, "has a wrong sum of operation ", i);
       if (!happened && own.ends[i] == End::failed) return concat(who, "fails alone");
@@ -170,7 +192,8 @@ inline std::string find_violation(NamesRun const& run, NamesOutcome const& outco
         return concat(who, "has cancelled operation ", i, ", which nobody did");
       }
       for (int other = 0; other < rank; ++other) {
-        if (is_lost(other)) continue;
+        std::size_t const step = i / run.names;
+        if (is_lost(other) || !run.takes_part(rank, step) || !run.takes_part(other, step)) continue;
         End const theirs = outcome.ranks[std::size_t(other)].ends[i];
         // What was cancelled did not run, and on a rank that has failed by then it fails.
         auto const stands = [](End end) { return end == End::right; };

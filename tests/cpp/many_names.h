@@ -1,5 +1,5 @@
 // Ranks bring many operations that have names, each in an order of its own and from several
-// threads; some are cancelled, and some ranks are late.
+// threads; some are cancelled, some ranks are late, and some join before others.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -22,10 +22,22 @@ namespace sparsecomm::test {
 struct ManyNames {
   int ranks, threads, steps;
   std::size_t names, cached;
+
+  // All ranks have joined after so many steps, some of them after fewer.
+  static constexpr int epoch = 5;
+  bool takes_part(int rank, int step) const {
+    std::mt19937_64 draw(step / epoch * ranks + rank);
+    return step % epoch + static_cast<int>(draw() % 3) < epoch;
+  }
+  int going(int step) const {
+    int count = 0;
+    for (int rank = 0; rank < ranks; ++rank) count += takes_part(rank, step);
+    return count;
+  }
 };
 
-// Checks that every operation ran on all ranks or was cancelled on all, with the exact sum, in the
-// same order everywhere.
+// Checks that every operation ran on all ranks that had not joined or was cancelled on them, with
+// the exact sum, in the same order everywhere.
 inline void run_many_names(ManyNames const& many) {
   auto const name_of = [](std::size_t i) { return concat("tensor ", i); };
   std::vector<Log> logs(many.ranks);
@@ -34,9 +46,20 @@ inline void run_many_names(ManyNames const& many) {
   std::vector<std::array<std::atomic<int>, 3>> outcomes(many.names * many.steps);
   CommunicatorOptions options = patient_options();
   options.cached_names = many.cached;
+  std::vector<std::vector<int>> lasts(many.ranks);
   auto const run_rank = [&](Communicator& communicator) {
     int const rank = communicator.rank();
+    auto const join = [&] {
+      auto const joined = std::make_shared<SumJoin>(&logs[rank]);
+      communicator.run(joined);
+      lasts[rank].push_back(joined->last());
+    };
     for (int step = 0; step < many.steps; ++step) {
+      bool const ends = (step + 1) % ManyNames::epoch == 0;
+      if (!many.takes_part(rank, step)) {
+        if (ends) join();
+        continue;
+      }
       std::vector<std::size_t> order(many.names);
       std::iota(order.begin(), order.end(), 0);
       std::mt19937_64 draw(rank + many.ranks * step);
@@ -62,22 +85,26 @@ inline void run_many_names(ManyNames const& many) {
         auto& [ran, cancelled, told] = outcomes[step * many.names + i];
         try {
           handles[i].wait();
-          EXPECT_EQ(sums[i]->sum, i * many.ranks);
+          EXPECT_EQ(sums[i]->sum, i * many.going(step));
           ++ran;
         } catch (Cancelled const&) {
           ++cancelled;
         }
       }
+      if (ends) join();
     }
   };
   expect_no_errors(run_ranks(many.ranks, run_rank, options));
   for (Log const& log : logs) EXPECT_EQ(log.names(), logs[0].names());
+  for (auto const& last : lasts) EXPECT_EQ(last, lasts[0]);
   int cancelled_in_all = 0;
-  for (auto const& [ran, cancelled, told] : outcomes) {
-    EXPECT_TRUE((ran == many.ranks && cancelled == 0) || (ran == 0 && cancelled == many.ranks))
-        << ran << " and " << cancelled;
-    EXPECT_TRUE(told == 0 || cancelled == many.ranks);
-    cancelled_in_all += cancelled == many.ranks;
+  for (std::size_t i = 0; i < outcomes.size(); ++i) {
+    auto const& [ran, cancelled, told] = outcomes[i];
+    int const going = many.going(static_cast<int>(i / many.names));
+    EXPECT_TRUE((ran == going && cancelled == 0) || (ran == 0 && cancelled == going))
+        << ran << " and " << cancelled << " of " << going;
+    EXPECT_TRUE(told == 0 || cancelled == going);
+    cancelled_in_all += cancelled > 0;
   }
   EXPECT_GT(cancelled_in_all, 0);
 }
