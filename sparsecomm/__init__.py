@@ -23,6 +23,7 @@ from sparsecomm.collectives import (
     allgather_sparse,
     allreduce,
     grouped_allreduce,
+    join,
     reduce_scatter_sparse,
 )
 from sparsecomm.communicator import Communicator
@@ -99,6 +100,7 @@ __all__ = [
     "gaussian_k_hook",
     "grouped_allreduce",
     "gtopk_hook",
+    "join",
     "oktopk_hook",
     "optim",
     "prepare",

@@ -47,6 +47,7 @@ __all__ = [
     "allgather_sparse",
     "allreduce",
     "grouped_allreduce",
+    "join",
     "reduce_scatter_sparse",
 ]
 
@@ -375,6 +376,40 @@ def reduce_scatter_sparse(
     if async_op:
         return Work(collectives.start_reduce_scatter(tensor, op, *given))
     return collectives.reduce_scatter(tensor, op, *given)
+
+
+def join(group: dist.ProcessGroup | None = None, communicator: Communicator | None = None) -> int:
+    """Waits until all ranks have joined, for a rank that has run out of data.
+
+    Meanwhile the collectives that the others call go on, and this rank takes part in them with
+    nothing: in :func:`allreduce` and :func:`grouped_allreduce` with neutral elements, which need
+    the memory of the others' tensors, in :func:`allgather_sparse` with a tensor without entries.
+    An average is over all ranks. :func:`reduce_scatter_sparse` fails on all ranks, since this one's
+    part of the result would be lost. Collectives that this rank has started run first; other
+    threads can call none before this has ended.
+
+    Exchanges of hooks and optimizers have communicators of their own; with a hook use
+    ``DistributedDataParallel.join``.
+
+    Args:
+        group: the ranks; the default group if ``None``.
+        communicator: the ranks, instead of a group.
+
+    Returns:
+        The rank that joined last, the same on every rank: it has seen the most data. The highest of
+        several that joined at once.
+
+    Raises:
+        ValueError: both a group and a communicator, a closed communicator, or another thread of
+            this rank has joined.
+        CancelledError: a rank was interrupted while it waited.
+        RuntimeError: torch.distributed is not initialised, or this is a callback.
+        torch.distributed.DistBackendError: a rank was lost; or one has neither joined nor called
+            anything before the deadline.
+
+    Complexity: 3 ceil(log2 P) more messages for each round of the collectives that others run.
+    """
+    return _collectives(group, communicator).join()
 
 
 def _check(tensor: torch.Tensor, op: str = "sum") -> None:

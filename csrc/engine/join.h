@@ -26,7 +26,8 @@ class Join : public Operation {
   virtual Pending stand_in(std::string_view description) = 0;
 
   Proposal prepare() final { return {.text = "operation=join"}; }
-  void run(Channel& /*channel*/, Agreement const& /*agreement*/) final {}
+  void run(Channel& channel, Agreement const& agreement) final { agreement.commit(channel); }
+  Batch const* batch() const final { return &batch_of_one; }
   Join* as_join() final { return this; }
 
   void set_last(int rank) { last_ = rank; }

@@ -14,7 +14,7 @@ namespace {
 constexpr std::uint64_t largest_payload = std::numeric_limits<std::uint32_t>::max();
 
 template <class T>
-std::string describe(char const* operation, CollectiveConfig const& config) {
+std::string describe(std::string_view operation, CollectiveConfig const& config) {
   require(config.extent < largest_payload, operation, ": a vector of ", config.extent,
           " entries exceeds 2^32 - 2; split it");
   require(!config.average || (config.reduction == Reduction::sum && !std::is_integral_v<T>),
@@ -107,7 +107,7 @@ void AllreduceOperation<T>::configure(CollectiveConfig config) {
     find_reducing(config.algorithm->name);
   }
   std::string text =
-      describe<T>("allreduce", config) + describe_reduction(config) +
+      describe<T>(allreduce_name, config) + describe_reduction(config) +
       concat(";algorithm=", config.algorithm == nullptr ? "auto" : config.algorithm->name,
              ";block_bytes=", options_.block_bytes, ";fusion_bytes=", communicator_.fusion_bytes());
   if (config.in_rank_order) text += ";in_rank_order=1";
@@ -407,7 +407,7 @@ template class AllreduceOperation<std::int64_t>;
 
 template <class V>
 void AllgatherOperation<V>::configure(CollectiveConfig config) {
-  text_ = describe<V>("allgather of sparse vectors", config);
+  text_ = describe<V>(allgather_name, config);
   config_ = std::move(config);
 }
 
@@ -426,7 +426,7 @@ void ReduceScatterOperation<V>::configure(CollectiveConfig config, int ranks,
   require(boundaries.empty() ||
               (std::ranges::is_sorted(boundaries) && boundaries.back() <= config.extent),
           "reduce-scatter: the boundaries are no ascending split of ", config.extent, " entries");
-  text_ = describe<V>("reduce-scatter of sparse vectors", config) + describe_reduction(config);
+  text_ = describe<V>(reduce_scatter_name, config) + describe_reduction(config);
   even_regions(config.extent, ranks, regions_);
   for (std::size_t i = 0; i < boundaries.size(); ++i) {
     regions_[i].last = regions_[i + 1].first = boundaries[i];

@@ -8,6 +8,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "collectives/algorithm.h"
@@ -21,6 +22,11 @@
 #include "engine/planner.h"
 
 namespace sparsecomm {
+
+// As proposals name them.
+inline constexpr std::string_view allreduce_name = "allreduce";
+inline constexpr std::string_view allgather_name = "allgather of sparse vectors";
+inline constexpr std::string_view reduce_scatter_name = "reduce-scatter of sparse vectors";
 
 // What ranks must agree on. Text and numbers in `vector` name what the vector is besides, its shape
 // for example, as "name=value;name=value".

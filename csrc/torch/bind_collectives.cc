@@ -63,6 +63,7 @@ void bind_collectives(py::module_& module) {
                  return Collectives(communicator, options);
                }),
            py::arg("communicator"), py::arg("block_bytes") = AlgorithmOptions{}.block_bytes)
+      .def("join", &Collectives::join, Release())
       .def("allreduce", &run_one<Kind::allreduce>, py::arg("tensor"), py::arg("algorithm"),
            py::arg("op"), py::arg("name") = "", py::arg("priority") = 0, Release())
       .def("start_allreduce", &start<Kind::allreduce>, py::arg("tensor"), py::arg("algorithm"),

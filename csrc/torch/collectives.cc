@@ -1,6 +1,8 @@
 #include "collectives.h"
 
 #include "distributed_error.h"
+#include "engine/join.h"
+#include "engine/mismatch.h"
 #include "grouped_collective.h"
 
 namespace sparsecomm {
@@ -10,6 +12,40 @@ c10::TypePtr result_type(bool is_list) {
   if (is_list) return c10::ListType::create(c10::TensorType::get());
   return c10::TensorType::get();
 }
+
+// Stands in for tensors.
+class CollectiveJoin final : public Join {
+ public:
+  // `communicator`: outlives the operation.
+  CollectiveJoin(Communicator& communicator, std::shared_ptr<CollectivePool> idle)
+      : communicator_(communicator), idle_(std::move(idle)) {}
+
+  Pending stand_in(std::string_view description) override {
+    std::vector<CollectiveRequest> requests;
+    bool const is_group = field_of(description, "operation") == GroupedCollective::name;
+    if (is_group) description.remove_prefix(first_line(description).size());
+    while (!description.empty()) {
+      if (is_group) description.remove_prefix(1);
+      std::string_view const line = first_line(description);
+      requests.push_back(CollectiveRequest::without_entries(line));
+      description.remove_prefix(line.size());
+    }
+    auto task = is_group ? CollectiveTask::make(communicator_, idle_, std::move(requests))
+                         : CollectiveTask::make(communicator_, idle_, std::move(requests.front()));
+    return {.operation = std::move(task.operation),
+            .completion = [release = std::move(task.release)](std::exception_ptr const& failure) {
+              release(failure == nullptr);
+            }};
+  }
+
+ private:
+  static std::string_view first_line(std::string_view text) {
+    return text.substr(0, text.find('\n'));
+  }
+
+  Communicator& communicator_;
+  std::shared_ptr<CollectivePool> idle_;
+};
 
 }  // namespace
 
@@ -44,24 +80,41 @@ std::shared_ptr<Communicator> Collectives::communicator() const {
   return communicator;
 }
 
-Collectives::Task Collectives::make(Communicator& communicator, CollectiveRequest request) const {
-  auto operation = idle_->take(request.tensor.scalar_type(), communicator);
+CollectiveTask CollectiveTask::make(Communicator& communicator,
+                                    std::shared_ptr<CollectivePool> idle,
+                                    CollectiveRequest request) {
+  auto operation = idle->take(request.tensor.scalar_type(), communicator);
   operation->bind(std::move(request));
-  return {operation, [operation, idle = idle_](bool good) {
+  return {operation, [operation, idle = std::move(idle)](bool good) {
             auto results = operation->release();
             if (good) idle->give(operation);
             return results;
           }};
 }
 
-Collectives::Task Collectives::make(Communicator& communicator,
-                                    std::vector<CollectiveRequest> requests) const {
-  auto operation = std::make_shared<GroupedCollective>(std::move(requests), communicator, idle_);
+CollectiveTask CollectiveTask::make(Communicator& communicator,
+                                    std::shared_ptr<CollectivePool> idle,
+                                    std::vector<CollectiveRequest> requests) {
+  auto operation =
+      std::make_shared<GroupedCollective>(std::move(requests), communicator, std::move(idle));
   return {operation, [operation](bool good) { return operation->release(good); }};
 }
 
-std::vector<at::Tensor> Collectives::run_task(Communicator& communicator, Task const& task,
-                                              std::string name, int priority) {
+int Collectives::join() {
+  auto const alive = communicator();
+  auto const operation = std::make_shared<CollectiveJoin>(*alive, idle_);
+  SignalCheck signals;
+  try {
+    alive->run(operation, signals.here());
+  } catch (...) {
+    std::rethrow_exception(as_distributed_error(std::current_exception()));
+  }
+  return operation->last();
+}
+
+std::vector<at::Tensor> Collectives::run_task(Communicator& communicator,
+                                              CollectiveTask const& task, std::string name,
+                                              int priority) {
   SignalCheck signals;
   try {
     communicator.run(task.operation, signals.here(), std::move(name), priority);
@@ -73,7 +126,7 @@ std::vector<at::Tensor> Collectives::run_task(Communicator& communicator, Task c
 }
 
 c10::intrusive_ptr<CollectiveWork> Collectives::start_task(Communicator& communicator,
-                                                           Task const& task, bool is_list,
+                                                           CollectiveTask const& task, bool is_list,
                                                            std::string name, int priority) {
   auto work = c10::make_intrusive<CollectiveWork>(is_list);
   auto const end = [work, release = task.release](std::exception_ptr const& failure) {

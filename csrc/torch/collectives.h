@@ -37,6 +37,18 @@ class CollectiveWork final : public c10d::Work {
   Communicator::Handle handle_;
 };
 
+// An operation, and what is to be called once when it has ended, well or not.
+struct CollectiveTask {
+  std::shared_ptr<Operation> operation;
+  std::function<std::vector<at::Tensor>(bool good)> release;
+
+  static CollectiveTask make(Communicator& communicator, std::shared_ptr<CollectivePool> idle,
+                             CollectiveRequest request);
+  // Several for one operation, see GroupedCollective.
+  static CollectiveTask make(Communicator& communicator, std::shared_ptr<CollectivePool> idle,
+                             std::vector<CollectiveRequest> requests);
+};
+
 // Thread-safe. See Communicator::submit() for names and the order in which operations run.
 class Collectives {
  public:
@@ -45,35 +57,31 @@ class Collectives {
                        AlgorithmOptions const& options = {})
       : communicator_(std::move(communicator)), idle_(std::make_shared<CollectivePool>(options)) {}
 
-  // `what`: a request, or several for one operation, see GroupedCollective. `name`: empty: it has
-  // none. `priority`: see Communicator::submit().
+  // `what`: see CollectiveTask. `name`: empty: it has none. `priority`: see Communicator::submit().
   template <class What>
   std::vector<at::Tensor> run(What what, std::string name, int priority) {
     auto const alive = communicator();
-    return run_task(*alive, make(*alive, std::move(what)), std::move(name), priority);
+    return run_task(*alive, CollectiveTask::make(*alive, idle_, std::move(what)), std::move(name),
+                    priority);
   }
   template <class What>
   c10::intrusive_ptr<CollectiveWork> start(What what, std::string name, int priority) {
     auto const alive = communicator();
     bool const is_list = has_list(what);
-    return start_task(*alive, make(*alive, std::move(what)), is_list, std::move(name), priority);
+    return start_task(*alive, CollectiveTask::make(*alive, idle_, std::move(what)), is_list,
+                      std::move(name), priority);
   }
 
- private:
-  // An operation, and what is to be called once when it has ended, well or not.
-  struct Task {
-    std::shared_ptr<Operation> operation;
-    std::function<std::vector<at::Tensor>(bool good)> release;
-  };
+  // See Join. Returns the rank that joined last.
+  int join();
 
+ private:
   std::shared_ptr<Communicator> communicator() const;
-  Task make(Communicator& communicator, CollectiveRequest request) const;
-  Task make(Communicator& communicator, std::vector<CollectiveRequest> requests) const;
-  static std::vector<at::Tensor> run_task(Communicator& communicator, Task const& task,
+  static std::vector<at::Tensor> run_task(Communicator& communicator, CollectiveTask const& task,
                                           std::string name, int priority);
-  static c10::intrusive_ptr<CollectiveWork> start_task(Communicator& communicator, Task const& task,
-                                                       bool is_list, std::string name,
-                                                       int priority);
+  static c10::intrusive_ptr<CollectiveWork> start_task(Communicator& communicator,
+                                                       CollectiveTask const& task, bool is_list,
+                                                       std::string name, int priority);
   static bool has_list(CollectiveRequest const& request) {
     return request.kind == CollectiveKind::allgather;
   }

@@ -21,8 +21,8 @@ GroupedCollective::GroupedCollective(std::vector<CollectiveRequest> requests,
   require(!requests.empty(), "grouped_allreduce: no tensors are given; give one or more");
   at::NoGradGuard const no_grad;
   CollectiveRequest const& first = requests.front();
-  text_ = concat("operation=grouped allreduce;tensors=", requests.size(),
-                 ";reduction=", first.average ? "avg" : name(first.fold),
+  text_ = concat("operation=", name, ";tensors=", requests.size(),
+                 ";reduction=", first.average ? "avg" : sparsecomm::name(first.fold),
                  ";algorithm=", first.algorithm != nullptr ? first.algorithm->name : "auto",
                  ";fusion_bytes=", communicator.fusion_bytes());
   for (CollectiveRequest& request : requests) {
@@ -52,6 +52,12 @@ Proposal GroupedCollective::prepare() {
   }
   all.key = key.value();
   return all;
+}
+
+std::string GroupedCollective::description(Proposal const& proposal) const {
+  std::string lines(proposal.text);
+  for (Member const& member : members_) lines += concat('\n', member.proposal.text);
+  return lines;
 }
 
 // What differs between tensors of one place, in short; a hash stands for all that is not shown.

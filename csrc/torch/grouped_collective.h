@@ -8,6 +8,7 @@
 
 #include <memory>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "engine/payload_allgather.h"
@@ -17,6 +18,8 @@ namespace sparsecomm {
 
 class GroupedCollective final : public Operation {
  public:
+  static constexpr std::string_view name = "grouped allreduce";  // in proposals
+
   // The requests differ in their tensors only. Throws InvalidArgument where there are none, or one
   // of them cannot be served. The members are from the pool, and return to it if all goes well.
   GroupedCollective(std::vector<CollectiveRequest> requests, Communicator& communicator,
@@ -26,6 +29,8 @@ class GroupedCollective final : public Operation {
   std::vector<at::Tensor> release(bool good);
 
   Proposal prepare() override;
+  // A line for itself, and one for each tensor.
+  std::string description(Proposal const& proposal) const override;
   std::string changing_fields(std::span<const std::byte> payload) const override;
   void run(Channel& channel, Agreement const& agreement) override;
   Batch const* batch() const override { return &batch_of_one; }

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <array>
+#include <charconv>
 #include <optional>
 
 #include "coo_entries.h"
+#include "engine/mismatch.h"
 #include "engine/sparse_collectives.h"
 #include "tensor_memory.h"
 
@@ -19,18 +21,22 @@ struct Element {
   at::ScalarType torch;
   DType ours;
   std::shared_ptr<TensorCollective> (*make)(Communicator&, AlgorithmOptions const&);
+  at::Scalar (*neutral)(Reduction);
 };
 
 template <class T>
 std::shared_ptr<TensorCollective> make_collective(Communicator&, AlgorithmOptions const&);
 
+template <class T>
+constexpr Element make_element(at::ScalarType torch) {
+  return {torch, dtype_of<T>(), make_collective<T>,
+          [](Reduction reduction) { return at::Scalar(neutral<accumulate_t<T>>(reduction)); }};
+}
+
 constexpr Element elements[] = {
-    {at::kFloat, DType::f32, make_collective<float>},
-    {at::kDouble, DType::f64, make_collective<double>},
-    {at::kHalf, DType::f16, make_collective<Half>},
-    {at::kBFloat16, DType::bf16, make_collective<BFloat16>},
-    {at::kInt, DType::i32, make_collective<std::int32_t>},
-    {at::kLong, DType::i64, make_collective<std::int64_t>},
+    make_element<float>(at::kFloat),      make_element<double>(at::kDouble),
+    make_element<Half>(at::kHalf),        make_element<BFloat16>(at::kBFloat16),
+    make_element<std::int32_t>(at::kInt), make_element<std::int64_t>(at::kLong),
 };
 
 Element const& find_element(at::ScalarType dtype) {
@@ -48,6 +54,22 @@ at::ScalarType torch_type(DType dtype) {
     if (element.ours == dtype) return element.torch;
   }
   throw InvalidArgument(concat("torch has no dtype ", name(dtype)));
+}
+
+// Of a proposal's text: "[2, 3]".
+std::vector<std::int64_t> parse_shape(std::string_view text) {
+  std::vector<std::int64_t> sizes;
+  bool good = text.size() >= 2 && text.front() == '[' && text.back() == ']';
+  std::string_view left = good ? text.substr(1, text.size() - 2) : text;
+  while (good && !left.empty()) {
+    auto const [end, error] =
+        std::from_chars(left.data(), left.data() + left.size(), sizes.emplace_back());
+    good = error == std::errc{} && sizes.back() >= 0;
+    left.remove_prefix(static_cast<std::size_t>(end - left.data()));
+    if (left.starts_with(", ")) left.remove_prefix(2);
+  }
+  require(good, "a tensor's shape is '", text, "'");
+  return sizes;
 }
 
 constexpr std::size_t most_idle = 64;  // scratch for what programs have in flight at a time
@@ -301,6 +323,40 @@ CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor
           .fold = found.fold,
           .average = found.average,
           .note = {}};
+}
+
+CollectiveRequest CollectiveRequest::without_entries(std::string_view text) {
+  auto const field = [text](std::string_view name, std::string_view otherwise = {}) {
+    std::string_view const value = field_of(text, name);
+    return value.empty() ? otherwise : value;
+  };
+  std::string_view const operation = field("operation"), dtype = field("dtype");
+  bool const gathers = operation == allgather_name;
+  require(gathers || operation == allreduce_name,
+          "this rank has joined, and nothing can stand for "
+          "it in an operation '",
+          operation, "'; let ranks join when all have ended theirs");
+  auto const element = std::ranges::find_if(
+      elements, [dtype](Element const& each) { return name(each.ours) == dtype; });
+  require(element != std::end(elements), "dtype '", dtype, "' is unknown");
+  std::vector<std::int64_t> const sizes = parse_shape(field("shape"));
+  std::string_view const op = field("reduction", "sum");
+  at::Tensor tensor;
+  if (field("layout") == "dense") {
+    tensor =
+        at::full(sizes, element->neutral(static_cast<Reduction>(find_op(op).fold)), element->torch);
+  } else {
+    auto const dims = field("sparse dimensions");
+    std::int64_t sparse = -1;
+    std::from_chars(dims.data(), dims.data() + dims.size(), sparse);
+    require(sparse >= 0 && sparse <= static_cast<std::int64_t>(sizes.size()), "a tensor of ",
+            sizes.size(), " dimensions has '", dims, "' sparse ones");
+    auto const options = at::TensorOptions(element->torch).layout(at::kSparse);
+    auto const values = static_cast<std::int64_t>(sizes.size()) - sparse;
+    tensor = at::_sparse_coo_tensor_with_dims(sparse, values, sizes, options);
+  }
+  return make(gathers ? CollectiveKind::allgather : CollectiveKind::allreduce, std::move(tensor),
+              field("algorithm", "auto"), op);
 }
 
 void CollectiveRequest::require_servable(int ranks) const {

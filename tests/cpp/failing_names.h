@@ -181,7 +181,10 @@ inline std::string find_violation(NamesRun const& run, NamesOutcome const& outco
     auto const& own = outcome.ranks[std::size_t(rank)];
     std::string const who = concat("rank ", rank, " ");
     if (!own.other_error.empty()) return concat(who, "says: ", own.other_error);
-    if (!happened && own.last != outcome.ranks.front().last) return concat(who, "joins alone");
+    for (int other = 0; other < rank; ++other) {
+      if (is_lost(other) || own.last == outcome.ranks[std::size_t(other)].last) continue;
+      return concat(who, "and rank ", other, " differ about who joined last");
+    }
     for (std::size_t i = 0; i < own.ends.size(); ++i) {
       if (own.ends[i] == End::wrong) return concat(who, "has a wrong sum of operation ", i);
       if (!happened && own.ends[i] == End::failed) return concat(who, "fails alone");
