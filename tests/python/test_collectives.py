@@ -472,6 +472,98 @@ def test_tensors_that_are_ready_together_are_exchanged_as_one() -> None:
         assert alone - together == 19 * 2, "each alone takes log2 P messages"
 
 
+def joining(size: int) -> list[int]:
+    """Rank r has data for r + 1 steps; returns who joined last, of each of two rounds."""
+    rank = dist.get_rank()
+    shape = (6, 5)
+
+    def contribution(other: int, step: int, dtype: torch.dtype, fill: float) -> torch.Tensor:
+        if other < step:
+            return torch.full(shape, fill, dtype=dtype)
+        return filled(held(other, shape, 0.3, step), numbers(other, shape, dtype, step), fill)
+
+    def expected(step: int, dtype: torch.dtype, op: str) -> torch.Tensor:
+        fill = neutral(op, dtype)
+        return reduced([contribution(other, step, dtype, fill) for other in range(size)], op)
+
+    def check(result: torch.Tensor, step: int, dtype: torch.dtype, op: str) -> None:
+        dense = result if result.layout == torch.strided else as_dense(result, neutral(op, dtype))
+        torch.testing.assert_close(dense, expected(step, dtype, op), rtol=0, atol=0)
+
+    def run_step(step: int) -> None:
+        works = []
+        for dtype in DTYPES:
+            for op in OPS if dtype.is_floating_point else OPS[:4]:
+                mine = contribution(rank, step, dtype, neutral(op, dtype))
+                mask, values = held(rank, shape, 0.3, step), numbers(rank, shape, dtype, step)
+                allreduce = partial(sparsecomm.allreduce, op=op, async_op=True)
+                name = f"{dtype} {op}"
+                works += [
+                    (allreduce(mine.clone(), name=name, priority=step), dtype, op),
+                    (allreduce(coo(mask, values, 2), name=f"sparse {name}"), dtype, op),
+                ]
+        for algorithm in EXACT:
+            mine = contribution(rank, step, torch.float32, 0)
+            check(sparsecomm.allreduce(mine, algorithm), step, torch.float32, "sum")
+        for work, dtype, op in works:
+            check(work.wait(), step, dtype, op)
+        # Of a hybrid tensor's rows, and of a matrix's.
+        mine = contribution(rank, step, torch.float64, 0)
+        for sparse in (mine.to_sparse(1), mine.to_sparse_csr()):
+            check(sparsecomm.allreduce(sparse, name="rows"), step, torch.float64, "sum")
+        group = sparsecomm.grouped_allreduce(
+            [mine.clone(), mine.to_sparse(), mine.float(), mine.to_sparse(1)], name="group"
+        )
+        for result in group:
+            check(result, step, result.dtype, "sum")
+        for other, result in enumerate(sparsecomm.allgather_sparse(mine.to_sparse(), name="all")):
+            assert result.to_dense().equal(contribution(other, step, torch.float64, 0))
+        if step == 0:
+            return
+        with pytest.raises(RuntimeError, match="rank 0 failed before the exchange") as error:
+            sparsecomm.reduce_scatter_sparse(torch.ones(size).to_sparse(), name="part")
+        assert str(error.value).count("this rank has joined") == step
+        with pytest.raises(RuntimeError, match="ranks disagree" if step + 1 < size else "joined"):
+            if step + 1 < size:
+                sparsecomm.allreduce(torch.ones(3 + rank))
+            else:
+                sparsecomm.reduce_scatter_sparse(torch.ones(size).to_sparse())
+
+    lasts = []
+    for _ in range(2):
+        for step in range(rank + 1):
+            run_step(step)
+        lasts.append(sparsecomm.join())
+        assert sparsecomm.allreduce(torch.ones(2)).tolist() == [size] * 2
+    return lasts
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_ranks_that_have_run_out_of_data_join(size: int) -> None:
+    assert run_ranks(size, joining, size) == [[size - 1] * 2] * size
+
+
+def losing_a_joined_rank(size: int) -> str:
+    """One rank has joined when another is lost; those that are left say which."""
+    rank = dist.get_rank()
+    communicator = sparsecomm.Communicator.from_process_group(timeout=LONG_TIME)
+    sparsecomm.allreduce(torch.ones(1), communicator=communicator)
+    if rank == size - 1:
+        threading.Timer(0.3, os._exit, (0,)).start()
+    with pytest.raises(dist.DistBackendError) as error:
+        if rank == 0:
+            sparsecomm.join(communicator=communicator)
+        while True:
+            sparsecomm.allreduce(torch.ones(1), communicator=communicator, name="others")
+    return str(error.value)
+
+
+def test_a_rank_that_has_joined_hears_who_is_lost() -> None:
+    errors = run_ranks(3, losing_a_joined_rank, 3, may_die=(2,))
+    assert "rank 2" in errors[0]
+    assert "rank 2" in errors[1]
+
+
 def grouped(size: int) -> list[str]:
     rank = dist.get_rank()
     dense = torch.full((3, 2), float(rank + 1))
