@@ -160,6 +160,7 @@ def collectives(tensor: Tensor) -> None:
         except sparsecomm.CancelledError:
             assert_type(work.cancel(), bool)
         group = sparsecomm.grouped_allreduce([tensor, tensor], name="group")
+        assert_type(sparsecomm.join(), int)
         assert_type(group, list[Tensor])
         assert_type(
             sparsecomm.grouped_allreduce([tensor], async_op=True),
