@@ -14,6 +14,7 @@
 
 #include "agreeing.h"
 #include "collectives/figures.h"
+#include "simulated_time.h"
 #include "transport/mpi/mpi_transport.h"
 
 namespace {
@@ -43,19 +44,17 @@ int run(std::string const& kind, int groups, int steps) {
     if (step == 1) before = traffic_of(*transport);
     Channel channel(*transport, static_cast<std::uint32_t>(step),
                     Deadline(steady_clock(), std::chrono::hours(24)));
-    MPI_Barrier(MPI_COMM_WORLD);
-    double const start = MPI_Wtime();
-    if (kind == "by_name") {
-      agreeing.by_name(channel);
-    } else if (kind == "by_comparison") {
-      agreeing.by_comparison(channel);
-    } else {
-      census.run(channel, Phase::reduce, std::span(words), std::plus(),
-                 [](std::span<const std::uint64_t>, int) {});
-    }
-    double slowest = MPI_Wtime() - start;
-    MPI_Allreduce(MPI_IN_PLACE, &slowest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD);
-    if (step > 0) seconds += slowest;
+    double const taken = time_together(MPI_COMM_WORLD, [&] {
+      if (kind == "by_name") {
+        agreeing.by_name(channel);
+      } else if (kind == "by_comparison") {
+        agreeing.by_comparison(channel);
+      } else {
+        census.run(channel, Phase::reduce, std::span(words), std::plus(),
+                   [](std::span<const std::uint64_t>, int) {});
+      }
+    });
+    if (step > 0) seconds += taken;
   }
   Traffic const after = traffic_of(*transport);
   double most[] = {(after.messages - before.messages) / steps,

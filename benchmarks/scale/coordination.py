@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from scale import ROOT, build, run_smpi, write_results
+from scale import LOOPBACK_SECONDS, ROOT, build, run_smpi, write_results
 
 RESULTS = ROOT / "benchmarks" / "results" / "coordination"
 RANKS = (4, 16, 64, 256, 1024)
@@ -28,18 +28,23 @@ HOP_SECONDS = 5e-6  # four of them between hosts that share no switch
 MOST_COMPARED = 1 << 16  # ranks times groups; more take an hour to simulate
 STATUS_BITS = 3  # in Horovod's bit vector, beside one for each name
 
+PER_HOST = (8, 161)  # ranks of a host, and groups, of the second table
+
 Found = dict[str, Any]
+Case = tuple[str, int, int, int]  # kind, ranks, groups, ranks of a host
 
 
-def simulate(program: Path, case: tuple[str, int, int], steps: int) -> Found:
-    """Returns what scale_coordination prints of a kind, with so many ranks and groups."""
-    kind, ranks, groups = case
-    return run_smpi([str(program), kind, str(groups), str(steps)], ranks, GBIT, hop=HOP_SECONDS)
+def simulate(program: Path, case: Case, steps: int) -> Found:
+    """Returns what scale_coordination prints of a case."""
+    kind, ranks, groups, per_host = case
+    command = [str(program), kind, str(groups), str(steps)]
+    found = run_smpi(command, ranks, GBIT, hop=HOP_SECONDS, per_host=per_host)
+    return {**found, "per_host": per_host}
 
 
 def markdown(rows: Sequence[Found]) -> str:
     """A line for each number of ranks and of groups."""
-    found = {(row["ranks"], row["groups"], row["kind"]): row for row in rows}
+    found = {(row["ranks"], row["groups"], row["kind"], row["per_host"]): row for row in rows}
     lines = [
         "# Coordination, simulated",
         "",
@@ -60,8 +65,8 @@ def markdown(rows: Sequence[Found]) -> str:
         f"|{'---|' * 14}",
     ]
     for ranks, groups in dict.fromkeys((row["ranks"], row["groups"]) for row in rows):
-        named, allreduce = found[ranks, groups, "by_name"], found[ranks, 1, "allreduce"]
-        compared = found.get((ranks, groups, "by_comparison"))
+        named, allreduce = found[ranks, groups, "by_name", 1], found[ranks, 1, "allreduce", 1]
+        compared = found.get((ranks, groups, "by_comparison", 1))
         rounds = math.ceil(math.log2(ranks))
         cells = [f"{ranks:,}", f"{groups}"]
         for row in (named, compared):
@@ -75,6 +80,25 @@ def markdown(rows: Sequence[Found]) -> str:
         cells.append(f"{named['seconds'] / allreduce['seconds']:.3f}")
         cells += [f"{rounds}", f"{8 * math.ceil((STATUS_BITS + groups) / 64)}"]
         cells.append(f"{2 * (ranks - 1):,}")
+        lines.append(f"| {' | '.join(cells)} |")
+    per_host, groups = PER_HOST
+    lines += [
+        "",
+        f"{per_host} ranks a host, numbered host by host, which reach each other in "
+        f"{1e6 * LOOPBACK_SECONDS:g} us; {groups} groups. If the ranks are a power of two, log2 "
+        "hosts of a rank's messages cross hosts. A message between hosts takes SimGrid twice the "
+        "latency.",
+        "",
+        "| ranks | hosts | by name (us) | a host for each rank (us) | ratio |",
+        "|---|---|---|---|---|",
+    ]
+    for row in rows:
+        if row["per_host"] == 1:
+            continue
+        ranks = row["ranks"]
+        apart = found[ranks, groups, "by_name", 1]["seconds"]
+        cells = [f"{ranks:,}", f"{math.ceil(ranks / per_host)}", f"{1e6 * row['seconds']:,.1f}"]
+        cells += [f"{1e6 * apart:,.1f}", f"{row['seconds'] / apart:.3f}"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -90,13 +114,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--jobs", type=int, default=2, help="simulations at a time (2)")
     add("--json", type=Path, default=RESULTS.with_suffix(".json"), help="and .md beside")
     options = parser.parse_args(arguments)
-    cases = [("allreduce", ranks, 1) for ranks in options.ranks]
+    cases = [("allreduce", ranks, 1, 1) for ranks in options.ranks]
     cases += [
-        (kind, ranks, groups)
+        (kind, ranks, groups, 1)
         for kind in ("by_name", "by_comparison")
         for ranks in options.ranks
         for groups in options.groups
         if kind == "by_name" or ranks * groups <= MOST_COMPARED
+    ]
+    per_host, groups = PER_HOST
+    cases += [
+        ("by_name", ranks, groups, per_host)
+        for ranks in options.ranks
+        if ranks > per_host and groups in options.groups
     ]
     try:
         program = build("coordination")

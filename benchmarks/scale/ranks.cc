@@ -18,6 +18,7 @@
 #include "agreeing.h"
 #include "collectives/algorithm.h"
 #include "ina/client.h"
+#include "simulated_time.h"
 #include "transport/mpi/mpi_transport.h"
 #include "transport/wrapped.h"
 
@@ -137,7 +138,7 @@ class Simulated {
 };
 
 struct Measured {
-  double seconds = 0;  // of the slowest rank, over all measured steps
+  double seconds = 0;  // of all ranks together, over all measured steps
   Counted counted;     // of this rank
 };
 
@@ -148,13 +149,7 @@ Measured measure(Simulated& simulated, int steps, F&& step) {
   Counted const before = simulated.counted();
   Measured measured;
   for (int i = 1; i <= steps; ++i) {
-    MPI_Barrier(simulated.ranks());
-    double const start = MPI_Wtime();
-    step(i);
-    double const own = MPI_Wtime() - start;
-    double slowest = 0;
-    MPI_Allreduce(&own, &slowest, 1, MPI_DOUBLE, MPI_MAX, simulated.ranks());
-    measured.seconds += slowest;
+    measured.seconds += time_together(simulated.ranks(), [&] { step(i); });
   }
   measured.counted = simulated.counted() - before;
   return measured;

@@ -35,6 +35,7 @@ RATES = (10, 100)  # Gbit/s
 RANKS = {"short": (4, 16, 64, 256), "full": (4, 16, 64, 256, 1024)}
 # Of one hop; four lie between hosts that share no switch.
 HOP_SECONDS = 5e-7
+LOOPBACK_SECONDS = 5e-7  # between ranks that share a host
 # Finer than the least difference of interest, and half again as quick as SimGrid's 1e-9: messages
 # that end so close to one another are settled together.
 PRECISION_SECONDS = 1e-8
@@ -59,7 +60,7 @@ class Setup:
 class Row(Setup):
     """What was counted beside it. Words are of 4 bytes, and means over ranks unless they say."""
 
-    seconds: float  # simulated, of the slowest rank
+    seconds: float  # simulated, from when the last rank begins until the last one ends
     words_max: float
     words_mean: float  # the sum of the next three
     entry_words: float  # indices and values of the gradient
@@ -104,7 +105,7 @@ def platform(ranks: int, gbit: float, hop: float = HOP_SECONDS) -> str:
     <cluster id="hosts" prefix="host-" suffix="" radical="0-{down * down - 1}" speed="1Gf"
       bw="{gbit * 1e9 / 8:.0f}Bps" lat="{hop * 1e9:.0f}ns" sharing_policy="SPLITDUPLEX"
       topology="FAT_TREE" topo_parameters="2;{down},{down};1,{down};1,1"
-      loopback_bw="100GBps" loopback_lat="0"/>
+      loopback_bw="100GBps" loopback_lat="{LOOPBACK_SECONDS * 1e9:.0f}ns"/>
   </zone>
 </platform>
 """
@@ -158,17 +159,21 @@ def run_smpi(
     eager_bytes: int = 0,
     at_once: int = 0,
     hop: float = HOP_SECONDS,
+    per_host: int = 1,
 ) -> dict[str, Any]:
     """Runs ``command`` on simulated ranks; returns the JSON object that it prints.
 
     Messages below ``eager_bytes`` are on their way before they are received. Without, a send waits
     for its receive: cautious, and many times as quick to simulate. A link carries ``at_once``
-    messages at a time, which share it; 0: any number of them.
+    messages at a time, which share it; 0: any number of them. ``per_host`` ranks share a host, and
+    are numbered host by host.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "platform.xml").write_text(platform(ranks, gbit, hop))
-        (folder / "hosts").write_text("".join(f"host-{rank}\n" for rank in range(ranks)))
+        (folder / "platform.xml").write_text(platform(math.ceil(ranks / per_host), gbit, hop))
+        (folder / "hosts").write_text(
+            "".join(f"host-{rank // per_host}\n" for rank in range(ranks))
+        )
         done = subprocess.run(
             [
                 *("smpirun", "-np", str(ranks)),

@@ -1,9 +1,11 @@
 // Small arrays of figures from every rank: combined over all ranks, or everybody's own.
 //
-// CensusAllreduce  A rank holds what the `count` ranks after it combine to and gets the same of the
-//                  rank beyond those, with that rank's own figures where the next binary digit of
-//                  P - 1 is a one. ceil(log2 P) messages of one array each, for any P and any
-//                  commutative operation. Bar-Noy, Kipnis and Schieber 1993.
+// CensusAllreduce  A rank holds what the ranks at distances 1 to `count` from it combine to and
+// gets
+//                  the same of the rank beyond those, with that rank's own figures where the next
+//                  binary digit of P - 1 is a one. ceil(log2 P) messages of one array each, for any
+//                  P and any commutative operation. Bar-Noy, Kipnis and Schieber 1993; if P is a
+//                  power of two this is recursive doubling.
 // PackedAllgather  Bruck's, with one frame per message instead of one per rank: ceil(log2 P)
 //                  messages, P - 1 arrays and ceil(log2 P) headers.
 #pragma once
@@ -58,7 +60,7 @@ class CensusAllreduce {
   void run(Channel& channel, Phase phase, std::span<T> figures, Combine combine, Check check) {
     int const rank = channel.rank();
     int const size = channel.size();
-    int count = 0;  // ranks that others_ combines, those after this one
+    int count = 0;  // ranks that others_ combines, those at distances 1 to count
     arrived_.resize(figures.size());
     check(std::span<const T>(figures), 1);
     auto const check_combined = [&](std::span<const T> combined, int ranks) {
@@ -66,7 +68,7 @@ class CensusAllreduce {
         check(combined, ranks);
       } catch (MalformedFrame const& error) {
         std::vector<int> others;
-        for (int i = 1; i <= count; ++i) others.push_back((rank + i) % size);
+        for (int i = 1; i <= count; ++i) others.push_back(rank_at(i, rank, size));
         std::ranges::sort(others);
         std::string const text = concat("the figures of ", join_ranks(others),
                                         " contradict one another: ", error.what());
@@ -85,8 +87,8 @@ class CensusAllreduce {
           check_combined(together_, distance);
         }
       }
-      int const source = (rank + distance) % size;
-      exchange_.run(channel, phase, (rank - distance + size) % size, together_, source, arrived_);
+      int const source = rank_at(distance, rank, size);
+      exchange_.run(channel, phase, rank_before(distance, rank, size), together_, source, arrived_);
       channel.decode_from(source, [&] { check(std::span<const T>(arrived_), distance); });
       if (count == 0) {
         others_ = arrived_;
@@ -122,11 +124,11 @@ class PackedAllgather {
       exchange_.run(channel, phase, round.destination, all.first(round.count), round.source,
                     arrived);
       channel.decode_from(round.source, [&] {
-        for (int i = 0; i < round.count; ++i) check((round.source + i) % size, arrived[i]);
+        for (int i = 0; i < round.count; ++i) check(rank_at(i, round.source, size), arrived[i]);
       });
     });
     figures_.resize(size);
-    std::ranges::rotate_copy(rotated_, rotated_.end() - rank, figures_.begin());
+    for (int step = 0; step < size; ++step) figures_[rank_at(step, rank, size)] = rotated_[step];
     return figures_;
   }
 

@@ -21,7 +21,7 @@ std::span<const FrameView> FrameAllgather::run(Channel& channel, Phase phase,
   }
   room_ends_.assign(1, own.size());
   for (int step = 1; step < size; ++step) {
-    std::size_t const room = lengths.empty() ? max_frame_bytes : lengths[(rank + step) % size];
+    std::size_t const room = lengths.empty() ? max_frame_bytes : lengths[rank_at(step, rank, size)];
     room_ends_.push_back(room_ends_.back() + room);
   }
 
@@ -42,7 +42,7 @@ std::span<const FrameView> FrameAllgather::run(Channel& channel, Phase phase,
     for (FrameView const& block : arrived) ends_.push_back(ends_.back() + block.size());
   });
   frames_.resize(size);
-  for (int step = 0; step < size; ++step) frames_[(rank + step) % size] = blocks_[step];
+  for (int step = 0; step < size; ++step) frames_[rank_at(step, rank, size)] = blocks_[step];
   return frames_;
 }
 

@@ -30,7 +30,7 @@ class FrameAllgather {
   std::size_t lengths_first_above_ = std::size_t{256} << 20;
   ByteBuffer buffer_;
   PackedAllgather<std::uint64_t> lengths_;
-  // [step]: of the frame of rank + step. Where it may end at most, and where it does.
+  // [step]: of the frame of rank_at(step). Where it may end at most, and where it does.
   std::vector<std::size_t> room_ends_, ends_;
   std::vector<FrameView> blocks_, frames_;
 };

@@ -9,12 +9,26 @@
 
 namespace sparsecomm {
 
+// The rank at a distance from this one, from 0 to size - 1: rank + distance (mod size), or if size
+// is a power of two rank ^ distance. In patterns whose distances double, partners then exchange
+// with each other, and those that share a host, if they are as many on each and numbered host by
+// host, do so in rounds of their own: what a rank holds crosses hosts in log2(hosts) of the rounds.
+constexpr int rank_at(int distance, int rank, int size) {
+  if (std::has_single_bit(static_cast<unsigned>(size))) return rank ^ distance;
+  return (rank + distance) % size;
+}
+// The rank from which this one is at that distance.
+constexpr int rank_before(int distance, int rank, int size) {
+  if (std::has_single_bit(static_cast<unsigned>(size))) return rank ^ distance;
+  return (rank - distance + size) % size;
+}
+
 // Rounds of a Bruck (dissemination) allgather: ceil(log2 size).
 constexpr int bruck_rounds(int size) { return std::bit_width(static_cast<unsigned>(size - 1)); }
 
-// One round of a Bruck allgather. A rank holds blocks in the order rank, rank + 1, ... (mod size):
-// it sends the first `count` to `destination` and receives as many from `source`, which become
-// [first, first + count).
+// One round of a Bruck allgather. A rank holds the blocks of rank_at(0), rank_at(1), ...: it sends
+// the first `count` to `destination` and receives as many from `source`, which become
+// [first, first + count). If size is a power of two this is recursive doubling.
 struct BruckRound {
   int source;
   int destination;
@@ -24,8 +38,8 @@ struct BruckRound {
 template <class F>
 constexpr void for_each_bruck_round(int rank, int size, F&& round) {
   for (int first = 1; first < size; first *= 2) {
-    round(BruckRound{.source = (rank + first) % size,
-                     .destination = (rank - first + size) % size,
+    round(BruckRound{.source = rank_at(first, rank, size),
+                     .destination = rank_before(first, rank, size),
                      .first = first,
                      .count = std::min(first, size - first)});
   }

@@ -202,15 +202,15 @@ class Exchanges {
     receives.reserve(distances.size());
     sends.reserve(distances.size());
     for (std::size_t i = 0; i < distances.size(); ++i) {
-      int const source = rotated_source(rank, distances[i], size);
+      int const source = rank_at(distances[i], rank, size);
       receives.push_back(channel_.irecv(source, Phase::reduce, part(i)));
     }
     for (int const distance : distances) {
-      int const destination = rotated_destination(rank, distance, size);
+      int const destination = rank_before(distance, rank, size);
       sends.push_back(channel_.isend(destination, Phase::reduce, probe.outgoing));
     }
     for (std::size_t i = 0; i < distances.size(); ++i) {
-      int const source = rotated_source(rank, distances[i], size);
+      int const source = rank_at(distances[i], rank, size);
       FrameView const frame = channel_.wait_frame(receives[i], source, part(i));
       channel_.decode_from(source, [&] {
         require<MalformedFrame>(frame.values.size() == probe.payload_bytes, "a probe of ",

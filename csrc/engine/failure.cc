@@ -122,9 +122,9 @@ void Communicator::commit(Channel& channel) {
       // Numbered: a message that is cut short is completed by what is left of the former, if the
       // engine does not say how many bytes came.
       std::array const word{static_cast<std::byte>(number)};
-      int const source = rotated_source(rank(), distance, size());
-      round_.run(channel, Phase::confirm, rotated_destination(rank(), distance, size()), word,
-                 source, heard);
+      int const source = rank_at(distance, rank(), size());
+      round_.run(channel, Phase::confirm, rank_before(distance, rank(), size()), word, source,
+                 heard);
       channel.decode_from(source, [&] {
         require<MalformedFrame>(heard == word, "message ", std::to_integer<int>(heard[0]),
                                 " of the commit round instead of ", number);
