@@ -1,4 +1,4 @@
-// What takes part in a coordinator's round, and what of it runs.
+// Operations as a coordinator's round has them.
 #pragma once
 
 #include <optional>
@@ -9,14 +9,14 @@
 
 namespace sparsecomm {
 
-// Takes part in a round.
+// One that is pending and takes part in the round.
 struct Candidate {
   PendingList::Iterator entry;
   std::optional<ResponseCache::Id> id = {};
   bool selected = false;
 };
 
-// Runs.
+// One that runs.
 struct Selected {
   PendingList::Iterator entry;
   std::optional<ResponseCache::Id> id;  // none: it differs from the others'

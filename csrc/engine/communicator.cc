@@ -266,6 +266,8 @@ void Communicator::progress() {
       turn(next, nullptr, false);
     } catch (...) {
       error = std::current_exception();
+      // Nobody hears of it from a stand-in, but from the Join that is behind it.
+      if (next.pending.stands_in && !broken_.empty()) failure_ = error;
     }
     {
       std::lock_guard const lock(mutex_);
@@ -369,7 +371,7 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
     bool const stands = conclude_failure(std::current_exception(), committed, interrupt);
     if (committed && !stands) discard(next);
     // Without an operation that has failed here the next one throws it.
-    if (!next.pending.operation || next.pending.stands_in) return Turn::nothing;
+    if (!next.pending.operation) return Turn::nothing;
     throw_failure();
   }
 }

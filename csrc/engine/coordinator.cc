@@ -6,8 +6,8 @@
 //
 // 1. If a former round has left operations pending on some ranks only, all ranks idle until one
 //    has something new to say, and wake each other: whoever knows rings rank + 2^i. Else a rank
-//    begins as soon as it has an operation, and waits for the others in step 3, without which none
-//    can run.
+//    begins as soon as it has an operation, or has joined, and waits for the others in step 3,
+//    without which none can run.
 // 2. Prepare what is pending and ready: all that have names, and the first of those that have none,
 //    which goes by the key of its proposal instead.
 // 3. Allreduce the standings, together with the payload of a rank's only operation if the former
@@ -136,7 +136,7 @@ class ByName final : public Coordinator {
     };
     find_standings();
     if (standings_.holds(AnyFlag::joins)) {
-      stand_in(channel);
+      add_stand_ins(channel);
       find_standings();
     } else {
       joined_.clear();
@@ -147,7 +147,7 @@ class ByName final : public Coordinator {
     end_batches(left);
     exchange_payloads(channel);
     fuse();
-    put_back(channel.deadline().now());
+    put_back(channel);
     pending_.set_listens(left);
     requested_ = standings_.holds(AnyFlag::requests);
     if (!selected_.empty()) {
@@ -158,7 +158,7 @@ class ByName final : public Coordinator {
   }
 
   // Selects what runs, in an order that is the same on all ranks. Returns whether something stays
-  // pending on some of them only.
+  // pending on some of them only, but for joins.
   bool select_all(Channel& channel) {
     bool const all_have_some = standings_.holds(AllFlag::has_some);
     if (all_have_some && !standings_.steps_agree()) {
@@ -174,7 +174,7 @@ class ByName final : public Coordinator {
     }
     bool left = standings_.holds(AnyFlag::has_unnamed) && !standings_.holds(AllFlag::has_unnamed);
     standings_.for_each_mixed([&](std::size_t id) {
-      left = left || !PendingList::is_key(cache_.name(static_cast<Id>(id)));
+      left = left || PendingList::is_given(cache_.name(static_cast<Id>(id)));
     });
     if (standings_.holds(AnyFlag::has_new) || standings_.holds(AnyFlag::late)) {
       left = exchange_names(channel) || left;
@@ -215,7 +215,7 @@ class ByName final : public Coordinator {
   }
 
   // Step 4.
-  void stand_in(Channel& channel) {
+  void add_stand_ins(Channel& channel) {
     Join* join = nullptr;
     names_.begin(cache_.capacity());
     for (auto const& [entry, id, selected] : candidates_) {
@@ -223,21 +223,26 @@ class ByName final : public Coordinator {
       bool const goes = prepared.intent == Intent::go;
       if (entry->is_join() && !goes) continue;
       if (entry->is_join()) join = prepared.operation->as_join();
-      names_.add({.name = entry->listed_as(),
-                  .priority = prepared.priority,
-                  .description = goes ? prepared.operation->description(prepared.proposal) : ""});
+      std::uint64_t const key = prepared.proposal.key;
+      bool const describes = goes && !joined_.knows(key);
+      names_.add(
+          {.name = entry->listed_as(),
+           .goes = goes,
+           .priority = prepared.priority,
+           .key = key,
+           .description = describes ? prepared.operation->description(prepared.proposal) : ""});
     }
     NamesOfRanks const all = names_.run(channel, cache_.capacity());
-    joined_.update(all);
+    joined_.update(all, channel.size());
     if (join == nullptr) return;
-    for (Pending& pending : joined_.stand_ins(all, channel.rank(), channel.size(), *join)) {
+    for (Pending& pending : joined_.make_stand_ins(all, channel.rank(), *join)) {
       candidates_.push_back({.entry = pending_.add_stand_in(std::move(pending))});
       prepare_one(candidates_.back());
     }
   }
 
   // Puts back all that does not run. A Join is late only if there has been no round for so long.
-  void put_back(TimePoint now) {
+  void put_back(Channel& channel) {
     for (Candidate const& candidate : candidates_) {
       if (candidate.selected) continue;
       Entry& entry = *candidate.entry;
@@ -245,7 +250,7 @@ class ByName final : public Coordinator {
         pending_.take(candidate.entry);
         continue;
       }
-      if (entry.is_join()) entry.late_from = now + timeout_;
+      if (entry.is_join()) entry.late_from = channel.deadline().now() + timeout_;
       entry.put_back();
     }
   }
@@ -327,7 +332,7 @@ class ByName final : public Coordinator {
       std::string const name(view);
       if (PendingList::is_key(name) || cache_.find(name)) continue;
       give_number(name);
-      left = left || !is_everywhere(name);
+      left = left || (PendingList::is_given(name) && !is_everywhere(name));
     }
     for (Candidate& candidate : candidates_) {
       if (candidate.id || !candidate.entry->is_named()) continue;
@@ -421,7 +426,10 @@ class ByName final : public Coordinator {
       entry.show(comparison_, 0);
       next.agreement.fused = fusion_.led_by(next_);
     }
-    if (Join* const join = entry.pending.operation->as_join()) join->set_last(joined_.last());
+    if (Join* const join = entry.pending.operation->as_join()) {
+      join->set_last(joined_.last());
+      joined_.clear();
+    }
     if (selected.id) cache_.use(*selected.id);
     if (std::exchange(requested_, false)) comparison_.add_requested();
     next.pending = take();

@@ -1,5 +1,6 @@
 #include "engine/join.h"
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <string>
@@ -21,9 +22,7 @@ class Failure final : public Operation {
   std::exception_ptr error_;
 };
 
-// An operation without a description failed or was cancelled on all ranks that have it.
 Pending make_stand_in(Join& join, std::string_view description) {
-  if (description.empty()) return {.operation = std::make_shared<Nothing>()};
   try {
     return join.stand_in(description);
   } catch (...) {
@@ -33,26 +32,43 @@ Pending make_stand_in(Join& join, std::string_view description) {
 
 }  // namespace
 
-void JoinedRanks::update(NamesOfRanks const& all) {
-  std::span<const int> const joined = all.holders(Join::name).ranks;
-  for (int const rank : joined) {
-    if (!contain(rank)) last_ = rank;
-  }
-  ranks_.assign(joined.begin(), joined.end());
+void JoinedRanks::clear() {
+  ranks_.clear();
+  has_joined_.clear();
+  descriptions_.clear();
 }
 
-std::vector<Pending> JoinedRanks::stand_ins(NamesOfRanks const& all, int rank, int size,
-                                            Join& join) const {
-  std::vector<Pending> made;
-  std::size_t const going = static_cast<std::size_t>(size) - ranks_.size();
+void JoinedRanks::update(NamesOfRanks const& all, int size) {
+  std::vector<bool> const before = std::exchange(has_joined_, std::vector<bool>(size));
+  ranks_.clear();
+  if (all.holds(Join::name)) ranks_ = all.holders(Join::name).ranks;
+  for (int const rank : ranks_) {
+    has_joined_[rank] = true;
+    if (before.empty() || !before[rank]) last_ = rank;
+  }
+  if (descriptions_.size() > most_descriptions) descriptions_.clear();
   for (std::string_view const name : all.names()) {
     NamesOfRanks::Holders const& holders = all.holders(name);
-    auto const has_joined = [this](int holder) { return contain(holder); };
-    auto const here = std::ranges::find(holders.ranks, rank) != holders.ranks.end();
-    auto const others = holders.ranks.size() -
-                        static_cast<std::size_t>(std::ranges::count_if(holders.ranks, has_joined));
-    if (name == Join::name || here || others < going || going == 0) continue;
-    Pending pending = make_stand_in(join, holders.description);
+    if (!holders.description.empty()) descriptions_.emplace(holders.key, holders.description);
+  }
+}
+
+std::vector<Pending> JoinedRanks::make_stand_ins(NamesOfRanks const& all, int rank,
+                                                 Join& join) const {
+  std::vector<Pending> made;
+  std::size_t const going = has_joined_.size() - ranks_.size();
+  for (std::string_view const name : all.names()) {
+    NamesOfRanks::Holders const& holders = all.holders(name);
+    auto const is_here = std::ranges::find(holders.ranks, rank) != holders.ranks.end();
+    auto const holding =
+        std::ranges::count_if(holders.ranks, [this](int other) { return !has_joined_[other]; });
+    if (is_here || going == 0 || static_cast<std::size_t>(holding) < going) continue;
+    auto const known = descriptions_.find(holders.key);
+    std::string_view const description =
+        known != descriptions_.end() ? known->second : std::string_view();
+    // One that has failed or was cancelled on all ranks that have it needs no more than a name.
+    Pending pending = holders.goes ? make_stand_in(join, description)
+                                   : Pending{.operation = std::make_shared<Nothing>()};
     pending.ticket = std::make_shared<Ticket>(runtime_);
     pending.name = PendingList::is_key(name) ? std::string_view() : name;
     pending.priority = holders.priority;

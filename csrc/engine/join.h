@@ -1,10 +1,14 @@
 // A rank that has run out of data joins: until all ranks have, stand-ins that contribute nothing
-// take its place in what the others run (Horovod's join).
+// take its place in what the others run (Horovod's join). Aggregators are joined in another sense,
+// see join_aggregators.h.
 #pragma once
 
-#include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <span>
+#include <string>
 #include <string_view>
+#include <unordered_map>
 #include <vector>
 
 #include "engine/operation.h"
@@ -44,21 +48,26 @@ class JoinedRanks {
   // `runtime`: of the tickets of stand-ins.
   explicit JoinedRanks(Runtime runtime) : runtime_(runtime) {}
 
-  void clear() { ranks_.clear(); }
-  // To what these lists say of all ranks.
-  void update(NamesOfRanks const& all);
+  void clear();
+  // Takes what the lists of all `size` ranks say.
+  void update(NamesOfRanks const& all, int size);
   std::span<const int> ranks() const { return ranks_; }
-  bool contain(int rank) const { return std::ranges::find(ranks_, rank) != ranks_.end(); }
   int last() const { return last_; }
+  // Whether all ranks have been told the description of operations with that key.
+  bool knows(std::uint64_t key) const { return descriptions_.contains(key); }
 
   // Makes what a rank that has joined lacks of what all others have pending. Those of which there
-  // is no stand-in fail when they are prepared.
-  std::vector<Pending> stand_ins(NamesOfRanks const& all, int rank, int size, Join& join) const;
+  // is no stand-in fail when they are prepared. O(names and ranks that have them).
+  std::vector<Pending> make_stand_ins(NamesOfRanks const& all, int rank, Join& join) const;
 
  private:
+  static constexpr std::size_t most_descriptions = 4096;
+
   Runtime runtime_;
-  std::vector<int> ranks_;  // ascending
+  std::vector<int> ranks_;        // ascending
+  std::vector<bool> has_joined_;  // [rank]
   int last_ = 0;
+  std::unordered_map<std::uint64_t, std::string> descriptions_;  // by key
 };
 
 }  // namespace sparsecomm

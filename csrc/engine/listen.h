@@ -10,7 +10,7 @@
 namespace sparsecomm {
 
 // Idles until this rank has something new to say, something of it is late, or another rank rings;
-// then wakes the others: rank + 2^i, who do the same. `candidates`: room for what is pending.
+// then wakes the others: rank + 2^i, who do the same. `candidates`: scratch.
 void listen(Channel& channel, PendingList& pending, Comparison const& comparison,
             std::vector<PendingList::Iterator>& candidates);
 

@@ -34,7 +34,7 @@ void NamesOfRanks::require_none_late(int ranks, std::span<const int> joined) con
     unnamed.late = unnamed.late || holders.late;
   }
   require_all("an operation without a name", unnamed);
-  // Last, for it waits for whoever waits for another one.
+  // Last: a rank that waits for another one's operation has not joined because of that.
   if (holds(Join::name)) require_all("a join", holders(Join::name));
 }
 

@@ -20,16 +20,20 @@ class NamesOfRanks {
   struct Holders {
     std::vector<int> ranks;
     bool late = false;  // on one of them
-    // Of the first of them that has told a description.
-    std::string_view description = {};
+    // Those of the first rank on which it goes, if it does on any.
+    bool goes = false;
     int priority = 0;
+    std::uint64_t key = 0;
+    std::string_view description = {};
   };
-  // A name of the list.
+  // A name of the list. All but the first two are for stand-ins, see Join.
   struct Line {
     std::string_view name;
     bool late = false;
+    bool goes = false;  // it has neither failed nor been cancelled
     int priority = 0;
-    std::string_view description = {};  // see Operation; empty: it is not to be known
+    std::uint64_t key = 0;              // the proposal's
+    std::string_view description = {};  // see Operation; empty: the others know it by its key
   };
 
   // Begins a list.
@@ -40,8 +44,9 @@ class NamesOfRanks {
   static void append(std::vector<std::byte>& list, Line const& line) {
     Head const head{.length = static_cast<std::uint32_t>(line.name.size()),
                     .description = static_cast<std::uint32_t>(line.description.size()),
+                    .key = line.key,
                     .priority = line.priority,
-                    .late = line.late};
+                    .flags = (line.late ? late_flag : 0) | (line.goes ? goes_flag : 0)};
     append(list, std::as_bytes(std::span(&head, 1)));
     append(list, std::as_bytes(std::span(line.name)));
     append(list, std::as_bytes(std::span(line.description)));
@@ -55,9 +60,10 @@ class NamesOfRanks {
     while (!list.empty()) {
       auto const head = take<Head>(list);
       bool const fits = head.length <= list.size() && head.description <= list.size() - head.length;
-      require<MalformedFrame>(head.length > 0 && fits && head.late <= 1, "a name of ", head.length,
+      bool const known = (head.flags & ~(late_flag | goes_flag)) == 0;
+      require<MalformedFrame>(head.length > 0 && fits && known, "a name of ", head.length,
                               " bytes and a description of ", head.description, " where ",
-                              list.size(), " are left, late is ", head.late);
+                              list.size(), " are left, flags are ", head.flags);
       auto const* const text = reinterpret_cast<char const*>(list.data());
       std::string_view const name(text, head.length);
       std::string_view const description(text + head.length, head.description);
@@ -67,10 +73,12 @@ class NamesOfRanks {
       require<MalformedFrame>(is_first || holders.ranks.back() != rank, "a name comes twice");
       if (is_first) names_.push_back(name);
       holders.ranks.push_back(rank);
-      holders.late = holders.late || head.late != 0;
-      if (!holders.description.empty() || description.empty()) continue;
-      holders.description = description;
+      holders.late = holders.late || (head.flags & late_flag) != 0;
+      if (holders.goes || (head.flags & goes_flag) == 0) continue;
+      holders.goes = true;
       holders.priority = head.priority;
+      holders.key = head.key;
+      holders.description = description;
     }
   }
   // In the order in which they were read first.
@@ -82,10 +90,12 @@ class NamesOfRanks {
   void require_none_late(int ranks, std::span<const int> joined) const;
 
  private:
+  static constexpr std::uint32_t late_flag = 1, goes_flag = 2;
   struct Head {
     std::uint32_t length, description;
+    std::uint64_t key;
     std::int32_t priority;
-    std::uint32_t late;
+    std::uint32_t flags;
   };
 
   static void append(std::vector<std::byte>& list, std::span<const std::byte> bytes) {

@@ -87,8 +87,8 @@ class Operation {
   // Lists what ranks must agree on beside the text, in its form. Called only to explain a mismatch,
   // after merge(), with what that has made of the payloads.
   virtual std::string changing_fields(std::span<const std::byte> /*payload*/) const { return {}; }
-  // What a rank that has joined makes a stand-in of, see Join: called after prepare(), with what
-  // that has returned.
+  // Says all that it takes to make a stand-in, see Join: the same for the same key. Called after
+  // prepare(), with what that has returned.
   virtual std::string description(Proposal const& proposal) const {
     return std::string(proposal.text);
   }

@@ -39,7 +39,9 @@ PendingList::Iterator PendingList::append(Pending pending) {
   if (spare_.empty()) spare_.emplace_back();
   auto const entry = spare_.begin();
   entry->pending = std::move(pending);
-  if (entry->is_named()) by_name_.emplace(entry->pending.name, &*entry);
+  if (entry->is_named() && !entry->pending.stands_in) {
+    by_name_.emplace(entry->pending.name, &*entry);
+  }
   entries_.splice(entries_.end(), spare_, entry);
   ++pending_;
   return entry;

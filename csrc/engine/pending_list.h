@@ -27,9 +27,8 @@ class PendingList {
   // Names are not longer, in bytes, and do not begin with that character.
   static constexpr std::size_t longest_name = 1024;
   static constexpr char key_mark = '#';
-  static bool is_key(std::string_view name) {
-    return name.starts_with(key_mark) && name != Join::name;
-  }
+  static bool is_given(std::string_view name) { return !name.starts_with(key_mark); }
+  static bool is_key(std::string_view name) { return !is_given(name) && name != Join::name; }
   // So many may be pending.
   static constexpr std::size_t most_pending = 65000;
 
@@ -85,7 +84,7 @@ class PendingList {
   // The following are for any thread.
 
   // Throws InvalidArgument where the name is none, or one of that name is pending that has not been
-  // cancelled, or a Join. That goes by a name of its own. Returns whether this rank listens.
+  // cancelled, or a Join. Gives a Join its name. Returns whether this rank listens.
   bool add(Pending pending);
   bool empty() const { return pending_ == 0; }
   bool listens() const { return listens_; }
@@ -97,7 +96,7 @@ class PendingList {
   // Those that may run: the first of each name, and of those without one; a Join once nothing else
   // is pending that has not been cancelled.
   void find_candidates(std::vector<Iterator>& candidates);
-  // Amid a round, after which it is pending no more. There is none of that name.
+  // Amid a round, after which it is pending no more. None of that name is.
   Iterator add_stand_in(Pending pending);
   // Gives the one that has no ticket this one.
   Iterator add_ticket(std::shared_ptr<Ticket> ticket);

@@ -803,7 +803,8 @@ TEST(CachedTest, AFailureThenEndsBoth) {
 TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
   std::vector<std::byte> list;
   NamesOfRanks::begin(list, 7);
-  NamesOfRanks::append(list, {.name = "a", .priority = -3, .description = "first"});
+  NamesOfRanks::append(
+      list, {.name = "a", .goes = true, .priority = -3, .key = 5, .description = "first"});
   NamesOfRanks::append(list, {.name = "bc", .late = true});
   NamesOfRanks good;
   good.read(0, list, 7);
@@ -814,6 +815,8 @@ TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
   EXPECT_FALSE(good.holders("a").late);
   EXPECT_EQ(good.holders("a").description, "first");
   EXPECT_EQ(good.holders("a").priority, -3);
+  EXPECT_EQ(good.holders("a").key, 5u);
+  EXPECT_FALSE(good.holders("bc").goes);
   std::size_t refused = 0;
   for (std::size_t length = 0; length < list.size(); ++length) {
     try {
@@ -826,7 +829,7 @@ TEST(NamesOfRanksTest, WhatIsNoListIsRefused) {
   EXPECT_THROW(NamesOfRanks().read(0, list, 8), MalformedFrame);
   NamesOfRanks::append(list, {.name = "a"});
   EXPECT_THROW(NamesOfRanks().read(0, list, 7), MalformedFrame) << "twice";
-  for (std::size_t const byte : {8, 9, 10, 11, 12, 13, 14, 15, 20, 21, 22, 23}) {
+  for (std::size_t const byte : {8, 9, 10, 11, 12, 13, 14, 15, 28, 29, 30, 31}) {
     std::vector<std::byte> changed = list;
     changed[byte] = std::byte{0xff};
     EXPECT_THROW(NamesOfRanks().read(0, changed, 7), MalformedFrame) << byte;

@@ -42,7 +42,7 @@ inline std::string describe(NamesRun const& run) {
 struct NamesOutcome {
   enum class End : std::uint8_t { none, right, wrong, cancelled, failed };
   struct Rank {
-    std::vector<End> ends;  // [step * names + name]
+    std::vector<End> ends;  // [step * names + name], and of the join
     int last = -1;          // that has joined, if all have
     std::string error;      // the first that accuses ranks
     std::vector<int> culprits;
@@ -59,7 +59,7 @@ inline void run_names(Communicator& communicator, NamesRun const& run, SeededSim
                       NamesOutcome::Rank& outcome) {
   using End = NamesOutcome::End;
   int const rank = communicator.rank();
-  outcome.ends.assign(NamesRun::steps * run.names, End::none);
+  outcome.ends.assign(NamesRun::steps * run.names + 1, End::none);
   outcome.tried.assign(outcome.ends.size(), false);
   outcome.told = outcome.tried;
   auto const accuse = [&](Error const& error) {
@@ -119,7 +119,9 @@ inline void run_names(Communicator& communicator, NamesRun const& run, SeededSim
     try {
       communicator.submit(join).wait();
       outcome.last = join->last();
+      outcome.ends.back() = End::right;
     } catch (Error const& error) {
+      outcome.ends.back() = End::failed;
       failed = true;
       accuse(error);
     }

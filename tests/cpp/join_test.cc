@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <barrier>
+#include <bit>
 #include <future>
 #include <set>
 #include <string>
@@ -44,7 +45,19 @@ std::string expect_throws(Body const& body) {
   return {};
 }
 
-// Of a rank, the number of steps before it joins.
+// Runs until it is let go.
+class Held final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = "operation=held"}; }
+  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {
+    running.set_value();
+    let_go.get_future().wait();
+  }
+
+  std::promise<void> running, let_go;
+};
+
+// A rank joins after so many steps.
 int steps_of(int rank) { return 3 + (rank * 5) % 7; }
 
 TEST(JoinTest, OthersGoOnAndAllEndTogether) {
@@ -78,7 +91,7 @@ TEST(JoinTest, OthersGoOnAndAllEndTogether) {
   }
 }
 
-// What is pending on it when it joins runs first.
+// Operations that are pending on a rank when it joins run first.
 TEST(JoinTest, TakesPartOnceNothingElseIsPending) {
   constexpr int ranks = 3;
   std::vector<Log> logs(ranks);
@@ -102,6 +115,63 @@ TEST(JoinTest, TakesPartOnceNothingElseIsPending) {
     EXPECT_EQ(log.names(), logs[0].names());
     EXPECT_EQ(log.names().size(), 6u);
   }
+}
+
+TEST(JoinTest, TheLastOfAnEarlierJoinIsForgotten) {
+  constexpr int ranks = 3;
+  std::barrier together(ranks);
+  expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+    int const rank = communicator.rank();
+    if (rank == 0) {
+      EXPECT_EQ(sum_of(communicator, "a", 5, true), 5u);
+    }
+    EXPECT_EQ(join(communicator), 0);
+    auto const held = std::make_shared<Held>();
+    auto const holding = communicator.submit(held);
+    auto const joined = std::make_shared<SumJoin>();
+    auto const joining = communicator.submit(joined);
+    together.arrive_and_wait();  // so that all join in one round
+    held->let_go.set_value();
+    joining.wait();
+    EXPECT_EQ(joined->last(), ranks - 1);
+  }));
+}
+
+// Counts the messages of a rank for an operation that has a payload and sends nothing else.
+TEST(JoinTest, ARoundTakesThreeMoreAllgathers) {
+  for (int const ranks : {2, 4, 5, 8}) {
+    auto const rounds = std::bit_width(static_cast<unsigned>(ranks - 1));
+    expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
+      int const rank = communicator.rank();
+      auto const messages = [&] { return Counters::total(communicator.counters().sent_messages); };
+      for (int i = 0; i < 5; ++i) sum_of(communicator, "a", 1, true);
+      auto before = messages();
+      sum_of(communicator, "a", 1, true);
+      EXPECT_EQ(messages() - before, 1u * rounds) << "the payload goes with the standings";
+      if (rank > 0) {
+        for (int i = 0; i < 5; ++i) sum_of(communicator, "a", 1, true);
+        before = messages();
+        sum_of(communicator, "a", 1, true);
+        // As before, and once more without those of ranks that have joined, names, and payloads.
+        EXPECT_EQ(messages() - before, 5u * rounds);
+      }
+      join(communicator);
+    }));
+  }
+}
+
+TEST(JoinTest, EndsIfTheCommunicatorIsClosed) {
+  std::barrier together(2);
+  auto const errors = run_ranks(2, [&](Communicator& communicator) {
+    sum_of(communicator, "a", 1, true);
+    together.arrive_and_wait();
+    if (communicator.rank() == 1) return;
+    auto const joining = communicator.submit(std::make_shared<SumJoin>());
+    communicator.close();
+    EXPECT_THROW(joining.wait(), Error);
+    EXPECT_THROW(join(communicator), Aborted);
+  });
+  expect_no_errors(errors);
 }
 
 TEST(JoinTest, NothingElseIsTakenUntilItHasEnded) {
@@ -175,18 +245,6 @@ TEST(JoinTest, RanksThatDisagreeAndThoseThatFailOrCancel) {
   }));
 }
 
-// Runs until it is let go.
-class Held final : public Operation {
- public:
-  Proposal prepare() override { return {.text = "operation=held"}; }
-  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {
-    running.set_value();
-    let_go.get_future().wait();
-  }
-
-  std::promise<void> running, let_go;
-};
-
 // On all ranks, as any operation.
 TEST(JoinTest, CanBeCancelled) {
   std::barrier cancelled(2);
@@ -212,7 +270,7 @@ TEST(JoinTest, CanBeCancelled) {
   }));
 }
 
-// What is cancelled on the rank that joins stays pending until all have brought it.
+// An operation that is cancelled on a rank that joins stays pending until all have brought it.
 TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
   std::barrier together(2);
   expect_no_errors(run_ranks(2, [&](Communicator& communicator) {

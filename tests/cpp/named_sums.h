@@ -57,6 +57,7 @@ class Sum final : public Operation {
 
   Proposal prepare() override {
     return {.text = text_,
+            .key = Digest().add(std::string_view(text_)).add(by_payload_).add(commits_).value(),
             .payload = by_payload_ ? payload_of(number_) : std::span<const std::byte>{}};
   }
   bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
