@@ -385,8 +385,8 @@ def join(group: dist.ProcessGroup | None = None, communicator: Communicator | No
     nothing: in :func:`allreduce` and :func:`grouped_allreduce` with neutral elements, which need
     the memory of the others' tensors, in :func:`allgather_sparse` with a tensor without entries.
     An average is over all ranks. :func:`reduce_scatter_sparse` fails on all ranks, since this one's
-    part of the result would be lost. Collectives that this rank has started run first; other
-    threads can call none before this has ended.
+    part of the result would be lost. Collectives that this rank has started run first; its other
+    threads and its callbacks can start none before this has ended.
 
     Exchanges of hooks and optimizers have communicators of their own; with a hook use
     ``DistributedDataParallel.join``.
@@ -402,12 +402,14 @@ def join(group: dist.ProcessGroup | None = None, communicator: Communicator | No
     Raises:
         ValueError: both a group and a communicator, a closed communicator, or another thread of
             this rank has joined.
-        CancelledError: a rank was interrupted while it waited.
+        CancelledError: Ctrl-C ended the wait of a rank before it took part.
         RuntimeError: torch.distributed is not initialised, or this is a callback.
-        torch.distributed.DistBackendError: a rank was lost; or one has neither joined nor called
-            anything before the deadline.
+        torch.distributed.DistBackendError: a rank was lost, or interrupted; or one has neither
+            joined nor called anything before the deadline.
 
-    Complexity: 3 ceil(log2 P) more messages for each round of the collectives that others run.
+    Complexity: until all have joined, 3 ceil(log2 P) more messages for the collectives that run
+    together, and from each rank some 24 bytes and the name of each; when it runs for the first time
+    also what describes it, some 250 bytes for each tensor.
     """
     return _collectives(group, communicator).join()
 

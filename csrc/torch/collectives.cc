@@ -27,7 +27,7 @@ class CollectiveJoin final : public Join {
     while (!description.empty()) {
       if (is_group) description.remove_prefix(1);
       std::string_view const line = first_line(description);
-      requests.push_back(CollectiveRequest::without_entries(line));
+      requests.push_back(CollectiveRequest::neutral_for(line));
       description.remove_prefix(line.size());
     }
     auto task = is_group ? CollectiveTask::make(communicator_, idle_, std::move(requests))
@@ -103,12 +103,7 @@ CollectiveTask CollectiveTask::make(Communicator& communicator,
 int Collectives::join() {
   auto const alive = communicator();
   auto const operation = std::make_shared<CollectiveJoin>(*alive, idle_);
-  SignalCheck signals;
-  try {
-    alive->run(operation, signals.here());
-  } catch (...) {
-    std::rethrow_exception(as_distributed_error(std::current_exception()));
-  }
+  run_task(*alive, {operation, [](bool) { return std::vector<at::Tensor>(); }}, {}, 0);
   return operation->last();
 }
 

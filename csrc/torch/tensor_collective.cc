@@ -56,19 +56,30 @@ at::ScalarType torch_type(DType dtype) {
   throw InvalidArgument(concat("torch has no dtype ", name(dtype)));
 }
 
-// Of a proposal's text: "[2, 3]".
+// A number of 0 or more.
+std::int64_t parse_number(std::string_view text) {
+  std::int64_t number = -1;
+  auto const [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  require(error == std::errc{} && end == text.data() + text.size() && number >= 0, "'", text,
+          "' is no number of dimensions or entries");
+  return number;
+}
+
+// As proposals have it: "[2, 3]".
 std::vector<std::int64_t> parse_shape(std::string_view text) {
+  constexpr std::size_t most_dimensions = 64;
+  require(text.size() >= 2 && text.front() == '[' && text.back() == ']', "a tensor's shape is '",
+          text, "'");
+  std::string_view left = text.substr(1, text.size() - 2);
   std::vector<std::int64_t> sizes;
-  bool good = text.size() >= 2 && text.front() == '[' && text.back() == ']';
-  std::string_view left = good ? text.substr(1, text.size() - 2) : text;
-  while (good && !left.empty()) {
-    auto const [end, error] =
-        std::from_chars(left.data(), left.data() + left.size(), sizes.emplace_back());
-    good = error == std::errc{} && sizes.back() >= 0;
-    left.remove_prefix(static_cast<std::size_t>(end - left.data()));
-    if (left.starts_with(", ")) left.remove_prefix(2);
+  while (!left.empty()) {
+    std::string_view const number = left.substr(0, left.find(','));
+    sizes.push_back(parse_number(number));
+    left.remove_prefix(number.size());
+    require(sizes.size() <= most_dimensions && (left.empty() || left.starts_with(", ")),
+            "a tensor's shape is '", text, "'");
+    left.remove_prefix(std::min<std::size_t>(2, left.size()));
   }
-  require(good, "a tensor's shape is '", text, "'");
   return sizes;
 }
 
@@ -325,7 +336,7 @@ CollectiveRequest CollectiveRequest::make(CollectiveKind kind, at::Tensor tensor
           .note = {}};
 }
 
-CollectiveRequest CollectiveRequest::without_entries(std::string_view text) {
+CollectiveRequest CollectiveRequest::neutral_for(std::string_view text) {
   auto const field = [text](std::string_view name, std::string_view otherwise = {}) {
     std::string_view const value = field_of(text, name);
     return value.empty() ? otherwise : value;
@@ -333,9 +344,8 @@ CollectiveRequest CollectiveRequest::without_entries(std::string_view text) {
   std::string_view const operation = field("operation"), dtype = field("dtype");
   bool const gathers = operation == allgather_name;
   require(gathers || operation == allreduce_name,
-          "this rank has joined, and nothing can stand for "
-          "it in an operation '",
-          operation, "'; let ranks join when all have ended theirs");
+          "this rank has joined, and nothing can stand for ", "it in an operation '", operation,
+          "'; let ranks join when all have ended theirs");
   auto const element = std::ranges::find_if(
       elements, [dtype](Element const& each) { return name(each.ours) == dtype; });
   require(element != std::end(elements), "dtype '", dtype, "' is unknown");
@@ -343,14 +353,15 @@ CollectiveRequest CollectiveRequest::without_entries(std::string_view text) {
   std::string_view const op = field("reduction", "sum");
   at::Tensor tensor;
   if (field("layout") == "dense") {
+    // The numbers are another rank's, which has as many entries in memory.
+    CooShape const shape(sizes, static_cast<std::int64_t>(sizes.size()));
+    require(shape.indexable(), "a dense tensor of shape ", field("shape"));
     tensor =
         at::full(sizes, element->neutral(static_cast<Reduction>(find_op(op).fold)), element->torch);
   } else {
-    auto const dims = field("sparse dimensions");
-    std::int64_t sparse = -1;
-    std::from_chars(dims.data(), dims.data() + dims.size(), sparse);
-    require(sparse >= 0 && sparse <= static_cast<std::int64_t>(sizes.size()), "a tensor of ",
-            sizes.size(), " dimensions has '", dims, "' sparse ones");
+    std::int64_t const sparse = parse_number(field("sparse dimensions"));
+    require(sparse <= static_cast<std::int64_t>(sizes.size()), "a tensor of shape ", field("shape"),
+            " has ", sparse, " sparse dimensions");
     auto const options = at::TensorOptions(element->torch).layout(at::kSparse);
     auto const values = static_cast<std::int64_t>(sizes.size()) - sparse;
     tensor = at::_sparse_coo_tensor_with_dims(sparse, values, sizes, options);

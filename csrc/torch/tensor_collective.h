@@ -34,9 +34,9 @@ struct CollectiveRequest {
   // Throws InvalidArgument where `op`, `algorithm` or the tensor's dtype is none of those that can.
   static CollectiveRequest make(CollectiveKind kind, at::Tensor tensor, std::string_view algorithm,
                                 std::string_view op);
-  // Of a tensor that contributes nothing to operations of that text, see Proposal: neutral elements
-  // if it is dense, else no entries. Throws InvalidArgument if nothing can stand for a rank there.
-  static CollectiveRequest without_entries(std::string_view text);
+  // Makes one that contributes nothing to operations of that text, see Proposal: neutral elements
+  // if they are of dense tensors, else no entries. Throws InvalidArgument if there can be none.
+  static CollectiveRequest neutral_for(std::string_view text);
   // Throws InvalidArgument where the tensor's device, layout or shape cannot be served.
   void require_servable(int ranks) const;
 };

@@ -507,7 +507,7 @@ def joining(size: int) -> list[int]:
             check(sparsecomm.allreduce(mine, algorithm), step, torch.float32, "sum")
         for work, dtype, op in works:
             check(work.wait(), step, dtype, op)
-        # Of a hybrid tensor's rows, and of a matrix's.
+        # Rows of a hybrid tensor, and of a matrix.
         mine = contribution(rank, step, torch.float64, 0)
         for sparse in (mine.to_sparse(1), mine.to_sparse_csr()):
             check(sparsecomm.allreduce(sparse, name="rows"), step, torch.float64, "sum")
@@ -529,10 +529,11 @@ def joining(size: int) -> list[int]:
             sparsecomm.allreduce(torch.ones(3 + rank))
 
     lasts = []
-    for _ in range(2):
-        for step in range(rank + 1):
-            run_step(step)
-        lasts.append(sparsecomm.join())
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            for step in range(rank + 1):
+                run_step(step)
+            lasts.append(sparsecomm.join())
         assert sparsecomm.allreduce(torch.ones(2)).tolist() == [size] * 2
     return lasts
 
