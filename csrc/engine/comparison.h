@@ -80,10 +80,10 @@ class Comparison {
   // Lets every rank know, with the next comparison, that this one has a request. From any thread.
   void request() { requests_ = true; }
   // Takes this rank's own, for whoever tells the others instead.
-  bool take_request() { return requests_.exchange(false); }
+  bool take_request() { return requests_ && requests_.exchange(false); }
   void add_requested() { requested_ = true; }
   // Whether any rank has had one since the last call.
-  bool take_requested() { return requested_.exchange(false); }
+  bool take_requested() { return requested_ && requested_.exchange(false); }
 
  private:
   // Valid until the next one.

@@ -423,7 +423,7 @@ class ByName final : public Coordinator {
     } else if (selected.compare) {
       compare(channel, selected, next);
     } else {
-      entry.show(comparison_, 0);
+      if (candidates_.size() > 1) entry.show(comparison_, 0);  // else it has been shown
       next.agreement.fused = fusion_.led_by(next_);
     }
     if (Join* const join = entry.pending.operation->as_join()) {

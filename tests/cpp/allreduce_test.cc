@@ -13,7 +13,7 @@
 #include "allocations.h"
 #include "collectives/sparse_allgather.h"
 #include "contributions.h"
-#include "transport/wrapped.h"
+#include "uncounted.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -180,37 +180,11 @@ TEST_P(AllreduceTest, TurnsDenseWhereOneEntryMoreThanDeltaComesTogether) {
   }
 }
 
-// Does not count what the mailboxes of inproc allocate.
-class Uncounted final : public WrappedTransport {
- public:
-  using WrappedTransport::WrappedTransport;
-  std::size_t wait(Request& request, Deadline const& deadline) override {
-    bool const before = std::exchange(counting, false);
-    std::size_t const bytes = WrappedTransport::wait(request, deadline);
-    counting = before;
-    return bytes;
-  }
-
- protected:
-  Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    bool const before = std::exchange(counting, false);
-    Request const request = WrappedTransport::do_isend(peer, tag, bytes);
-    counting = before;
-    return request;
-  }
-  Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    bool const before = std::exchange(counting, false);
-    Request const request = WrappedTransport::do_irecv(peer, tag, bytes);
-    counting = before;
-    return request;
-  }
-};
-
 void check_allocations(std::string_view algorithm) {
   for (int const ranks : {1, 2, 3, 4, 7}) {
     auto transports = make_inproc_transports(ranks);
     for (auto& transport : transports) {
-      transport = std::make_unique<Uncounted>(std::move(transport));
+      transport = std::make_unique<UncountedTransport>(std::move(transport));
     }
     expect_no_errors(run_transports(transports, [&](Transport& transport) {
       std::uint32_t operation = 0;

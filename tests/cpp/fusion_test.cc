@@ -20,6 +20,7 @@
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
 #include "simulated_ranks.h"
+#include "uncounted.h"
 
 namespace sparsecomm::test {
 namespace {
@@ -73,6 +74,39 @@ TEST(FusionTest, PutsTogetherWhatIsOfOneKindAndFits) {
   none.clear();
   EXPECT_TRUE(none.led_by(0).empty()) << "nothing was added";
 }
+
+// Another operation, during which its thread counts what it allocates, from the first one's
+// prepare() to the end of the last one's run().
+class Counted final : public Operation {
+ public:
+  enum class Place : std::uint8_t { first, between, last };
+  Counted(std::shared_ptr<Operation> inner, Place place)
+      : inner_(std::move(inner)), place_(place) {}
+
+  Proposal prepare() override {
+    if (place_ == Place::first) {
+      allocations = 0;
+      counting = true;
+    }
+    return inner_->prepare();
+  }
+  bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    return inner_->merge(into, other);
+  }
+  Fusible* fusible(std::span<const std::byte> payload) override { return inner_->fusible(payload); }
+  void run(Channel& channel, Agreement const& agreement) override {
+    inner_->run(channel, agreement);
+    if (place_ != Place::last) return;
+    counting = false;
+    counted = allocations;
+  }
+
+  std::size_t counted = 0;
+
+ private:
+  std::shared_ptr<Operation> inner_;
+  Place place_;
+};
 
 // One rank's part of an allreduce, and its result as all values.
 template <class T>
@@ -233,6 +267,47 @@ CommunicatorOptions fusing(std::size_t bytes) {
   figures->rates.merge = figures->rates.reduce = 1e-9;
   options.figures = figures;
   return options;
+}
+
+// The coordinator's part of it, and that of the operations.
+TEST(FusionTest, ARoundAllocatesNothingOnceItsBuffersAreThere) {
+  constexpr std::size_t count = 12;
+  for (std::size_t const limit : {std::size_t{0}, std::size_t{1} << 20}) {
+    expect_no_errors(run_ranks(
+        4,
+        [&](Communicator& communicator) {
+          std::vector<std::unique_ptr<Case<float>>> cases;
+          for (std::size_t i = 0; i < count; ++i) {
+            auto const* const entry =
+                &find_algorithm(i % 2 == 0 ? "topk_a" : "ssar_recursive_double");
+            cases.push_back(std::make_unique<Case<float>>(communicator, 500,
+                                                          CollectiveConfig{.algorithm = entry}));
+            std::vector<float> values(500);
+            for (std::size_t j = i; j < values.size(); j += 17) values[j] = 1.0f;
+            cases.back()->contribute(values, /*dense=*/false);
+          }
+          for (int step = 0; step < 8; ++step) {
+            std::vector<std::pair<std::string, std::shared_ptr<Operation>>> all;
+            std::shared_ptr<Counted> counted;
+            for (std::size_t i = 0; i < count; ++i) {
+              using Place = Counted::Place;
+              auto const place = i == 0          ? Place::first
+                                 : i + 1 < count ? Place::between
+                                                 : Place::last;
+              counted = std::make_shared<Counted>(cases[i]->operation(), place);
+              all.emplace_back(concat("a name that is not short ", 10 + i), counted);
+            }
+            run_together(communicator, all);
+            if (step >= 4) {
+              EXPECT_EQ(counted->counted, 0u) << "step " << step << ", limit " << limit;
+            }
+          }
+        },
+        fusing(limit), {},
+        [](std::unique_ptr<Transport> transport) -> std::unique_ptr<Transport> {
+          return std::make_unique<UncountedTransport>(std::move(transport));
+        }));
+  }
 }
 
 // Results of many allreduces of all kinds, which each rank submits in an order of its own.
