@@ -388,8 +388,8 @@ def join(group: dist.ProcessGroup | None = None, communicator: Communicator | No
     part of the result would be lost. Collectives that this rank has started run first; its other
     threads and its callbacks can start none before this has ended.
 
-    Exchanges of hooks and optimizers have communicators of their own; with a hook use
-    ``DistributedDataParallel.join``.
+    Exchanges of hooks and optimizers have communicators of their own: with a hook use
+    ``DistributedDataParallel.join``, with an optimizer ``torch.distributed.algorithms.join.Join``.
 
     Args:
         group: the ranks; the default group if ``None``.

@@ -144,6 +144,7 @@ class GradientBuckets:
         self._launched = 0
         self._known = 0  # buckets that all ranks have exchanged before
         self._pausing = False
+        self._shadowing = False  # this rank makes no step, and the others make one
         self._has_warned = False
         self._delivered = False  # what was exchanged waits to become the grads
         self._synchronized = False  # it is
@@ -253,7 +254,7 @@ class GradientBuckets:
             torch.mul(gradient, factor, out=view)
         elif gradient is not view:
             view.copy_(gradient)
-        if share != 0 and not slot.frozen:
+        if share != 0 and not slot.frozen and not self._shadowing:
             view.add_(parameter.detach(), alpha=share)
         slot.arrived = True
         slot.bucket.missing -= 1
@@ -296,14 +297,11 @@ class GradientBuckets:
         if not self._delivered:
             self._complete()
             self._delivered = True
-            self._state.steps += 1
             if not self._state.unfinished and self._state.compression.selects:
                 # Some rank has seen a NaN or Inf, and the residuals have taken back the rest.
                 for bucket in self._buckets:
                     bucket.buffer.fill_(torch.nan)
-            asked = self._state._native.take_requested()
-            if self._compare_every and (asked or self._state.steps % self._compare_every == 0):
-                self.compare_parameters()
+            self._count_step()
         for slot in self._slots.values():
             if not slot.has_view():
                 slot.renew_view()
@@ -314,6 +312,33 @@ class GradientBuckets:
         for bucket in self._buckets:
             bucket.version = bucket.buffer._version
         self._delivered, self._synchronized = False, True
+
+    def is_due(self) -> bool:
+        """Whether :meth:`synchronize` has something to exchange."""
+        return not (self._synchronized or self._delivered or self._pausing)
+
+    def shadow(self) -> None:
+        """Takes part in a step of the other ranks with zeros, whose result is dropped."""
+        self.discard()
+        self._drop()
+        self._shadowing = True
+        try:
+            self._complete()
+            self._count_step()
+        finally:
+            self._shadowing = False
+            self.finished()
+            self._drop()
+
+    def _drop(self) -> None:
+        for slot in self._slots.values():
+            slot.parameter.grad = None
+
+    def _count_step(self) -> None:
+        self._state.steps += 1
+        asked = self._state._native.take_requested()
+        if self._compare_every and (asked or self._state.steps % self._compare_every == 0):
+            self.compare_parameters()
 
     def _complete(self) -> None:
         """Exchanges what has not been exchanged, and waits for all of it."""
@@ -353,7 +378,7 @@ class GradientBuckets:
         """Raises the same error on every rank unless all have the same values."""
         named = [(slot.name, slot.parameter) for slot in self._slots.values()]
         self._state.compares = False
-        self._state.compare(described_values(named))
+        self._state.compare(None if self._shadowing else described_values(named))
 
     def only_zeros_were_given(self) -> bool:
         """Whether every ``grad`` is zeros that no backward pass has brought."""

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from typing_extensions import Self, Unpack
 
 from sparsecomm.compression import Compression
@@ -24,6 +26,7 @@ from sparsecomm.optim.exchange import (
     described_parameters,
     names_of,
 )
+from sparsecomm.optim.uneven import Shadow, coordination_device
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import is_called_by
 
@@ -48,7 +51,7 @@ class _Adopted(torch.optim.Optimizer):
         return optimizer  # type: ignore[return-value]
 
 
-class DistributedOptimizer(_Adopted):
+class DistributedOptimizer(_Adopted, Joinable):
     """Makes a torch optimizer average its gradients over the ranks, without DDP.
 
     The optimizer itself is changed, and returned: its class becomes one that derives from this and
@@ -62,7 +65,8 @@ class DistributedOptimizer(_Adopted):
     which would exchange the same gradients.
 
     A parameter without a gradient takes part with zeros: its ``grad`` is what the others have.
-    Every rank makes the same steps. ``state_dict()`` holds the residuals of this rank too, so every
+    Every rank makes the same steps, but within ``torch.distributed.algorithms.join.Join``, see
+    :meth:`join_hook`. ``state_dict()`` holds the residuals of this rank too, so every
     rank saves its own.
 
     With ``torch.optim.SGD`` without momentum and weight decay the update touches only the entries
@@ -196,6 +200,7 @@ class DistributedOptimizer(_Adopted):
             "options": options,
         }
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their grads
+        Joinable.__init__(self)
         watch_momentum(exchange, [parameter for _, parameter in named])
         _patch_again(self)
 
@@ -219,7 +224,42 @@ class DistributedOptimizer(_Adopted):
                 the backward pass that brings its gradient, too.
         """
         self._require_known()
+        if self._buckets.is_due():
+            Join.notify_join_context(self)
         self._buckets.synchronize()
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Lets ranks make different numbers of steps, within torch's ``Join([optimizer])``.
+
+        A rank that leaves it has no more data. It takes part in the steps of the others with zeros,
+        and so delivers its residual; averages are over all ranks. When all have left, every rank
+        gets the parameters and the optimizer's state of one that made the most steps. A learning
+        rate is not among them: step schedulers after ``Join``, or alike on all ranks.
+
+        Raises:
+            ValueError: of ``torch.optim.LBFGS``, or an optimizer that follows a ``GradScaler``.
+        """
+        if issubclass(self._base, torch.optim.LBFGS):
+            raise ValueError(
+                "LBFGS evaluates its closure as often as it likes, which ranks without data cannot "
+                "do: give every rank as many batches"
+            )
+        if self._exchange.follows_scaler:
+            raise ValueError(
+                "the exchange follows a GradScaler, whose steps a rank without data does not hear "
+                "of: use bfloat16, which needs none, or give every rank as many batches"
+            )
+        return Shadow(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """For ``Join``: where the process group's collectives have their tensors."""
+        return coordination_device(self._exchange._process_group)
+
+    @property
+    def join_process_group(self) -> dist.ProcessGroup:
+        """For ``Join``: the ranks that exchange."""
+        return self._exchange._process_group or distributed_c10d._get_default_group()
 
     def compare_parameters(self) -> None:
         """Checks that every rank has the same values in the parameters that are trained.

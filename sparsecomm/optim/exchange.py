@@ -39,11 +39,13 @@ class OptimizerExchange(CompressionState):
         self.unfinished = False
         self.loaded = False  # and the optimizer not yet
         self.compares = False  # this rank has saved, so the next step is to compare parameters
+        self.follows_scaler = False
         super().__init__(compression, process_group, communicator_options=options)
 
     def follow(self, scaler: LossScaler) -> None:
         super().follow(scaler)
         self.loss_scale = scaler.get_scale
+        self.follows_scaler = True
 
     def state_dict(self) -> dict[str, Any]:
         self._require_finished("save")
@@ -95,16 +97,20 @@ class OptimizerExchange(CompressionState):
         """The exchange has ended; where it failed or was not finite, nothing was delivered."""
         self.unfinished = not failed and self._native.delivered
 
-    def compare(self, mine: dict[str, str]) -> None:
-        """Raises the same error on every rank of the group unless all have the same."""
+    def compare(self, mine: dict[str, str] | None) -> None:
+        """Raises the same error on every rank of the group unless all have the same.
+
+        Those that have nothing to compare are left out.
+        """
         self._place()  # which says if there is no process group
         options = {name: repr(value) for name, value in vars(self._compression).items()}
         options["average"] = str(self._average)
-        every = _all_gather(options | mine, self._process_group)
+        given = all_gather({} if mine is None else options | mine, self._process_group)
+        every = {rank: entries for rank, entries in enumerate(given) if entries}
         differing = []
-        for key in dict.fromkeys(key for entries in every for key in entries):
+        for key in dict.fromkeys(key for entries in every.values() for key in entries):
             ranks: dict[str, list[int]] = {}
-            for rank, entries in enumerate(every):
+            for rank, entries in every.items():
                 ranks.setdefault(entries.get(key, "nothing"), []).append(rank)
             if len(ranks) > 1:
                 values = (f"{value} on rank{_join(who)}" for value, who in ranks.items())
@@ -120,7 +126,7 @@ class OptimizerExchange(CompressionState):
             )
 
 
-def _all_gather(mine: dict[str, str], group: dist.ProcessGroup | None) -> list[dict[str, str]]:
+def all_gather(mine: dict[str, str], group: dist.ProcessGroup | None) -> list[dict[str, str]]:
     """Returns ``mine`` of every rank, sent as JSON: all_gather_object would unpickle it."""
     device = distributed_c10d._get_object_coll_device(group)
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)

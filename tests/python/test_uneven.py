@@ -1,0 +1,185 @@
+"""Optimizers on ranks that make different numbers of steps, within torch's Join."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import checkpoint_of
+from ranks import run_ranks
+from torch import Tensor
+from torch.distributed.algorithms.join import Join
+
+import sparsecomm
+from sparsecomm.optim import DistributedOptimizer, OkTopkSGD, TopkSGD
+
+
+def steps_of(rank: int) -> int:
+    """How many batches a rank has; rank 1 has none."""
+    return (3, 0, 5, 4)[rank]
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(3)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+
+
+def loss_of(model: torch.nn.Module, rank: int, step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * rank + step)
+    inputs = torch.randn(4, 6, generator=generator)
+    loss: Tensor = model(inputs).square().mean()
+    return loss
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, betas=(0.0, 0.9)),
+    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01, centered=True),
+}
+
+
+def reference(size: int, kind: str, clip: float) -> list[Tensor]:
+    """What one process computes: the mean over all ranks of gradients, or zeros."""
+    model = make_model()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for step in range(max(map(steps_of, range(size)))):
+        sums = [torch.zeros_like(p) for p in model.parameters()]
+        for rank in range(size):
+            if step >= steps_of(rank):
+                continue
+            model.zero_grad()
+            loss_of(model, rank, step).backward()
+            for total, parameter in zip(sums, model.parameters(), strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad
+        for total, parameter in zip(sums, model.parameters(), strict=True):
+            parameter.grad = total / size
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return [p.detach() for p in model.parameters()]
+
+
+def as_one(size: int, kind: str) -> None:
+    """At density 1 the result is that of one process; the state is the same on every rank."""
+    rank = dist.get_rank()
+    clip = 0.05
+    model = make_model()
+    optimizer = DistributedOptimizer(
+        OPTIMIZERS[kind](model.parameters()),
+        compression=sparsecomm.Compression(algorithm="topk_a", density=1.0),
+        compare_every=1,
+    )
+    with Join([optimizer]):
+        for step in range(steps_of(rank)):
+            optimizer.zero_grad()
+            loss_of(model, rank, step).backward()
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+            optimizer.step()
+    expected = reference(size, kind, clip)
+    for mine, theirs in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(mine.detach(), theirs, rtol=1e-5, atol=1e-7)
+    # All go on alike, which the comparison of every step sees.
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(model, rank, 50 + step).backward()
+        optimizer.step()
+    states = [optimizer.state[p] for p in model.parameters()]
+    gathered: list[Any] = [None] * size
+    dist.all_gather_object(gathered, [{k: v.clone() for k, v in s.items()} for s in states])
+    for other in gathered:
+        torch.testing.assert_close(other, gathered[0], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", list(OPTIMIZERS))
+def test_at_density_1_it_is_as_in_one_process(kind: str) -> None:
+    run_ranks(4, as_one, 4, kind)
+
+
+def conserving(size: int) -> None:
+    """What a rank that has joined has kept back arrives in the steps of the others."""
+    rank = dist.get_rank()
+    parameter = torch.nn.Parameter(torch.zeros(100))
+    optimizer = TopkSGD(
+        [parameter], lr=1.0, density=0.1, select="exact", average=False, dense_below=0
+    )
+    given = torch.zeros(100)
+    with Join([optimizer]):
+        for step in range((1, 2, 12)[rank]):
+            optimizer.zero_grad()
+            gradient = (torch.arange(100) % 7 + 1.0) * (rank + 1) if step < 2 else torch.zeros(100)
+            parameter.backward(gradient)
+            given += gradient
+            optimizer.step()
+    dist.all_reduce(given)
+    # In ten more steps each rank sends the rest of its residual.
+    torch.testing.assert_close(parameter.detach(), -given, rtol=0, atol=0)
+    residuals = checkpoint_of(optimizer.exchange)["residuals"]
+    assert all(not entry.any() for entry in residuals.values())
+
+
+def test_residuals_of_ranks_that_have_joined_arrive() -> None:
+    run_ranks(3, conserving, 3)
+
+
+def with_rates(size: int) -> None:
+    """Rates that are a part of what is added up; ranks without data add nothing of their own."""
+    rank = dist.get_rank()
+    model = make_model()
+    optimizer = OkTopkSGD(
+        model.named_parameters(),
+        lr=0.1,
+        weight_decay=0.1,
+        lr_in_accumulator=True,
+        density=0.5,
+        compare_every=2,
+    )
+    for epoch in range(2):
+        with Join([optimizer]):
+            for step in range(steps_of(rank)):
+                optimizer.zero_grad()
+                with optimizer.no_sync():
+                    loss_of(model, rank, 10 * epoch + step).backward()
+                loss_of(model, rank, 10 * epoch + step + 5).backward()
+                optimizer.step()
+        optimizer.compare_parameters()
+
+
+def test_ranks_stay_alike_over_epochs() -> None:
+    run_ranks(4, with_rates, 4)
+
+
+def refusing(size: int) -> None:
+    rank = dist.get_rank()
+    model = make_model()
+    adapted = DistributedOptimizer(torch.optim.LBFGS(copy.deepcopy(model).parameters()))
+    with pytest.raises(ValueError, match="LBFGS"):
+        Join([adapted])
+    scaled = TopkSGD(copy.deepcopy(model).parameters(), lr=0.1)
+    scaled.exchange.follow(torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match="GradScaler"):
+        Join([scaled])
+    # As many steps everywhere, and an end as soon as one rank has no more.
+    plain = TopkSGD(model.parameters(), lr=0.1)
+    with Join([plain], throw_on_early_termination=True):
+        loss_of(model, rank, 0).backward()
+        plain.step()
+    plain.compare_parameters()
+
+    def end_early() -> None:
+        with Join([plain], throw_on_early_termination=True):
+            for step in range(1 + rank):
+                plain.zero_grad()
+                with plain.no_sync():
+                    loss_of(model, rank, step).backward()
+                plain.step()
+
+    with pytest.raises(RuntimeError, match="exhausted"):
+        end_early()
+
+
+def test_what_cannot_join_is_refused() -> None:
+    run_ranks(2, refusing, 2)
