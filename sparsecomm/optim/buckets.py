@@ -119,6 +119,8 @@ class GradientBuckets:
         capacity: bytes of a bucket, at most, but for parameters that are larger.
         compare_every: steps after which the ranks compare their parameters; 0: never.
         rates: makes the table of a step; of a parameter that is not in it nothing is sent.
+        announce: is called before each exchange of all buckets; returns whether ranks that have no
+            data take part in it, within torch's ``Join``.
     """
 
     def __init__(
@@ -128,12 +130,16 @@ class GradientBuckets:
         capacity: float,
         compare_every: int,
         rates: Callable[[], Rates] | None = None,
+        announce: Callable[[], bool] = lambda: False,
     ) -> None:
         self._optimizer = optimizer
         self._state = state
         self._capacity = capacity
         self._compare_every = compare_every
         self._make_rates = rates
+        self._announce = announce
+        self._begun = False  # the exchange of all buckets
+        self._is_joint = False  # with ranks that have no data
         self._rates: Rates = {}
         compression = state.compression
         self._has_moment = compression.momentum > 0 or compression.first_moment > 0
@@ -211,6 +217,7 @@ class GradientBuckets:
                 "and call the optimizer's zero_grad() after one that was broken off"
             )
         self._delivered = self._synchronized = False
+        self._begin()
         self._take(slot)
         if slot.bucket.missing == 0:
             self._launch(slot.bucket)
@@ -313,15 +320,16 @@ class GradientBuckets:
             bucket.version = bucket.buffer._version
         self._delivered, self._synchronized = False, True
 
-    def is_due(self) -> bool:
-        """Whether :meth:`synchronize` has something to exchange."""
-        return not (self._synchronized or self._delivered or self._pausing)
+    def _begin(self) -> None:
+        if not self._begun:
+            self._is_joint = self._announce()
+            self._begun = True
 
     def shadow(self) -> None:
         """Takes part in a step of the other ranks with zeros, whose result is dropped."""
         self.discard()
         self._drop()
-        self._shadowing = True
+        self._shadowing = self._begun = True
         try:
             self._complete()
             self._count_step()
@@ -349,6 +357,7 @@ class GradientBuckets:
                     "make the optimizer anew, or leave the parameter out and use "
                     "add_param_group() when it is to be trained"
                 )
+        self._begin()
         for slot in self._slots.values():
             if not slot.arrived:
                 self._require_in_model(slot)
@@ -411,6 +420,7 @@ class GradientBuckets:
                 slot.arrived = False
                 slot.give_up()
         self._launched = 0
+        self._begun = self._is_joint = False
 
     def discard(self) -> None:
         """The gradients are not wanted: what is on its way is waited for, and dropped."""
@@ -418,7 +428,10 @@ class GradientBuckets:
             self._warn_of_residuals()
         self._delivered = self._synchronized = False
         together = self._state.compression.clip_norm is not None
-        if together and self._launched < len(self._buckets):
+        if self._is_joint:
+            self._complete()  # ranks without data take part in all of it
+            self._count_step()
+        elif together and self._launched < len(self._buckets):
             self._reset()  # what is clipped together waits for the last one: nothing is on its way
         elif self._has_arrivals():
             self._wait()

@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,11 @@ from sparsecomm.optim.uneven import Shadow, coordination_device
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import is_called_by
 
+if TYPE_CHECKING:
+    _Joinable = Joinable
+else:
+    _Joinable = object  # what is joined needs no base, whose metaclass optimizers' would have to be
+
 _SAVED = "sparsecomm"  # the key in state_dict()
 _MEBIBYTE = 1 << 20
 
@@ -51,7 +56,7 @@ class _Adopted(torch.optim.Optimizer):
         return optimizer  # type: ignore[return-value]
 
 
-class DistributedOptimizer(_Adopted, Joinable):
+class DistributedOptimizer(_Adopted, _Joinable):
     """Makes a torch optimizer average its gradients over the ranks, without DDP.
 
     The optimizer itself is changed, and returned: its class becomes one that derives from this and
@@ -65,7 +70,7 @@ class DistributedOptimizer(_Adopted, Joinable):
     which would exchange the same gradients.
 
     A parameter without a gradient takes part with zeros: its ``grad`` is what the others have.
-    Every rank makes the same steps, but within ``torch.distributed.algorithms.join.Join``, see
+    Every rank makes the same steps, except within ``torch.distributed.algorithms.join.Join``: see
     :meth:`join_hook`. ``state_dict()`` holds the residuals of this rank too, so every
     rank saves its own.
 
@@ -98,6 +103,7 @@ class DistributedOptimizer(_Adopted, Joinable):
     """
 
     _base: type[torch.optim.Optimizer]
+    _join_config: Any = None  # what Join sets, from when it is made until it has ended
 
     def __init__(
         self,
@@ -186,7 +192,12 @@ class DistributedOptimizer(_Adopted, Joinable):
         self._members = self._identities()
         capacity = bucket_cap_mb * _MEBIBYTE
         self._buckets = GradientBuckets(
-            type(self).__name__, exchange, capacity, compare_every, rates
+            type(self).__name__,
+            exchange,
+            capacity,
+            compare_every,
+            rates,
+            _announcement(weakref.ref(self)),
         )
         self._buckets.add(named)
         # Without the tensors: what an unpickled optimizer is attached with.
@@ -200,7 +211,6 @@ class DistributedOptimizer(_Adopted, Joinable):
             "options": options,
         }
         self._hidden: list[tuple[Tensor, Tensor]] = []  # parameters and their grads
-        Joinable.__init__(self)
         watch_momentum(exchange, [parameter for _, parameter in named])
         _patch_again(self)
 
@@ -224,20 +234,25 @@ class DistributedOptimizer(_Adopted, Joinable):
                 the backward pass that brings its gradient, too.
         """
         self._require_known()
-        if self._buckets.is_due():
-            Join.notify_join_context(self)
         self._buckets.synchronize()
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """Lets ranks make different numbers of steps, within torch's ``Join([optimizer])``.
 
         A rank that leaves it has no more data. It takes part in the steps of the others with zeros,
-        and so delivers its residual; averages are over all ranks. When all have left, every rank
-        gets the parameters and the optimizer's state of one that made the most steps. A learning
-        rate is not among them: step schedulers after ``Join``, or alike on all ranks.
+        and goes on delivering its residual; averages are over all ranks, and with
+        ``lr_in_accumulator=True`` so is the weight decay of those that have data. When all have
+        left, every rank gets the parameters and the optimizer's state of one that made the most
+        steps, a broadcast of each tensor; ``param_groups`` are compared. So step a scheduler after
+        ``Join``. Each loop has a ``Join`` of its own. One with several optimizers has them in the
+        order of their steps, of which each makes as many.
+
+        Args:
+            kwargs: what ``Join`` was given for all that it joins.
 
         Raises:
-            ValueError: of ``torch.optim.LBFGS``, or an optimizer that follows a ``GradScaler``.
+            ValueError: the optimizer is ``torch.optim.LBFGS`` or follows a ``GradScaler``, or
+                ``divide_by_initial_world_size=False``.
         """
         if issubclass(self._base, torch.optim.LBFGS):
             raise ValueError(
@@ -249,6 +264,12 @@ class DistributedOptimizer(_Adopted, Joinable):
                 "the exchange follows a GradScaler, whose steps a rank without data does not hear "
                 "of: use bfloat16, which needs none, or give every rank as many batches"
             )
+        if not kwargs.get("divide_by_initial_world_size", True):
+            raise ValueError(
+                "divide_by_initial_world_size=False: gradients are averaged over all ranks, those "
+                "without data included; leave it True"
+            )
+        self._exchange._connect("Join()")
         return Shadow(self)
 
     @property
@@ -268,8 +289,10 @@ class DistributedOptimizer(_Adopted, Joinable):
         itself every ``compare_every`` steps, and in the step after a checkpoint.
 
         Raises:
-            RuntimeError: they differ; the same text on every rank, which names what and where.
+            RuntimeError: they differ; the same text on every rank, which names what and where. Or
+                this is within ``Join``, where ranks without data would not take part.
         """
+        self._require_all_ranks("compare_parameters()")
         self._buckets.compare_parameters()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -299,7 +322,12 @@ class DistributedOptimizer(_Adopted, Joinable):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; on every rank alike, between two steps. It compares what the ranks add."""
+        """As torch's; on every rank alike, between two steps, and not within ``Join``.
+
+        It compares what the ranks add.
+        """
+        if "_buckets" in self.__dict__:
+            self._require_all_ranks("add_param_group()")
         super().add_param_group(param_group)
         if "_buckets" not in self.__dict__:
             return  # torch's constructor
@@ -308,6 +336,13 @@ class DistributedOptimizer(_Adopted, Joinable):
         except BaseException:
             self.param_groups.pop()
             raise
+
+    def _require_all_ranks(self, call: str) -> None:
+        if self._join_config is not None and self._join_config.enable:
+            raise RuntimeError(
+                f"{call} is for all ranks, and within Join some may have left: call it before or "
+                "after"
+            )
 
     def _extend(self, group: dict[str, Any]) -> None:
         self._check_rates(group)
@@ -600,6 +635,19 @@ def _rates(reference: weakref.ref[DistributedOptimizer]) -> Callable[[], Rates]:
         return rates
 
     return of_step
+
+
+def _announcement(reference: weakref.ref[DistributedOptimizer]) -> Callable[[], bool]:
+    """Returns what tells ranks without data, within Join, that they are to take part."""
+
+    def announce() -> bool:
+        optimizer = reference()
+        if optimizer is None or optimizer._join_config is None:
+            return False
+        Join.notify_join_context(optimizer)
+        return bool(optimizer._join_config.enable)
+
+    return announce
 
 
 def _require_distinct(names: list[str]) -> None:

@@ -105,7 +105,7 @@ class OptimizerExchange(CompressionState):
         self._place()  # which says if there is no process group
         options = {name: repr(value) for name, value in vars(self._compression).items()}
         options["average"] = str(self._average)
-        given = all_gather({} if mine is None else options | mine, self._process_group)
+        given = _all_gather({} if mine is None else options | mine, self._process_group)
         every = {rank: entries for rank, entries in enumerate(given) if entries}
         differing = []
         for key in dict.fromkeys(key for entries in every.values() for key in entries):
@@ -126,7 +126,7 @@ class OptimizerExchange(CompressionState):
             )
 
 
-def all_gather(mine: dict[str, str], group: dist.ProcessGroup | None) -> list[dict[str, str]]:
+def _all_gather(mine: dict[str, str], group: dist.ProcessGroup | None) -> list[dict[str, str]]:
     """Returns ``mine`` of every rank, sent as JSON: all_gather_object would unpickle it."""
     device = distributed_c10d._get_object_coll_device(group)
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)

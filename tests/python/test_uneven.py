@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import abc
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -162,9 +164,13 @@ def refusing(size: int) -> None:
     scaled.exchange.follow(torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match="GradScaler"):
         Join([scaled])
-    # As many steps everywhere, and an end as soon as one rank has no more.
     plain = TopkSGD(model.parameters(), lr=0.1)
-    with Join([plain], throw_on_early_termination=True):
+    with pytest.raises(ValueError, match="divide_by_initial_world_size"):
+        Join([plain], divide_by_initial_world_size=False)
+    with Join([plain]):
+        for call in (plain.compare_parameters, partial(plain.add_param_group, {"params": []})):
+            with pytest.raises(RuntimeError, match="within Join"):
+                call()
         loss_of(model, rank, 0).backward()
         plain.step()
     plain.compare_parameters()
@@ -173,13 +179,122 @@ def refusing(size: int) -> None:
         with Join([plain], throw_on_early_termination=True):
             for step in range(1 + rank):
                 plain.zero_grad()
-                with plain.no_sync():
-                    loss_of(model, rank, step).backward()
+                loss_of(model, rank, step).backward()
                 plain.step()
 
     with pytest.raises(RuntimeError, match="exhausted"):
         end_early()
+    # No exchange was begun that one rank has not ended.
+    with Join([plain]):
+        for step in range(1 + rank):
+            plain.zero_grad()
+            loss_of(model, rank, step).backward()
+            plain.step()
+    plain.compare_parameters()
 
 
 def test_what_cannot_join_is_refused() -> None:
     run_ranks(2, refusing, 2)
+
+
+def skipping(size: int) -> None:
+    """Steps whose gradients are dropped, by one rank or by all that have data; in a copy, too."""
+    rank = dist.get_rank()
+    model = make_model()
+    # Several buckets.
+    original = TopkSGD(model.parameters(), lr=0.1, density=0.2, bucket_cap_mb=1e-4, compare_every=3)
+    twin, copied = copy.deepcopy((model, original))
+    for one, optimizer in ((model, original), (twin, copied)):
+        with Join([optimizer]):
+            for step in range(steps_of(rank)):
+                optimizer.zero_grad()
+                loss = loss_of(one, rank, step)
+                if step == 2:
+                    torch.autograd.backward(loss, inputs=[next(one.parameters())])
+                    optimizer.zero_grad()  # only a part of the buckets has gone
+                    continue
+                loss.backward()
+                optimizer.step()
+        optimizer.compare_parameters()
+
+
+def test_gradients_of_a_step_may_be_dropped() -> None:
+    run_ranks(4, skipping, 4)
+
+
+class OfTwoBases(torch.optim.Optimizer, abc.ABC):
+    """As other libraries have them; keeps what nobody can send."""
+
+    def __init__(self, parameters: Any, kept: object) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self.kept = kept
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter] = {"kept": self.kept}
+                parameter.data -= group["lr"] * parameter.grad
+
+
+def keeping(size: int) -> list[str]:
+    """What an optimizer keeps, and a learning rate that is not the same in the end."""
+    rank = dist.get_rank()
+    errors = []
+    for kept in (None, 3, 0.5, "words", (1, 2)):
+        model = make_model()
+        optimizer = DistributedOptimizer(OfTwoBases(model.parameters(), kept))
+        assert isinstance(optimizer, OfTwoBases)
+
+        def run(
+            optimizer: Any = optimizer, model: torch.nn.Module = model, kept: object = kept
+        ) -> None:
+            with Join([optimizer]):
+                for step in range(steps_of(rank)):
+                    optimizer.zero_grad()
+                    loss_of(model, rank, step).backward()
+                    optimizer.step()
+                    optimizer.param_groups[0]["lr"] *= 0.5 if kept == "words" else 1
+
+        if kept in ("words", (1, 2)):
+            with pytest.raises((TypeError, RuntimeError)) as error:
+                run()
+            errors.append(str(error.value))
+            continue
+        run()
+        assert all(optimizer.state[p]["kept"] == kept for p in model.parameters())
+        optimizer.compare_parameters()
+    return errors
+
+
+def test_ranks_get_what_an_optimizer_keeps_or_say_what_differs() -> None:
+    first, *others = run_ranks(3, keeping, 3)
+    assert others == [first] * 2
+    assert "lr of parameter group 0" in first[0]
+    assert "a tuple" in first[1]
+
+
+def adversaries(size: int, group_ranks: list[int]) -> None:
+    """Two optimizers in one Join, on a part of the ranks."""
+    group = dist.new_group(group_ranks)
+    if dist.get_rank() not in group_ranks:
+        return
+    rank = dist.get_rank(group)
+    models = [make_model(), make_model()]
+    optimizers = [
+        DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), process_group=group
+        )
+        for model in models
+    ]
+    with Join(optimizers):
+        for step in range(2 + 2 * rank):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, rank, step).backward()
+                optimizer.step()
+    for optimizer in optimizers:
+        optimizer.compare_parameters()
+
+
+def test_several_optimizers_join_on_a_part_of_the_ranks() -> None:
+    run_ranks(3, adversaries, 3, [2, 1])
