@@ -1,11 +1,10 @@
 // Small arrays of figures from every rank: combined over all ranks, or everybody's own.
 //
 // CensusAllreduce  A rank holds what the ranks at distances 1 to `count` from it combine to and
-// gets
-//                  the same of the rank beyond those, with that rank's own figures where the next
-//                  binary digit of P - 1 is a one. ceil(log2 P) messages of one array each, for any
-//                  P and any commutative operation. Bar-Noy, Kipnis and Schieber 1993; if P is a
-//                  power of two this is recursive doubling.
+//                  gets the same of the rank beyond those, with that rank's own figures where the
+//                  next binary digit of P - 1 is a one. ceil(log2 P) messages of one array each,
+//                  for any P and any commutative operation. Bar-Noy, Kipnis and Schieber 1993; if P
+//                  is a power of two this is recursive doubling.
 // PackedAllgather  Bruck's, with one frame per message instead of one per rank: ceil(log2 P)
 //                  messages, P - 1 arrays and ceil(log2 P) headers.
 #pragma once

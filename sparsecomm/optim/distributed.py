@@ -22,11 +22,13 @@ from sparsecomm.optim.buckets import GradientBuckets, Rates
 from sparsecomm.optim.exchange import (
     OptimizerExchange,
     check_parameters,
+    coordination_device,
     described_group,
+    described_groups,
     described_parameters,
     names_of,
 )
-from sparsecomm.optim.uneven import Shadow, coordination_device
+from sparsecomm.optim.uneven import Shadow
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
 from sparsecomm.rank_entries import is_called_by
 
@@ -71,8 +73,8 @@ class DistributedOptimizer(_Adopted, _Joinable):
 
     A parameter without a gradient takes part with zeros: its ``grad`` is what the others have.
     Every rank makes the same steps, except within ``torch.distributed.algorithms.join.Join``: see
-    :meth:`join_hook`. ``state_dict()`` holds the residuals of this rank too, so every
-    rank saves its own.
+    :meth:`join_hook`. ``state_dict()`` holds the residuals of this rank too, so every rank saves
+    its own.
 
     With ``torch.optim.SGD`` without momentum and weight decay the update touches only the entries
     that were received. The loss that a closure returns to ``torch.optim.LBFGS`` is averaged.
@@ -269,7 +271,6 @@ class DistributedOptimizer(_Adopted, _Joinable):
                 "divide_by_initial_world_size=False: gradients are averaged over all ranks, those "
                 "without data included; leave it True"
             )
-        self._exchange._connect("Join()")
         return Shadow(self)
 
     @property
@@ -497,9 +498,7 @@ class DistributedOptimizer(_Adopted, _Joinable):
             "compare_every": str(compare_every),
             "lr_in_accumulator": str(self._lr_in_accumulator),
         }
-        for i, group in enumerate(self.param_groups):
-            entries |= described_group(i, group)
-        return entries | described_parameters(named)
+        return entries | described_groups(self.param_groups) | described_parameters(named)
 
     def _only_makes_state(self) -> bool:
         """Whether this is torch.distributed.checkpoint's step, which is to change nothing.

@@ -126,9 +126,14 @@ class OptimizerExchange(CompressionState):
             )
 
 
+def coordination_device(group: dist.ProcessGroup | None) -> torch.device:
+    """The device of tensors in collectives of the group itself."""
+    return torch.device(distributed_c10d._get_object_coll_device(group))
+
+
 def _all_gather(mine: dict[str, str], group: dist.ProcessGroup | None) -> list[dict[str, str]]:
     """Returns ``mine`` of every rank, sent as JSON: all_gather_object would unpickle it."""
-    device = distributed_c10d._get_object_coll_device(group)
+    device = coordination_device(group)
     text = torch.frombuffer(bytearray(json.dumps(mine).encode()), dtype=torch.uint8).to(device)
     ranks = range(dist.get_world_size(group))
     lengths = [torch.empty(1, dtype=torch.int64, device=device) for _ in ranks]
@@ -227,6 +232,14 @@ def described_group(number: int, group: dict[str, Any]) -> dict[str, str]:
         for key, value in group.items()
         if key not in ("params", "param_names") and _is_plain(value)
     }
+
+
+def described_groups(groups: list[dict[str, Any]]) -> dict[str, str]:
+    """:func:`described_group` of each."""
+    entries: dict[str, str] = {}
+    for number, group in enumerate(groups):
+        entries |= described_group(number, group)
+    return entries
 
 
 def described_parameters(named: list[tuple[str, Tensor]]) -> dict[str, str]:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 from torch.distributed.algorithms.join import JoinHook
 
-from sparsecomm.optim.exchange import described_group
+from sparsecomm.optim.exchange import described_groups
 
 if TYPE_CHECKING:
     from sparsecomm.optim.distributed import DistributedOptimizer
@@ -44,10 +43,7 @@ class Shadow(JoinHook):
         if not uneven:
             return
         _broadcast_state(optimizer, source)
-        groups: dict[str, str] = {}
-        for number, options in enumerate(optimizer.param_groups):
-            groups |= described_group(number, options)
-        optimizer._exchange.compare(groups)
+        optimizer._exchange.compare(described_groups(optimizer.param_groups))
 
 
 @torch.no_grad()
@@ -127,8 +123,3 @@ def _broadcast_text(
         sent.copy_(torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8))
     dist.broadcast(sent, global_source, group)
     return sent.cpu().numpy().tobytes()
-
-
-def coordination_device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device of tensors in collectives of the group itself."""
-    return torch.device(distributed_c10d._get_object_coll_device(group))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import copy
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,15 @@ def loss_of(model: torch.nn.Module, rank: int, step: int) -> Tensor:
     inputs = torch.randn(4, 6, generator=generator)
     loss: Tensor = model(inputs).square().mean()
     return loss
+
+
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Iterable[int]
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, rank, step).backward()
+        optimizer.step()
 
 
 OPTIMIZERS: dict[str, Any] = {
@@ -85,10 +95,7 @@ def as_one(size: int, kind: str) -> None:
     for mine, theirs in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(mine.detach(), theirs, rtol=1e-5, atol=1e-7)
     # All go on alike, which the comparison of every step sees.
-    for step in range(3):
-        optimizer.zero_grad()
-        loss_of(model, rank, 50 + step).backward()
-        optimizer.step()
+    train(model, optimizer, rank, range(50, 53))
     states = [optimizer.state[p] for p in model.parameters()]
     gathered: list[Any] = [None] * size
     dist.all_gather_object(gathered, [{k: v.clone() for k, v in s.items()} for s in states])
@@ -154,6 +161,28 @@ def test_ranks_stay_alike_over_epochs() -> None:
     run_ranks(4, with_rates, 4)
 
 
+def decaying(size: int) -> None:
+    """Weights decay as on the ranks that have data, averaged over all; see join_hook()."""
+    rank = dist.get_rank()
+    parameter = torch.nn.Parameter(torch.full((20,), 8.0))
+    optimizer = TopkSGD(
+        [parameter], lr=0.5, weight_decay=0.5, density=1.0, dense_below=0, lr_in_accumulator=True
+    )
+    with Join([optimizer]):
+        for _ in range(1 + rank):
+            optimizer.zero_grad()
+            (2 * parameter).sum().backward()
+            optimizer.step()
+    expected = 8.0
+    for step in range(size):
+        expected -= 0.5 * (2 + 0.5 * expected) * (size - step) / size
+    assert parameter.tolist() == [expected] * 20
+
+
+def test_weights_decay_on_ranks_that_have_data() -> None:
+    run_ranks(2, decaying, 2)
+
+
 def refusing(size: int) -> None:
     rank = dist.get_rank()
     model = make_model()
@@ -177,19 +206,13 @@ def refusing(size: int) -> None:
 
     def end_early() -> None:
         with Join([plain], throw_on_early_termination=True):
-            for step in range(1 + rank):
-                plain.zero_grad()
-                loss_of(model, rank, step).backward()
-                plain.step()
+            train(model, plain, rank, range(1 + rank))
 
     with pytest.raises(RuntimeError, match="exhausted"):
         end_early()
     # No exchange was begun that one rank has not ended.
     with Join([plain]):
-        for step in range(1 + rank):
-            plain.zero_grad()
-            loss_of(model, rank, step).backward()
-            plain.step()
+        train(model, plain, rank, range(1 + rank))
     plain.compare_parameters()
 
 
@@ -289,11 +312,12 @@ def adversaries(size: int, group_ranks: list[int]) -> None:
     with Join(optimizers):
         for step in range(2 + 2 * rank):
             for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss_of(model, rank, step).backward()
-                optimizer.step()
+                train(model, optimizer, rank, [step])
+        before = [parameter.detach().clone() for parameter in models[0].parameters()]
     for optimizer in optimizers:
         optimizer.compare_parameters()
+    if rank == 1:
+        torch.testing.assert_close(before, [p.detach() for p in models[0].parameters()])
 
 
 def test_several_optimizers_join_on_a_part_of_the_ranks() -> None:
