@@ -332,7 +332,7 @@ class ByName final : public Coordinator {
       std::string const name(view);
       if (PendingList::is_key(name) || cache_.find(name)) continue;
       give_number(name);
-      left = left || (PendingList::is_given(name) && !is_everywhere(name));
+      left = left || !is_everywhere(name);
     }
     for (Candidate& candidate : candidates_) {
       if (candidate.id || !candidate.entry->is_named()) continue;
@@ -340,7 +340,7 @@ class ByName final : public Coordinator {
       candidate.id = cache_.find(candidate.entry->pending.name);
       select(candidate, true);
     }
-    if (late) all.require_none_late(channel.size(), joined_.ranks());
+    if (late) all.require_none_late(channel.size(), joined_);
     return left;
   }
 
@@ -423,7 +423,8 @@ class ByName final : public Coordinator {
     } else if (selected.compare) {
       compare(channel, selected, next);
     } else {
-      if (candidates_.size() > 1) entry.show(comparison_, 0);  // else it has been shown
+      bool const is_shown = candidates_.size() == 1 && !standings_.holds(AnyFlag::has_first);
+      if (!is_shown) entry.show(comparison_, 0);
       next.agreement.fused = fusion_.led_by(next_);
     }
     if (Join* const join = entry.pending.operation->as_join()) {

@@ -33,19 +33,20 @@ Pending make_stand_in(Join& join, std::string_view description) {
 }  // namespace
 
 void JoinedRanks::clear() {
-  ranks_.clear();
+  if (has_joined_.empty()) return;  // in nearly all rounds
   has_joined_.clear();
   descriptions_.clear();
 }
 
 void JoinedRanks::update(NamesOfRanks const& all, int size) {
-  std::vector<bool> const before = std::exchange(has_joined_, std::vector<bool>(size));
-  ranks_.clear();
-  if (all.holds(Join::name)) ranks_ = all.holders(Join::name).ranks;
-  for (int const rank : ranks_) {
-    has_joined_[rank] = true;
-    if (before.empty() || !before[rank]) last_ = rank;
+  std::vector<bool> joined(static_cast<std::size_t>(size));
+  if (all.holds(Join::name)) {
+    for (int const rank : all.holders(Join::name).ranks) {
+      joined[static_cast<std::size_t>(rank)] = true;
+      if (!contains(rank)) last_ = rank;
+    }
   }
+  has_joined_ = std::move(joined);
   if (descriptions_.size() > most_descriptions) descriptions_.clear();
   for (std::string_view const name : all.names()) {
     NamesOfRanks::Holders const& holders = all.holders(name);
@@ -56,13 +57,13 @@ void JoinedRanks::update(NamesOfRanks const& all, int size) {
 std::vector<Pending> JoinedRanks::make_stand_ins(NamesOfRanks const& all, int rank,
                                                  Join& join) const {
   std::vector<Pending> made;
-  std::size_t const going = has_joined_.size() - ranks_.size();
+  auto const going = std::ranges::count(has_joined_, false);
   for (std::string_view const name : all.names()) {
     NamesOfRanks::Holders const& holders = all.holders(name);
     auto const is_here = std::ranges::find(holders.ranks, rank) != holders.ranks.end();
     auto const holding =
-        std::ranges::count_if(holders.ranks, [this](int other) { return !has_joined_[other]; });
-    if (is_here || going == 0 || static_cast<std::size_t>(holding) < going) continue;
+        std::ranges::count_if(holders.ranks, [this](int other) { return !contains(other); });
+    if (is_here || going == 0 || holding < going) continue;
     auto const known = descriptions_.find(holders.key);
     std::string_view const description =
         known != descriptions_.end() ? known->second : std::string_view();

@@ -5,7 +5,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <span>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -51,7 +50,9 @@ class JoinedRanks {
   void clear();
   // Takes what the lists of all `size` ranks say.
   void update(NamesOfRanks const& all, int size);
-  std::span<const int> ranks() const { return ranks_; }
+  bool contains(int rank) const {
+    return !has_joined_.empty() && has_joined_[static_cast<std::size_t>(rank)];
+  }
   int last() const { return last_; }
   // Whether all ranks have been told the description of operations with that key.
   bool knows(std::uint64_t key) const { return descriptions_.contains(key); }
@@ -64,8 +65,7 @@ class JoinedRanks {
   static constexpr std::size_t most_descriptions = 4096;
 
   Runtime runtime_;
-  std::vector<int> ranks_;        // ascending
-  std::vector<bool> has_joined_;  // [rank]
+  std::vector<bool> has_joined_;  // [rank]; empty: none has
   int last_ = 0;
   std::unordered_map<std::uint64_t, std::string> descriptions_;  // by key
 };

@@ -8,16 +8,14 @@
 
 namespace sparsecomm {
 
-void NamesOfRanks::require_none_late(int ranks, std::span<const int> joined) const {
+void NamesOfRanks::require_none_late(int ranks, JoinedRanks const& joined) const {
   Holders unnamed;
   auto const require_all = [&](std::string const& what, Holders const& holders) {
     if (!holders.late) return;
     std::vector<int> missing;
     for (int rank = 0; rank < ranks; ++rank) {
-      auto const has = [rank](auto const& some) {
-        return std::ranges::find(some, rank) != some.end();
-      };
-      if (!has(holders.ranks) && !has(joined)) missing.push_back(rank);
+      bool const holds = std::ranges::find(holders.ranks, rank) != holders.ranks.end();
+      if (!holds && !joined.contains(rank)) missing.push_back(rank);
     }
     if (missing.empty()) return;
     std::string const text = concat(what, " was submitted by ", join_ranks(holders.ranks), " only");

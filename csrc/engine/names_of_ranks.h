@@ -86,8 +86,8 @@ class NamesOfRanks {
   Holders const& holders(std::string_view name) const { return holders_.at(name); }
   bool holds(std::string_view name) const { return holders_.contains(name); }
   // Throws NotSubmitted, the same on all of these ranks, if what is late on one is not in the list
-  // of another, which is none of these that have joined.
-  void require_none_late(int ranks, std::span<const int> joined) const;
+  // of another that has not joined.
+  void require_none_late(int ranks, JoinedRanks const& joined) const;
 
  private:
   static constexpr std::uint32_t late_flag = 1, goes_flag = 2;

@@ -27,6 +27,7 @@ class PendingList {
   // Names are not longer, in bytes, and do not begin with that character.
   static constexpr std::size_t longest_name = 1024;
   static constexpr char key_mark = '#';
+  // Names of the caller's, of proposals' keys, and a Join's are told apart.
   static bool is_given(std::string_view name) { return !name.starts_with(key_mark); }
   static bool is_key(std::string_view name) { return !is_given(name) && name != Join::name; }
   // So many may be pending.

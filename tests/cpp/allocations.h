@@ -7,6 +7,7 @@
 #include <cstdlib>
 #include <limits>
 #include <new>
+#include <utility>
 
 namespace sparsecomm::test {
 
@@ -16,6 +17,12 @@ inline thread_local std::size_t allocated_bytes = 0;
 // Of those counted, the first that fail, and the first after these that succeed again.
 inline thread_local std::size_t first_refused = std::numeric_limits<std::size_t>::max();
 inline thread_local std::size_t last_refused = std::numeric_limits<std::size_t>::max();
+
+// While it lives, this thread does not count.
+struct Uncounted {
+  bool const before = std::exchange(counting, false);
+  ~Uncounted() { counting = before; }
+};
 
 }  // namespace sparsecomm::test
 

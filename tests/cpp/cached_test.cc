@@ -155,25 +155,6 @@ TEST(CachedTest, RunsWhatAllRanksBringInOneOrderWhateverTheirs) {
   }
 }
 
-// Holds up what is submitted after it until it is opened, so that it all comes to one round. Then
-// counts what this rank has sent before.
-class Gate final : public Operation {
- public:
-  Proposal prepare() override { return {.text = "operation=gate"}; }
-  void run(Channel& channel, Agreement const& /*agreement*/) override {
-    running_.set_value();
-    opened_.get_future().wait();
-    before = Traffic::of(channel.transport().counters());
-  }
-  void await() { running_.get_future().wait(); }
-  void open() { opened_.set_value(); }
-
-  Traffic before;
-
- private:
-  std::promise<void> running_, opened_;
-};
-
 // A payload goes with the standings if the last round ran but one; here some ranks then have more.
 TEST(CachedTest, APayloadThatNotAllRanksHaveSentWithTheirStandingsIsSentAlone) {
   constexpr int ranks = 3;

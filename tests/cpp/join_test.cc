@@ -6,7 +6,6 @@
 #include <atomic>
 #include <barrier>
 #include <bit>
-#include <future>
 #include <set>
 #include <string>
 #include <thread>
@@ -45,17 +44,16 @@ std::string expect_throws(Body const& body) {
   return {};
 }
 
-// Runs until it is let go.
-class Held final : public Operation {
- public:
-  Proposal prepare() override { return {.text = "operation=held"}; }
-  void run(Channel& /*channel*/, Agreement const& /*agreement*/) override {
-    running.set_value();
-    let_go.get_future().wait();
+// The ranks that are accused by what it throws.
+template <class Body>
+std::vector<int> culprits_of(Body const& body) {
+  try {
+    body();
+  } catch (PeerError const& error) {
+    return error.ranks();
   }
-
-  std::promise<void> running, let_go;
-};
+  return {};
+}
 
 // A rank joins after so many steps.
 int steps_of(int rank) { return 3 + (rank * 5) % 7; }
@@ -117,23 +115,15 @@ TEST(JoinTest, TakesPartOnceNothingElseIsPending) {
   }
 }
 
+// Nothing runs between the two, and in the second one all ranks join in one round.
 TEST(JoinTest, TheLastOfAnEarlierJoinIsForgotten) {
   constexpr int ranks = 3;
-  std::barrier together(ranks);
   expect_no_errors(run_ranks(ranks, [&](Communicator& communicator) {
-    int const rank = communicator.rank();
-    if (rank == 0) {
+    if (communicator.rank() == 0) {
       EXPECT_EQ(sum_of(communicator, "a", 5, true), 5u);
     }
     EXPECT_EQ(join(communicator), 0);
-    auto const held = std::make_shared<Held>();
-    auto const holding = communicator.submit(held);
-    auto const joined = std::make_shared<SumJoin>();
-    auto const joining = communicator.submit(joined);
-    together.arrive_and_wait();  // so that all join in one round
-    held->let_go.set_value();
-    joining.wait();
-    EXPECT_EQ(joined->last(), ranks - 1);
+    EXPECT_EQ(join(communicator), ranks - 1);
   }));
 }
 
@@ -158,6 +148,26 @@ TEST(JoinTest, ARoundTakesThreeMoreAllgathers) {
       join(communicator);
     }));
   }
+}
+
+TEST(JoinTest, MakesStandInsOfWhatAllOthersBring) {
+  expect_no_errors(run_ranks(3, [&](Communicator& communicator) {
+    int const rank = communicator.rank();
+    if (rank == 0) {
+      auto const joined = std::make_shared<SumJoin>();
+      communicator.run(joined);
+      EXPECT_EQ(joined->made, 6);
+      return;
+    }
+    auto const x = std::make_shared<Sum>("x", 1, true, nullptr, false);
+    Communicator::Handle handle;
+    if (rank == 1) handle = communicator.submit(x, {}, "x");
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(sum_of(communicator, "a", 1, true), 2u);
+    if (rank == 2) handle = communicator.submit(x, {}, "x");
+    handle.wait();
+    EXPECT_EQ(x->sum, 2u);
+    join(communicator);
+  }));
 }
 
 TEST(JoinTest, EndsIfTheCommunicatorIsClosed) {
@@ -249,18 +259,18 @@ TEST(JoinTest, RanksThatDisagreeAndThoseThatFailOrCancel) {
 TEST(JoinTest, CanBeCancelled) {
   std::barrier cancelled(2);
   expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
-    auto const held = std::make_shared<Held>();
-    auto const holding = communicator.submit(held);
-    held->running.get_future().wait();
+    auto const gate = std::make_shared<Gate>();
+    auto const holding = communicator.submit(gate);
+    gate->await();
     if (communicator.rank() == 0) {
       auto const handle = communicator.submit(std::make_shared<SumJoin>());
       EXPECT_TRUE(handle.cancel());
-      held->let_go.set_value();
+      gate->open();
       EXPECT_EQ(sum_of(communicator, "a", 1, true), 2u);
       cancelled.arrive_and_wait();
       EXPECT_THROW(handle.wait(), Cancelled);
     } else {
-      held->let_go.set_value();
+      gate->open();
       EXPECT_EQ(sum_of(communicator, "a", 1, true), 2u);
       cancelled.arrive_and_wait();
       EXPECT_THROW(join(communicator), Cancelled);
@@ -277,14 +287,14 @@ TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
     auto const submit = [&] {
       return communicator.submit(std::make_shared<Sum>("x", 1, true), {}, "x");
     };
-    auto const held = std::make_shared<Held>();
-    auto const holding = communicator.submit(held);
-    held->running.get_future().wait();
+    auto const gate = std::make_shared<Gate>();
+    auto const holding = communicator.submit(gate);
+    gate->await();
     if (communicator.rank() == 0) {
       auto const handle = submit();
       EXPECT_TRUE(handle.cancel());
       auto const joining = communicator.submit(std::make_shared<SumJoin>());
-      held->let_go.set_value();
+      gate->open();
       together.arrive_and_wait();
       joining.wait();
       EXPECT_FALSE(handle.done());
@@ -294,7 +304,7 @@ TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
       EXPECT_TRUE(handle.done());
       EXPECT_THROW(handle.wait(), Cancelled);
     } else {
-      held->let_go.set_value();
+      gate->open();
       together.arrive_and_wait();
       join(communicator);
       together.arrive_and_wait();
@@ -303,6 +313,60 @@ TEST(JoinTest, DoesNotWaitForWhatWasCancelled) {
       join(communicator);
     }
     EXPECT_EQ(sum_of(communicator, "x", 1, true), 2u);
+  }));
+}
+
+// Stands in for gates, too.
+class GateJoin final : public Join {
+ public:
+  explicit GateJoin(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {}
+  Pending stand_in(std::string_view description) override {
+    if (description == "operation=gate") return {.operation = gate_};
+    return sums_.stand_in(description);
+  }
+
+ private:
+  std::shared_ptr<Gate> gate_;
+  SumJoin sums_;
+};
+
+// A join that is cancelled while stand-ins of its round still run.
+TEST(JoinTest, StandInsDoNotTakeTheNamesOfTheirRank) {
+  std::barrier together(2);
+  expect_no_errors(run_ranks(2, [&](Communicator& communicator) {
+    auto const first = std::make_shared<Gate>();
+    auto const held = communicator.submit(first, {}, "first");
+    first->await();
+    auto const gate = std::make_shared<Gate>();
+    auto const submit = [&] {
+      auto const sum = std::make_shared<Sum>("y", 1, true, nullptr, false);
+      return std::pair(sum, communicator.submit(sum, {}, "y"));
+    };
+    if (communicator.rank() == 0) {
+      auto const joining = communicator.submit(std::make_shared<GateJoin>(gate));
+      first->open();
+      gate->await();
+      EXPECT_TRUE(joining.cancel());
+      auto const y = submit();
+      gate->open();
+      together.arrive_and_wait();
+      y.second.wait();
+      EXPECT_EQ(y.first->sum, 2u);
+      EXPECT_THROW(joining.wait(), Cancelled);
+    } else {
+      auto const holding = communicator.submit(gate, {}, "x");
+      auto const y = submit();
+      first->open();
+      gate->await();
+      gate->open();
+      y.second.wait();
+      EXPECT_EQ(y.first->sum, 1u);
+      together.arrive_and_wait();
+      auto const again = submit();
+      again.second.wait();
+      EXPECT_EQ(again.first->sum, 2u);
+      EXPECT_THROW(join(communicator), Cancelled);
+    }
   }));
 }
 
@@ -326,11 +390,7 @@ TEST(JoinTest, ARankThatDoesNothingMoreEndsWithTheDeadline) {
           if (rank == 1) {
             if (idle) sum_of(communicator, "b", 1, true);
           } else {
-            try {
-              join(communicator);
-            } catch (PeerError const& error) {
-              culprits[rank] = error.ranks();
-            }
+            culprits[rank] = culprits_of([&] { join(communicator); });
             EXPECT_THROW(join(communicator), Aborted);
           }
           ended.arrive_and_wait();
@@ -351,16 +411,15 @@ TEST(JoinTest, WhoeverLacksANameIsNamed) {
       [&](Communicator& communicator) {
         int const rank = communicator.rank();
         sum_of(communicator, "a", 1, true);
-        if (rank != 3) {
-          try {
-            if (rank == 0) {
-              join(communicator);
-            } else {
-              sum_of(communicator, "b", 1, true);
-            }
-          } catch (PeerError const& error) {
-            culprits[rank] = error.ranks();
-          }
+        if (rank == 0) {
+          culprits[rank] = culprits_of([&] { join(communicator); });
+        } else if (rank == 3) {
+          sum_of(communicator, "a", 1, true);  // a round that leaves the other name pending
+        } else {
+          auto const lacking =
+              communicator.submit(std::make_shared<Sum>("b", 1, true, nullptr, false), {}, "b");
+          sum_of(communicator, "a", 1, true);
+          culprits[rank] = culprits_of([&] { lacking.wait(); });
         }
         ended.arrive_and_wait();
       },

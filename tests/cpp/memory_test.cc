@@ -66,12 +66,6 @@ class FedLink final : public WrappedLink {
     Uncounted const fed;
     WrappedLink::close(aggregator, why);
   }
-
- private:
-  struct Uncounted {
-    bool const before = std::exchange(counting, false);
-    ~Uncounted() { counting = before; }
-  };
 };
 
 Surroundings fed(Surroundings around) {

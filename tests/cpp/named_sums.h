@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <functional>
+#include <future>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "engine/join.h"
 #include "engine/operation.h"
 #include "engine/payload.h"
+#include "engine/step_record.h"
 
 namespace sparsecomm::test {
 
@@ -42,6 +44,25 @@ class Quiet final : public Operation {
 
  private:
   std::string text_;
+};
+
+// Holds up what is submitted after it until it is opened, so that it all comes to one round. Then
+// counts what this rank has sent before.
+class Gate final : public Operation {
+ public:
+  Proposal prepare() override { return {.text = "operation=gate"}; }
+  void run(Channel& channel, Agreement const& /*agreement*/) override {
+    running_.set_value();
+    opened_.get_future().wait();
+    before = Traffic::of(channel.transport().counters());
+  }
+  void await() { running_.get_future().wait(); }
+  void open() { opened_.set_value(); }
+
+  Traffic before;
+
+ private:
+  std::promise<void> running_, opened_;
 };
 
 // Sums one number over the ranks: by its payload, or by messages of its own.
@@ -97,6 +118,7 @@ class SumJoin final : public Join {
  public:
   explicit SumJoin(Log* log = nullptr) : log_(log) {}
   Pending stand_in(std::string_view description) override {
+    ++made;
     require(description.size() > 2, "no sum is '", description, "'");
     auto const by = description[0], commits = description[1];
     require((by == 'p' || by == 'm') && (commits == 'c' || commits == 'o'), "no sum is '",
@@ -105,6 +127,8 @@ class SumJoin final : public Join {
                 std::make_shared<Sum>(std::string(description.substr(sizeof "operation=" + 1)), 0,
                                       by == 'p', log_, commits == 'c')};
   }
+
+  int made = 0;
 
  private:
   Log* log_;

@@ -3,7 +3,6 @@
 
 #include <cstddef>
 #include <span>
-#include <utility>
 
 #include "allocations.h"
 #include "transport/wrapped.h"
@@ -15,24 +14,18 @@ class UncountedTransport final : public WrappedTransport {
  public:
   using WrappedTransport::WrappedTransport;
   std::size_t wait(Request& request, Deadline const& deadline) override {
-    bool const before = std::exchange(counting, false);
-    std::size_t const bytes = WrappedTransport::wait(request, deadline);
-    counting = before;
-    return bytes;
+    Uncounted const uncounted;
+    return WrappedTransport::wait(request, deadline);
   }
 
  protected:
   Request do_isend(int peer, Tag tag, std::span<const std::byte> bytes) override {
-    bool const before = std::exchange(counting, false);
-    Request const request = WrappedTransport::do_isend(peer, tag, bytes);
-    counting = before;
-    return request;
+    Uncounted const uncounted;
+    return WrappedTransport::do_isend(peer, tag, bytes);
   }
   Request do_irecv(int peer, Tag tag, std::span<std::byte> bytes) override {
-    bool const before = std::exchange(counting, false);
-    Request const request = WrappedTransport::do_irecv(peer, tag, bytes);
-    counting = before;
-    return request;
+    Uncounted const uncounted;
+    return WrappedTransport::do_irecv(peer, tag, bytes);
   }
 };
 
