@@ -1,6 +1,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import Any, ClassVar, overload
 
 import torch
 from torch._C._distributed_c10d import Backend, GradBucket, Reducer, Store, Work
@@ -93,6 +93,16 @@ def load_aggregators(
 def aggregation_policies() -> list[str]: ...
 def under_policy(addresses: AggregatorAddresses, policy: str) -> AggregatorAddresses: ...
 
+class TimelineFile:
+    def start(self, path: str, rank: int) -> None: ...
+    def stop(self) -> None: ...
+
+class TimelineOptions:
+    @overload
+    def __init__(self) -> None: ...
+    @overload
+    def __init__(self, recorder: TimelineFile, title: str, ranks: list[int]) -> None: ...
+
 class ConnectOptions:
     def __init__(
         self,
@@ -104,6 +114,7 @@ class ConnectOptions:
         call: str,
         stall_limit: timedelta | None,
         log_stall: Callable[[str], None],
+        timeline: TimelineOptions = ...,
     ) -> None: ...
     @property
     def transport(self) -> str: ...
@@ -139,7 +150,9 @@ def connect(
     warn: Callable[[str], None],
     options: ConnectOptions,
 ) -> Transport: ...
-def mpi_transport(library: str, version: str, communicator: int) -> Transport: ...
+def mpi_transport(
+    library: str, version: str, communicator: int, timeline: TimelineOptions = ...
+) -> Transport: ...
 def mpi_ping_pong(
     library: str, version: str, communicator: int, bytes: int, rounds: int
 ) -> list[float]: ...

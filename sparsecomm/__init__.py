@@ -56,6 +56,7 @@ from sparsecomm.planning import Explanation, Link, Prediction, StepPrediction, e
 from sparsecomm.preparation import prepare
 from sparsecomm.reporting import report, report_at_exit, write_stats
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
+from sparsecomm.tracing import Timeline, timeline
 
 if TYPE_CHECKING:
     from sparsecomm import checkpoint, fsdp
@@ -80,6 +81,7 @@ __all__ = [
     "QuantizedTopkState",
     "StepPrediction",
     "ThresholdSchedule",
+    "Timeline",
     "TopkDsaState",
     "TopkState",
     "Work",
@@ -109,6 +111,7 @@ __all__ = [
     "register_comm_hook",
     "report",
     "report_at_exit",
+    "timeline",
     "topk_dsa_hook",
     "topk_hook",
     "write_stats",

@@ -117,6 +117,8 @@ def _create(options: Any, backend_options: Any) -> _C.ProcessGroup:
             call="the first all_reduce on sparsecomm's engine",
             stall_limit=ours.communicator.stall_limit,
             loopback=transports.is_loopback(host),
+            ranks=gloo_options.global_ranks_in_group,
+            rank=rank,
         ),
         aggregators,
         ours.block_bytes,

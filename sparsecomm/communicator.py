@@ -11,7 +11,8 @@ from typing_extensions import Unpack
 
 from sparsecomm import _C
 from sparsecomm.options import CommunicatorKeywords, CommunicatorOptions, communicator_options
-from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_trouble, table
+from sparsecomm.tracing import recorded
+from sparsecomm.transports import AUTO, MPI_LIBRARY, connect, log_trouble, settings, table
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -143,7 +144,17 @@ class Communicator:
             raise ValueError(f"{comm!r} is not a communicator of mpi4py with this rank in it")
         if problem := next(row["problem"] for row in table() if row["name"] == "mpi"):
             raise RuntimeError(f"sparsecomm has no MPI transport: {problem}")
-        transport = _C.mpi_transport(str(MPI_LIBRARY), MPI.Get_library_version(), comm.py2f())
+        transport = _C.mpi_transport(
+            str(MPI_LIBRARY),
+            MPI.Get_library_version(),
+            comm.py2f(),
+            recorded(
+                "Communicator.from_mpi",
+                comm.allgather(MPI.COMM_WORLD.rank),
+                comm.rank,
+                settings(),
+            ),
+        )
         return cls._over(transport, options)
 
     @property

@@ -6,6 +6,8 @@ Environment variables set what calls leave open:
 - ``SPARSECOMM_AGGREGATORS``: addresses of aggregators, with commas between them, for whatever can
   use some and was given none; the same on all ranks;
 - ``SPARSECOMM_AGGREGATOR_TOKEN_FILE``: a file with the token that they ask for;
+- ``SPARSECOMM_TIMELINE``: a file; each rank records what it does in one of its own, see
+  :func:`sparsecomm.timeline`;
 - ``SPARSECOMM_UCX_LIBRARY``: the ``libucp.so.0`` to open, instead of the system's or the wheel's;
 - ``SPARSECOMM_CONNECT_TIMEOUT``: seconds that UCX's connections may take once all ranks have
   joined, instead of 10 and 0.05 more for each rank;
@@ -37,7 +39,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from sparsecomm import _C
+from sparsecomm import _C, tracing
 
 AUTO = "auto"
 STALL_LIMIT = timedelta(seconds=60)
@@ -52,7 +54,14 @@ UCX_LIBRARY = "SPARSECOMM_UCX_LIBRARY"
 AGGREGATORS = "SPARSECOMM_AGGREGATORS"
 TOKEN_FILE = "SPARSECOMM_AGGREGATOR_TOKEN_FILE"
 CONNECT_TIMEOUT = "SPARSECOMM_CONNECT_TIMEOUT"
-OWN_VARIABLES = (CHOICE, AGGREGATORS, TOKEN_FILE, UCX_LIBRARY, CONNECT_TIMEOUT)
+OWN_VARIABLES = (
+    CHOICE,
+    AGGREGATORS,
+    TOKEN_FILE,
+    UCX_LIBRARY,
+    CONNECT_TIMEOUT,
+    tracing.VARIABLE,
+)
 # Present where sparsecomm was built with an MPI.
 MPI_LIBRARY = Path(_C.__file__).with_name("_mpi.so")
 _INFINIBAND = Path("/sys/class/infiniband")
@@ -80,6 +89,8 @@ def connect_options(
     call: str = "the first operation",
     stall_limit: timedelta | None = None,
     loopback: bool = False,
+    ranks: Sequence[int] = (),
+    rank: int = 0,
 ) -> _C.ConnectOptions:
     """Returns how to connect.
 
@@ -90,6 +101,9 @@ def connect_options(
         call: what every rank calls to connect, for messages.
         stall_limit: when to log which ranks have not joined.
         loopback: the store is on the loopback interface, and so all ranks are on this host.
+        ranks: that are connected, as they are numbered among all processes; none: nothing of what
+            they do is recorded.
+        rank: of this process, its place in ``ranks``.
 
     Raises:
         ValueError: a variable has a value that it cannot have.
@@ -103,6 +117,7 @@ def connect_options(
         stall_limit,
         loopback,
         checked_connect_timeout(variables.get(CONNECT_TIMEOUT, "")),
+        tracing.recorded(call, ranks, rank, variables) if ranks else _C.TimelineOptions(),
     )
 
 
@@ -168,6 +183,7 @@ def _options(
     stall_limit: timedelta | None = None,
     loopback: bool = False,
     connect_timeout: timedelta | None = None,
+    timeline: _C.TimelineOptions | None = None,
 ) -> _C.ConnectOptions:
     if transport == AUTO:
         transport = variables.get(CHOICE, "") or AUTO
@@ -187,6 +203,7 @@ def _options(
         call=call,
         stall_limit=stall_limit,
         log_stall=log_trouble,
+        timeline=timeline or _C.TimelineOptions(),
     )
 
 
@@ -307,7 +324,13 @@ def connect(
     store = distributed_c10d._world.pg_map[group][1]
     host = store_host(store)
     options = connect_options(
-        transport, timeout, call=call, stall_limit=stall_limit, loopback=is_loopback(host)
+        transport,
+        timeout,
+        call=call,
+        stall_limit=stall_limit,
+        loopback=is_loopback(host),
+        ranks=dist.get_process_group_ranks(group),
+        rank=rank,
     )
 
     def gloo(store: Store) -> ProcessGroupGloo:

@@ -53,9 +53,11 @@ Communicator::Communicator(std::unique_ptr<Transport> transport, CommunicatorOpt
                                                 options_.runtime)
                  : nullptr),
       comparison_(transport_->size(), watch_.get()),
+      timeline_(options_.timeline, transport_->rank(), clock_),
       coordinator_(make_coordinator(comparison_, {.capacity = options_.cached_names,
                                                   .timeout = options_.timeout,
                                                   .fusion_bytes = fusion_bytes(),
+                                                  .timeline = timeline_,
                                                   .runtime = options_.runtime})) {
   if (watch_) threads_->watch = watch_->thread();
   try {
@@ -132,8 +134,12 @@ Communicator::Handle Communicator::submit(std::shared_ptr<Operation> operation,
   {
     std::lock_guard const lock(mutex_);
     require<Aborted>(!closing_, "this communicator is closed; make a new one");
-    idles = coordinator_->add(
-        {std::move(operation), handle.ticket_, std::move(completion), std::move(name), priority});
+    idles = coordinator_->add({.operation = std::move(operation),
+                               .ticket = handle.ticket_,
+                               .completion = std::move(completion),
+                               .name = std::move(name),
+                               .priority = priority,
+                               .submitted = timeline_.submitted()});
   }
   changed_->notify_all();
   if (idles) transport_->wake();
@@ -151,7 +157,10 @@ void Communicator::run(std::shared_ptr<Operation> const& operation, Interrupt* i
     here = !closing_ && !taken_ && !has_turn();
     if (here) {
       if (!spare_ticket_) spare_ticket_ = std::make_shared<Ticket>(options_.runtime);
-      coordinator_->add({.operation = operation, .name = name, .priority = priority});
+      coordinator_->add({.operation = operation,
+                         .name = name,
+                         .priority = priority,
+                         .submitted = timeline_.submitted()});
       taken_ = running_ = true;
     }
   }
@@ -341,10 +350,18 @@ Turn Communicator::turn(Scheduled& next, Interrupt* interrupt, bool callers) {
 
 // Runs what the coordinator hands over; see Coordinator::round().
 Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, Operation* first) {
-  struct EndOfWhole {
+  struct EndOfTurn {
+    Communicator& communicator;
     Scheduled& scheduled;
-    ~EndOfWhole() { scheduled.whole.end(); }
-  } const end_of_whole{next};
+    bool failed = true;
+    ~EndOfTurn() {
+      Timeline& timeline = communicator.timeline_;
+      if (timeline.runs()) {
+        timeline.end_run(failed, communicator.traffic_before(), communicator.traffic());
+      }
+      scheduled.whole.end();
+    }
+  } end_of_turn{*this, next};
   InProgress const in_progress(*this);
   Channel channel(*transport_, static_cast<std::uint32_t>(next_operation_),
                   Deadline(clock_, options_.timeout, interrupt));
@@ -359,6 +376,7 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
     if (commits) next.agreement.committer = this;
     next.pending.operation->run(channel, next.agreement);
     require<Error>(!commits || committing(), "an operation ended without commit()");
+    end_of_turn.failed = false;
     return taken;
   } catch (AgreedError const&) {
     discard(next);

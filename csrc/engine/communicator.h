@@ -49,6 +49,7 @@
 #include "engine/stall.h"
 #include "engine/step_record.h"
 #include "engine/ticket.h"
+#include "engine/timeline.h"
 #include "ina/client.h"
 #include "ina/tcp_link.h"
 #include "transport/interruptible.h"
@@ -86,6 +87,7 @@ struct CommunicatorOptions {
   int aggregator_retry = 64;
   // Where operations' loops over N run.
   std::shared_ptr<Executor const> executor = std::make_shared<InlineExecutor>();
+  TimelineOptions timeline = {};
   Runtime runtime = {};  // of the communicator's threads and waits
   // Names of operations that ranks remember, 1 or more, the same on all.
   std::size_t cached_names = 1024;
@@ -186,6 +188,8 @@ class Communicator final : private Commit {
   std::vector<AggregatorLoss> lost_aggregators() const {
     return aggregators_ ? aggregators_->lost() : std::vector<AggregatorLoss>{};
   }
+  // Of the operation that runs, or is prepared: for its stages.
+  StageObserver& timeline() { return timeline_; }
   // For an operation that runs: as of now, and before its agreement.
   Traffic traffic() const;
   Traffic traffic_before() const;
@@ -257,6 +261,7 @@ class Communicator final : private Commit {
   std::unique_ptr<StallWatch> watch_;  // null where nobody is to be told
   // What is not of the thread that runs an operation guards itself.
   Comparison comparison_;
+  Timeline timeline_;
   std::unique_ptr<Coordinator> coordinator_;
   std::shared_ptr<Threads> threads_ = std::make_shared<Threads>();
   std::atomic<std::uint64_t> drawn_ = 0;

@@ -63,6 +63,7 @@ class ByName final : public Coordinator {
       : comparison_(comparison),
         cache_(options.capacity),
         timeout_(std::min(options.timeout, longest_duration)),
+        timeline_(options.timeline),
         fusion_(options.fusion_bytes),
         joined_(options.runtime) {}
 
@@ -155,6 +156,7 @@ class ByName final : public Coordinator {
     } else if (requests) {
       comparison_.request();  // again, with the next operation
     }
+    timeline_.end_round(channel.operation(), began, candidates_.size(), selected_.size());
   }
 
   // Selects what runs, in an order that is the same on all ranks. Returns whether something stays
@@ -205,6 +207,7 @@ class ByName final : public Coordinator {
     } else if (!entry.prepared) {
       bool const is_first = &candidate == candidates_.data();
       ObservedStage const whole(is_first ? nullptr : operation->observer(), Stage::whole);
+      Timeline::Preparing const preparing(timeline_, entry.pending.name);
       entry.prepared = prepare(operation);
       entry.prepared->priority = entry.pending.priority;
       if (!entry.is_named() && entry.prepared->intent == Intent::go) {
@@ -264,8 +267,7 @@ class ByName final : public Coordinator {
   void state_standings(TimePoint now) {
     standings_.reset(cache_.size());
     batches_.clear();
-    bool has_unnamed = false, has_new = false, late = false, joins = false;
-    bool closed = !leaves_out_;
+    bool closed = !leaves_out_, has_unnamed = false, has_new = false, late = false, joins = false;
     for (auto const& [entry, id, selected] : candidates_) {
       Operation const& operation = *entry->pending.operation;
       batches_.add(operation.batch(), entry->known_as());
@@ -407,8 +409,8 @@ class ByName final : public Coordinator {
     fusion_.clear();
     if (selected_.size() < 2) return;
     for (Selected const& selected : selected_) {
-      Operation* const operation = selected.prepared().operation;
-      fusion_.add(selected.compare ? nullptr : operation->fusible(selected.agreement.payload));
+      auto const payload = selected.agreement.payload;
+      fusion_.add(selected.compare ? nullptr : selected.prepared().operation->fusible(payload));
     }
   }
 
@@ -417,6 +419,7 @@ class ByName final : public Coordinator {
     Selected const& selected = selected_[next_];
     Entry const& entry = *selected.entry;
     next.whole.begin(entry.pending.operation->observer(), Stage::whole);
+    timeline_.begin_run(entry.pending.name, entry.pending.submitted, fusion_.leader_of(next_));
     next.agreement = selected.agreement;
     if (failed_first_) {
       next.error = failed_first_;
@@ -442,6 +445,7 @@ class ByName final : public Coordinator {
     std::optional<Id> id = selected.id;
     TimePoint const began = channel.deadline().now();
     std::optional<ResponseCache::Proposed> agreed;
+    ObservedStage const comparing(&timeline_, Stage::agree);
     try {
       auto const result =
           comparison_.run(channel, prepared, entry.pending.name, /*same_name=*/id.has_value());
@@ -460,6 +464,7 @@ class ByName final : public Coordinator {
   // Of the thread that has the turn.
   ResponseCache cache_;
   Duration const timeout_;
+  Timeline& timeline_;
   Standings standings_;
   std::vector<PendingList::Iterator> entries_;
   bool leaves_out_ = false;  // this round, what is not ready

@@ -14,6 +14,7 @@
 #include "engine/observer.h"
 #include "engine/operation.h"
 #include "engine/ticket.h"
+#include "engine/timeline.h"
 
 namespace sparsecomm {
 
@@ -67,6 +68,7 @@ struct CoordinatorOptions {
   std::size_t capacity;  // of the cache of names
   Duration timeout;      // of an operation that some ranks do not add
   std::size_t fusion_bytes;
+  Timeline& timeline;
   Runtime runtime = {};  // of the tickets of stand-ins
 };
 

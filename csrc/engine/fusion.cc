@@ -23,23 +23,29 @@ void Fusion::add(Fusible* fusible) {
   bool const fits = latest != groups_.rend() && terms.bytes <= most_bytes_ - latest->terms.bytes &&
                     terms.extent < std::numeric_limits<std::uint32_t>::max() - latest->terms.extent;
   if (!fits) {
-    members_[place].leads = true;
-    groups_.push_back({.terms = terms, .last = place});
+    members_[place].leader = place;
+    groups_.push_back({.terms = terms, .first = place, .last = place});
     return;
   }
   latest->terms.extent += terms.extent;
   latest->terms.bytes += terms.bytes;
+  members_[place].leader = latest->first;
   members_[std::exchange(latest->last, place)].next = place;
 }
 
 std::span<Fusible* const> Fusion::led_by(std::size_t place) {
   if (place >= members_.size()) return {};
-  if (!members_[place].leads || members_[place].next == none) return {};
+  if (members_[place].leader != place || members_[place].next == none) return {};
   together_.clear();
   for (; place != none; place = members_[place].next) {
     together_.push_back(members_[place].fusible);
   }
   return together_;
+}
+
+std::optional<std::size_t> Fusion::leader_of(std::size_t place) const {
+  std::size_t const leader = place < members_.size() ? members_[place].leader : none;
+  return leader == none || leader == place ? std::nullopt : std::optional(leader);
 }
 
 }  // namespace sparsecomm

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
@@ -62,17 +63,19 @@ class Fusion {
   // What the operation that was added as number `place` exchanges when it runs, its own first;
   // empty if that is only its own, or nothing since another one does so. Until the next call.
   std::span<Fusible* const> led_by(std::size_t place);
+  // The place of the one that exchanges it; none: itself.
+  std::optional<std::size_t> leader_of(std::size_t place) const;
 
  private:
   static constexpr std::size_t none = static_cast<std::size_t>(-1);
   struct Member {
     Fusible* fusible;
-    bool leads = false;
-    std::size_t next = none;  // the place of the next of its group
+    std::size_t leader = none;  // of its group; none: it is in no group
+    std::size_t next = none;    // the place of the next of its group
   };
   struct Group {
     Fusible::Terms terms;  // of the first; extent and bytes are of all
-    std::size_t last;      // the place of its last member
+    std::size_t first, last;
   };
 
   std::size_t most_bytes_;

@@ -269,7 +269,7 @@ Proposal GradientExchange<T>::prepare() {
   std::uint64_t const step = state_.step;
   if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
   TimePoint const started = communicator_->clock().now();
-  Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
+  Stopwatch const watch = time(Stage::select, stats_.select);
   follow_gradient(payload_.loss_scale.value);
   bool const finite = local_->all_finite();
   Digest changing;
@@ -403,7 +403,7 @@ template <class T>
 void GradientExchange<T>::run_sparse(Channel& channel, Agreement const& agreement) {
   SparseView<V> selection;
   {
-    Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
+    Stopwatch const watch = time(Stage::select, stats_.select);
     if (options_.rule.accumulates()) accumulate();
     if (lacks_threshold_) find_threshold();
     selection = local_->select(k());
@@ -411,11 +411,11 @@ void GradientExchange<T>::run_sparse(Channel& channel, Agreement const& agreemen
   }
   AllreduceResult<V> result;
   {
-    Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
+    Stopwatch const watch = time(Stage::exchange, stats_.exchange);
     result = sparse_->run(channel, selection,
                           {extent_, k(), selection_limit(extent_, k()), state_.step});
   }
-  Stopwatch const watch(observer_, Stage::apply, communicator_->clock(), stats_.apply);
+  Stopwatch const watch = time(Stage::apply, stats_.apply);
   // What can fail, and be undone, comes before the commit.
   excess_.reject(result.reduced, result.rejected, divisor(), communicator_->size());
   local_->keep(result.rejected);
@@ -433,12 +433,12 @@ template <class T>
 void GradientExchange<T>::run_dense(Channel& channel, Agreement const& agreement,
                                     DenseAllreduce<T>& dense, bool feedback) {
   if (feedback) {
-    Stopwatch const watch(observer_, Stage::select, communicator_->clock(), stats_.select);
+    Stopwatch const watch = time(Stage::select, stats_.select);
     if (options_.rule.accumulates()) accumulate();
     local_->flush();
   }
   unselected_ = false;
-  Stopwatch const watch(observer_, Stage::exchange, communicator_->clock(), stats_.exchange);
+  Stopwatch const watch = time(Stage::exchange, stats_.exchange);
   // The sum and the average of one gradient are the gradient.
   if (communicator_->size() > 1) {
     std::span<T> const gradient = local_->gather();

@@ -156,6 +156,9 @@ class GradientExchange final : public Operation {
   StageObserver* observer() override { return observer_; }
 
  private:
+  Stopwatch time(Stage stage, Duration& total) {
+    return {observer_, &communicator_->timeline(), stage, communicator_->clock(), total};
+  }
   void accumulate() {
     unselected_ = false;
     accumulated_ = true;

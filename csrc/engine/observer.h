@@ -47,17 +47,22 @@ class ObservedStage {
   Stage stage_ = Stage::whole;
 };
 
-// Adds the time that a stage takes to a total, and shows it.
+// Adds the time that a stage takes to a total, and shows it to both observers; null: to nobody.
 class Stopwatch {
  public:
-  Stopwatch(StageObserver* observer, Stage stage, Clock const& clock, Duration& total)
-      : observed_(observer, stage), clock_(clock), total_(total), start_(clock.now()) {}
+  Stopwatch(StageObserver* observer, StageObserver* other, Stage stage, Clock const& clock,
+            Duration& total)
+      : observed_(observer, stage),
+        observed_too_(other, stage),
+        clock_(clock),
+        total_(total),
+        start_(clock.now()) {}
   ~Stopwatch() { total_ += clock_.now() - start_; }
   Stopwatch(Stopwatch const&) = delete;
   Stopwatch& operator=(Stopwatch const&) = delete;
 
  private:
-  ObservedStage observed_;
+  ObservedStage observed_, observed_too_;
   Clock const& clock_;
   Duration& total_;
   TimePoint start_;

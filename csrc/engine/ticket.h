@@ -95,6 +95,7 @@ struct Pending {
   std::string name = {};   // empty: known by its place among those without one
   int priority = 0;        // of those with a name that are ready together the highest runs first
   bool stands_in = false;  // see Join: nobody waits for it
+  TimePoint submitted{};   // see Timeline
 };
 
 }  // namespace sparsecomm

@@ -241,6 +241,7 @@ void bind_engine(py::module_& module) {
              options.aggregator_addresses = aggregators;
              options.stall = make_stall_options(stall_limit, std::move(log_stall));
              options.executor = make_executor(threads);
+             options.timeline = transport.timeline();
              return make_communicator(transport.take(), options);
            }),
            py::arg("transport"), py::arg("timeout"), py::arg("threads") = 1,

@@ -252,9 +252,13 @@ void bind_hooks(py::module_& module) {
            py::arg("dense_below"), py::arg("clip_norm"), py::arg("stall_limit") = py::none(),
            py::arg("log_stall") = py::none(), py::arg("aggregators") = AggregatorAddresses{})
       .def("connect",
-           [](HookState& self, TransportHolder& transport) { self.connect(transport.take()); })
+           [](HookState& self, TransportHolder& transport) {
+             self.connect(transport.take(), transport.timeline());
+           })
       .def("reconnect",
-           [](HookState& self, TransportHolder& transport) { self.reconnect(transport.take()); })
+           [](HookState& self, TransportHolder& transport) {
+             self.reconnect(transport.take(), transport.timeline());
+           })
       .def_property_readonly("connected", &HookState::connected)
       .def("close", &HookState::close)
       .def("name_parameters", &HookState::name_parameters)

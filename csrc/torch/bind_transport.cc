@@ -5,6 +5,7 @@
 
 #include "bindings.h"
 #include "connect.h"
+#include "engine/timeline_file.h"
 #include "ina/socket.h"
 #include "ina/tcp_link.h"
 #include "python_duration.h"
@@ -72,8 +73,10 @@ AggregatorAddresses make_aggregator_addresses(
 ConnectOptions make_connect_options(std::string transport, UcxOptions const& ucx, std::string mpi,
                                     PythonDuration timeout, std::string call,
                                     std::optional<PythonDuration> stall_limit,
-                                    std::function<void(std::string const&)> log_stall) {
+                                    std::function<void(std::string const&)> log_stall,
+                                    TimelineOptions timeline) {
   ConnectOptions options;
+  options.timeline = std::move(timeline);
   options.transport = std::move(transport);
   options.libraries.ucx = ucx;
   options.libraries.mpi = std::move(mpi);
@@ -145,10 +148,21 @@ void bind_transport(py::module_& module) {
       .def(py::init(&make_aggregator_addresses), py::kw_only(), py::arg("addresses"),
            py::arg("transport"), py::arg("ucx"), py::arg("log"), py::arg("prove") = py::none())
       .def_readonly("addresses", &AggregatorAddresses::addresses);
+  py::class_<TimelineFile, std::shared_ptr<TimelineFile>>(module, "TimelineFile")
+      .def(py::init<>())
+      .def("start", &TimelineFile::start, py::arg("path"), py::arg("rank"))
+      .def("stop", &TimelineFile::stop, py::call_guard<py::gil_scoped_release>());
+  py::class_<TimelineOptions>(module, "TimelineOptions")
+      .def(py::init<>())
+      .def(py::init([](std::shared_ptr<TimelineFile> recorder, std::string title,
+                       std::vector<int> ranks) {
+             return TimelineOptions{std::move(recorder), {std::move(title), std::move(ranks)}};
+           }),
+           py::arg("recorder"), py::arg("title"), py::arg("ranks"));
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),
-           py::arg("log_stall"))
+           py::arg("log_stall"), py::arg("timeline") = TimelineOptions{})
       .def_readonly("transport", &ConnectOptions::transport)
       .def_property_readonly("ucx", [](ConnectOptions const& self) { return self.libraries.ucx; });
 
@@ -186,7 +200,7 @@ void bind_transport(py::module_& module) {
       .def(
           "with_fault",
           [](TransportHolder& self, FaultKind kind, std::uint64_t message) {
-            return TransportHolder(make_faulty(self.take(), {kind, message}));
+            return TransportHolder(make_faulty(self.take(), {kind, message}), self.timeline());
           },
           py::arg("kind"), py::arg("message"));
 
@@ -197,17 +211,18 @@ void bind_transport(py::module_& module) {
          ConnectOptions const& options) {
         ConnectPlace const place{rank, size, std::move(store), std::move(make_gloo),
                                  std::move(warn)};
-        return TransportHolder(connect(place, options, check_signals()));
+        return TransportHolder(connect(place, options, check_signals()), options.timeline);
       },
       py::arg("rank"), py::arg("size"), py::arg("store"), py::arg("make_gloo"), py::arg("warn"),
       py::arg("options"), py::call_guard<py::gil_scoped_release>());
   module.def(
       "mpi_transport",
-      [](std::string const& library, std::string const& version, int communicator) {
-        return TransportHolder(open_mpi_transport(library, version, communicator));
+      [](std::string const& library, std::string const& version, int communicator,
+         TimelineOptions const& timeline) {
+        return TransportHolder(open_mpi_transport(library, version, communicator), timeline);
       },
       py::arg("library"), py::arg("version"), py::arg("communicator"),
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("timeline") = TimelineOptions{}, py::call_guard<py::gil_scoped_release>());
   module.def("mpi_ping_pong", &mpi_ping_pong, py::arg("library"), py::arg("version"),
              py::arg("communicator"), py::arg("bytes"), py::arg("rounds"),
              py::call_guard<py::gil_scoped_release>());

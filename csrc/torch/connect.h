@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include "engine/stall.h"
+#include "engine/timeline.h"
 #include "transport/transports.h"
 
 namespace sparsecomm {
@@ -18,6 +19,7 @@ struct ConnectOptions {
   Duration timeout = std::chrono::minutes(30);  // for all ranks to come
   std::string call = "the first operation";     // what every rank has to call, for messages
   StallOptions stall;                           // says which ranks have not come yet
+  TimelineOptions timeline = {};                // of whoever uses the transport
 };
 
 // What a group of ranks brings along.

@@ -162,15 +162,16 @@ void HookState::follow_loss_scale(std::function<double()> loss_scale) {
   current_loss_scale_.swap(followed);
 }
 
-void HookState::connect(std::unique_ptr<Transport> transport) {
+void HookState::connect(std::unique_ptr<Transport> transport, TimelineOptions timeline) {
   Entry const entry(*this);
   require_open();
   require(!communicator_, "this state is connected already");
+  communicator_options_.timeline = std::move(timeline);
   communicator_ = std::make_shared<Communicator>(std::move(transport), communicator_options_);
   sparse_pool_ = std::make_shared<CollectivePool>();
 }
 
-void HookState::reconnect(std::unique_ptr<Transport> transport) {
+void HookState::reconnect(std::unique_ptr<Transport> transport, TimelineOptions timeline) {
   std::shared_ptr<Communicator> former;
   {
     Entry const entry(*this);
@@ -178,6 +179,7 @@ void HookState::reconnect(std::unique_ptr<Transport> transport) {
     require_idle("reconnect");
     require(communicator_ != nullptr,
             "this state has not been connected yet; it connects by itself");
+    communicator_options_.timeline = std::move(timeline);
     auto fresh = std::make_shared<Communicator>(std::move(transport), communicator_options_);
     for (auto const& group : groups_) group->require_possible(*fresh);
     take_back_broken_step("reconnect");

@@ -113,10 +113,10 @@ class HookState : public std::enable_shared_from_this<HookState> {
   // What the loss is multiplied by, asked for once a step, before its first bucket; 1 without. The
   // same on all ranks, but for those that have joined, which are not asked.
   void follow_loss_scale(std::function<double()> loss_scale);
-  void connect(std::unique_ptr<Transport> transport);
+  void connect(std::unique_ptr<Transport> transport, TimelineOptions timeline);
   // Goes on with other ranks after a failure, which all of them call for at the same step; the
   // residuals stay. What a step that was broken off had delivered goes back into them first.
-  void reconnect(std::unique_ptr<Transport> transport);
+  void reconnect(std::unique_ptr<Transport> transport, TimelineOptions timeline);
   bool connected() const;
   // Empty until connected.
   std::weak_ptr<Communicator const> communicator() const;

@@ -239,6 +239,7 @@ Communicator& ProcessGroup::engine() {
     std::chrono::milliseconds const timeout = parts_.engine_timeout.value_or(parts_.timeout);
     CommunicatorOptions options{.timeout = timeout, .stall = parts_.connect.stall};
     options.aggregator_addresses = parts_.aggregators;
+    options.timeline = parts_.connect.timeline;
     communicator_ = std::make_shared<Communicator>(make_transport(timeout), options);
     parts_.open->add(communicator_);
   }

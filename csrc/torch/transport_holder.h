@@ -3,6 +3,7 @@
 
 #include <memory>
 
+#include "engine/timeline.h"
 #include "interpreter.h"
 #include "transport/transport.h"
 
@@ -10,8 +11,8 @@ namespace sparsecomm {
 
 class TransportHolder {
  public:
-  explicit TransportHolder(std::unique_ptr<Transport> transport)
-      : transport_(std::move(transport)) {}
+  TransportHolder(std::unique_ptr<Transport> transport, TimelineOptions timeline)
+      : transport_(std::move(transport)), timeline_(std::move(timeline)) {}
   TransportHolder(TransportHolder&&) = default;
   TransportHolder& operator=(TransportHolder&&) = delete;
   // Closing connections may wait for the other ranks.
@@ -23,6 +24,8 @@ class TransportHolder {
 
   Transport const& get() const { return checked(); }
   Transport& use() { return checked(); }
+  // Where whoever takes the transport is to record what it does.
+  TimelineOptions const& timeline() const { return timeline_; }
   std::unique_ptr<Transport> take() {
     checked();
     return std::move(transport_);
@@ -34,6 +37,7 @@ class TransportHolder {
     return *transport_;
   }
   std::unique_ptr<Transport> transport_;
+  TimelineOptions timeline_;
 };
 
 }  // namespace sparsecomm

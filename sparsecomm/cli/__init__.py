@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from sparsecomm.build import __version__, build_info
-from sparsecomm.cli import aggregator, bench, codecs, doctor, ina, kernels, load, plan
+from sparsecomm.cli import aggregator, bench, codecs, doctor, ina, kernels, load, plan, timeline
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,6 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     doctor.add_doctor(commands)
 
     aggregator.add_aggregator(commands)
+
+    timeline.add_timeline(commands)
 
     info = commands.add_parser(
         "info",

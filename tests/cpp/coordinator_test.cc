@@ -23,9 +23,10 @@ Pending pending(std::string name) {
 struct Rank {
   explicit Rank(Transport& its_transport)
       : transport(its_transport),
-        coordinator(make_coordinator(
-            comparison,
-            {.capacity = 100, .timeout = patient_options().timeout, .fusion_bytes = 0})) {}
+        coordinator(make_coordinator(comparison, {.capacity = 100,
+                                                  .timeout = patient_options().timeout,
+                                                  .fusion_bytes = 0,
+                                                  .timeline = timeline})) {}
 
   void round(Scheduled& next) {
     Channel channel(transport, ++rounds, Deadline(steady_clock(), patient_options().timeout));
@@ -34,6 +35,7 @@ struct Rank {
 
   Transport& transport;
   Comparison comparison{transport.size(), nullptr};
+  Timeline timeline{{}, transport.rank(), steady_clock()};
   std::unique_ptr<Coordinator> coordinator;
   std::uint32_t rounds = 0;
 };

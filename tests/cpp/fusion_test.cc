@@ -19,6 +19,7 @@
 #include "engine/planner.h"
 #include "engine/sparse_collectives.h"
 #include "ranks.h"
+#include "recorded.h"
 #include "simulated_ranks.h"
 #include "uncounted.h"
 
@@ -47,7 +48,9 @@ std::vector<std::vector<int>> groups_of(Fusion& fusion, std::vector<Fusible::Ter
   std::vector<std::vector<int>> groups(all.size());
   for (std::size_t place = 0; place < all.size(); ++place) {
     for (Fusible* const each : fusion.led_by(place)) {
-      groups[place].push_back(static_cast<int>(static_cast<Member*>(each) - members.data()));
+      int const member = static_cast<int>(static_cast<Member*>(each) - members.data());
+      EXPECT_EQ(fusion.leader_of(member).value_or(member), place);
+      groups[place].push_back(member);
     }
   }
   return groups;
@@ -415,6 +418,37 @@ TEST(FusionTest, TypesThatAreSummedAlikeGoTogether) {
           fusing(limit)));
     }
     EXPECT_EQ(messages[0], messages[1] + 2);
+  }
+}
+
+TEST(FusionTest, ATimelineShowsWhoExchangesForWhom) {
+  Recorders const recorders(2);
+  for (auto const& recorder : recorders.all) recorder->set_recording(1);
+  expect_no_errors(run_ranks(
+      2,
+      [](Communicator& communicator) {
+        std::vector<Case<float>> cases;
+        std::vector<std::pair<std::string, std::shared_ptr<Operation>>> named;
+        for (int i = 0; i < 3; ++i) {
+          cases.emplace_back(communicator, 10,
+                             CollectiveConfig{.algorithm = &find_algorithm("topk_a")});
+          cases.back().contribute(std::vector<float>(10, 1.0f), /*dense=*/false);
+          named.emplace_back(concat("tensor ", i), cases.back().operation());
+        }
+        for (int step = 0; step < 2; ++step) run_together(communicator, named);
+      },
+      fusing(1000), std::nullopt, recorders.around()));
+  for (auto const& recorder : recorders.all) {
+    auto const leader = recorder->of("tensor 0");
+    EXPECT_TRUE(names(leader).ends_with("negotiate prepare queue run")) << names(leader);
+    for (std::string const name : {"tensor 1", "tensor 2"}) {
+      auto const slices = recorder->of(name);
+      EXPECT_TRUE(names(slices).ends_with("negotiate prepare queue fused run")) << names(slices);
+      TimelineEvent const& fused = slices[slices.size() - 2];
+      EXPECT_EQ(fused.figures[0], leader.back().row);
+      EXPECT_EQ(fused.begin, leader.back().begin);
+      EXPECT_GE(fused.end, leader.back().end);
+    }
   }
 }
 

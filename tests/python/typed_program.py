@@ -136,6 +136,9 @@ class Writer:
 
 def statistics(state: sparsecomm.CompressionState, writer: Writer) -> str:
     sparsecomm.report_at_exit(state)
+    with sparsecomm.timeline("run.json") as recording:
+        assert_type(recording, sparsecomm.Timeline)
+    print(recording.path)
     sparsecomm.write_stats(writer, state, step=7)
     sparsecomm.write_stats(print, state)  # type: ignore[arg-type]
     return sparsecomm.report(state, state)
