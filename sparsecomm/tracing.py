@@ -7,7 +7,9 @@ import contextlib
 import gzip
 import json
 import logging
+import os
 import statistics
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,8 +24,8 @@ from sparsecomm import _C
 
 VARIABLE = "SPARSECOMM_TIMELINE"
 _LOG = logging.getLogger("sparsecomm")
-# Ranks' clocks are compared once for each such time, in nanoseconds; they drift by less than its
-# millionth part meanwhile.
+# Ranks' clocks, which drift by some millionths, are compared once for each such time, in
+# nanoseconds.
 _WINDOW = 10 * 10**9
 
 
@@ -31,12 +33,17 @@ class Timeline:
     """A recording on this rank; :func:`timeline` makes it."""
 
     def __init__(self, path: str | Path) -> None:
-        self._given = Path(path)
+        self._given = Path(path).absolute()
+        if self._given.suffix == ".gz":
+            raise ValueError(
+                f"{path}: a recording is not compressed; give a name that ends with .json, and "
+                "have `sparsecomm timeline merge` compress"
+            )
         self._path: Path | None = None
 
     @property
     def path(self) -> Path | None:
-        """The file of this rank, ``None`` until it is known which rank this is."""
+        """The file of this rank, ``None`` as long as none is written."""
         return self._path
 
     def __enter__(self) -> Timeline:
@@ -52,7 +59,8 @@ class Timeline:
         _process.leave(self)
 
     def _start(self, file: _C.TimelineFile, rank: int) -> None:
-        path = self._given.with_suffix(f".rank{rank}{self._given.suffix}")
+        name = self._given.name.removesuffix(".json") + f".rank{rank}.json"
+        path = self._given.with_name(name)
         file.start(str(path), rank)
         self._path = path
         _LOG.info("rank %d writes its timeline to %s", rank, path)
@@ -69,12 +77,13 @@ def timeline(path: str | Path) -> Timeline:
     what the slices are. Where ``torch.distributed`` is not initialised yet, the file is made when
     the first ranks are connected.
 
-    ``SPARSECOMM_TIMELINE=run.json`` records a whole program. A file grows by about 1 KB for each
-    group of parameters and step.
+    ``SPARSECOMM_TIMELINE=run.json`` records a whole program; ``with`` blocks in it record nothing,
+    and warn. A file grows by about 1 KB for each group of parameters and step. What goes wrong with
+    it once the block has been entered is logged, and ends no training.
 
     Raises:
-        RuntimeError: entered, another timeline is being recorded, or the file cannot be written;
-            left, the file lacks something.
+        ValueError: the name ends with ``.gz``.
+        RuntimeError: entered, another timeline is being recorded, or the file cannot be written.
     """
     return Timeline(path)
 
@@ -84,50 +93,81 @@ class _Process:
 
     def __init__(self) -> None:
         self.file = _C.TimelineFile()
+        self._lock = threading.RLock()
         self._active: Timeline | None = None
-        self._followed = False  # the variable
-        self._rank: int | None = None  # of this process, as of the last connection
+        self._whole: Timeline | None = None  # of the variable
+        self._numbers: dict[tuple[int, ...], int] = {}  # of communicators, by their ranks
 
     def enter(self, wanted: Timeline) -> None:
-        if self._active is not None:
-            raise RuntimeError(
-                f"a timeline is being recorded to {self._active.path or self._active._given}; "
-                "end it before another one begins"
-            )
-        has_rank = dist.is_available() and dist.is_initialized()
-        rank = dist.get_rank() if has_rank else self._rank
-        if rank is not None:
-            wanted._start(self.file, rank)
-        self._active = wanted
+        with self._lock:
+            active = self._active
+            if active is not None and active is self._whole:
+                _LOG.warning(
+                    "%s is not written: %s asks for a timeline of the whole program, in %s",
+                    *(wanted._given, VARIABLE, active.path),
+                )
+                return
+            if active is not None:
+                raise RuntimeError(
+                    f"a timeline is being recorded to {active.path or active._given}; end it "
+                    "before another one begins"
+                )
+            if dist.is_available() and dist.is_initialized():
+                wanted._start(self.file, dist.get_rank())
+            self._active = wanted
 
     def leave(self, wanted: Timeline) -> None:
-        if self._active is not wanted:
-            return
-        self._active = None
-        self.file.stop()
-        if wanted.path is None:
-            _LOG.warning("no timeline was written to %s: no ranks were connected", wanted._given)
+        with self._lock:
+            if self._active is not wanted:
+                return
+            try:
+                self.file.stop()
+            except RuntimeError as error:
+                _LOG.warning("%s", error)
+            self._active = None
+            if wanted.path is None:
+                _LOG.warning("no timeline was written to %s: nothing was exchanged", wanted._given)
 
-    def know_rank(self, rank: int, variables: Mapping[str, str]) -> None:
-        """Starts what waits for this: a recording that was entered, or that a variable asks for."""
-        self._rank = rank
-        wanted = variables.get(VARIABLE, "")
-        if wanted and not self._followed:
-            recording = Timeline(wanted)
-            self.enter(recording)
-            self._followed = True
-            atexit.register(self._end_program, recording)
-        if self._active is not None and self._active.path is None:
-            self._active._start(self.file, rank)
+    def connects(self, ranks: Sequence[int], rank: int, wanted: str) -> int:
+        """Starts what waits for a rank to be known, or what the variable, if it is set, asks for.
 
-    def _end_program(self, recording: Timeline) -> None:
-        try:
-            self.leave(recording)
-        except RuntimeError as error:
-            _LOG.warning("%s", error)
+        Returns the number of the communicator that is made among those of its ranks.
+        """
+        with self._lock:
+            if wanted and self._whole is None:
+                self._whole = Timeline(wanted)
+                if self._active is None:
+                    self._active = self._whole
+                    atexit.register(self.leave, self._whole)
+                else:
+                    _LOG.warning(
+                        "%s=%s records nothing: another timeline is being recorded to %s",
+                        *(VARIABLE, wanted, self._active.path or self._active._given),
+                    )
+            active = self._active
+            if active is not None and active.path is None:
+                try:
+                    active._start(self.file, ranks[rank])
+                except (RuntimeError, ValueError) as error:
+                    # The other ranks are connecting: they would wait for this one.
+                    _LOG.warning("no timeline is recorded: %s", error)
+                    self._active = None
+            members = tuple(ranks)
+            self._numbers[members] = self._numbers.get(members, -1) + 1
+            return self._numbers[members]
 
 
 _process = _Process()
+_of_parents: list[_Process] = []  # which are left alone
+
+
+def _forget_parent() -> None:
+    global _process
+    _of_parents.append(_process)
+    _process = _Process()
+
+
+os.register_at_fork(after_in_child=_forget_parent)
 
 
 def recorded(
@@ -135,17 +175,19 @@ def recorded(
 ) -> _C.TimelineOptions:
     """Returns where a communicator is to record what it does.
 
+    Every member calls it, in the same order.
+
     Args:
         title: of the communicator.
         ranks: of its members among all processes, in its own order.
         rank: of this process in that order.
-        variables: of the environment, as :func:`sparsecomm.transports.settings` has them.
+        variables: of the environment, as ``sparsecomm.transports.settings`` has them.
     """
-    _process.know_rank(ranks[rank], variables)
-    return _C.TimelineOptions(_process.file, title, list(ranks))
+    number = _process.connects(ranks, rank, variables.get(VARIABLE, ""))
+    return _C.TimelineOptions(_process.file, title, list(ranks), number)
 
 
-# What ranks of a communicator know it by: its members, and its place among those with the same.
+# What ranks of a communicator know it by: its members, and its number among those with the same.
 _Group = tuple[tuple[int, ...], int]
 
 
@@ -154,16 +196,13 @@ class _Recording:
     path: Path
     rank: int = -1
     began: int = 0  # nanoseconds since 1970
-    communicators: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    communicators: dict[int, _Group] = field(default_factory=dict)  # by process
     # When a round ended, in nanoseconds since the recording began, by process and number.
     rounds: dict[int, dict[int, int]] = field(default_factory=dict)
 
     def groups(self) -> Iterator[tuple[_Group, dict[int, int]]]:
-        seen: dict[tuple[int, ...], int] = {}
-        for number in sorted(self.communicators):
-            ranks = self.communicators[number]
-            yield (ranks, seen.get(ranks, 0)), self.rounds.get(number, {})
-            seen[ranks] = seen.get(ranks, 0) + 1
+        for process, group in self.communicators.items():
+            yield group, self.rounds.get(process, {})
 
 
 def _events(path: Path) -> Iterator[dict[str, Any]]:
@@ -198,6 +237,15 @@ def _nanoseconds(microseconds: float) -> int:
 
 
 def _read(path: Path) -> _Recording:
+    try:
+        return _summary(path)
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"{path} is no timeline of sparsecomm, or of another release: {error!r}"
+        ) from error
+
+
+def _summary(path: Path) -> _Recording:
     recording = _Recording(path)
     for event in _events(path):
         arguments, process = event["args"], event["pid"]
@@ -205,7 +253,8 @@ def _read(path: Path) -> _Recording:
             recording.rank = arguments["rank"]
             recording.began = arguments["unix_ns"]
         elif event["name"] == "sparsecomm_communicator":
-            recording.communicators[process] = tuple(arguments["ranks"])
+            group = tuple(arguments["ranks"]), arguments["number"]
+            recording.communicators[process] = group
         elif event["ph"] == "X" and event["tid"] == 0:
             ends = recording.rounds.setdefault(process, {})
             ends[arguments["number"]] = _nanoseconds(event["ts"]) + _nanoseconds(event["dur"])
@@ -227,10 +276,12 @@ class _Clock:
         windows: dict[int, list[tuple[int, int]]] = {}
         for own, reference in pairs:
             windows.setdefault(own // _WINDOW, []).append((own, reference - own))
-        points = []
+        points: list[tuple[int, float]] = []
         for _, inside in sorted(windows.items()):
             time = statistics.median_low([own for own, _ in inside])
-            points.append((time, statistics.median([offset for _, offset in inside])))
+            # Of two that are close, a late round would make the clock run backwards.
+            if not points or time - points[-1][0] > _WINDOW // 2:
+                points.append((time, statistics.median([offset for _, offset in inside])))
         return cls(points)
 
     def __call__(self, time: int) -> int:
@@ -304,18 +355,22 @@ def merge(paths: Sequence[Path], output: Path) -> list[int]:
                 f"{one.path} and {other.path} are both of rank {one.rank}; give one run's files"
             )
     clocks, apart = _clocks(recordings)
+    # Of the first recording: viewers drop what is before 0.
+    shift = -min(clock(0) for clock in clocks)
     with (
         gzip.open(output, "wt", encoding="utf-8")
         if output.suffix == ".gz"
         else output.open("w", encoding="utf-8")
     ) as opened:
         opened.write("[\n")
-        _write(recordings, clocks, opened)
+        _write(recordings, clocks, shift, opened)
         opened.write('{"ph":"M","pid":0,"tid":0,"name":"end","args":{}}\n]\n')
     return apart
 
 
-def _write(recordings: Sequence[_Recording], clocks: Sequence[_Clock], output: TextIO) -> None:
+def _write(
+    recordings: Sequence[_Recording], clocks: Sequence[_Clock], shift: int, output: TextIO
+) -> None:
     processes = 0
     for recording, clock in zip(recordings, clocks, strict=True):
         numbers: dict[int, int] = {}
@@ -328,7 +383,7 @@ def _write(recordings: Sequence[_Recording], clocks: Sequence[_Clock], output: T
             event["pid"] = numbers[event["pid"]]
             if event["ph"] == "X":
                 begin = _nanoseconds(event["ts"])
-                end = clock(begin + _nanoseconds(event["dur"]))
-                begin = clock(begin)
+                end = shift + clock(begin + _nanoseconds(event["dur"]))
+                begin = shift + clock(begin)
                 event["ts"], event["dur"] = begin / 1000, (end - begin) / 1000
             output.write(json.dumps(event, separators=(",", ":")) + ",\n")

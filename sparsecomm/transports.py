@@ -91,6 +91,7 @@ def connect_options(
     loopback: bool = False,
     ranks: Sequence[int] = (),
     rank: int = 0,
+    agreed: str = "",
 ) -> _C.ConnectOptions:
     """Returns how to connect.
 
@@ -104,6 +105,7 @@ def connect_options(
         ranks: that are connected, as they are numbered among all processes; none: nothing of what
             they do is recorded.
         rank: of this process, its place in ``ranks``.
+        agreed: what else must be the same on all ranks.
 
     Raises:
         ValueError: a variable has a value that it cannot have.
@@ -118,6 +120,7 @@ def connect_options(
         loopback,
         checked_connect_timeout(variables.get(CONNECT_TIMEOUT, "")),
         tracing.recorded(call, ranks, rank, variables) if ranks else _C.TimelineOptions(),
+        agreed,
     )
 
 
@@ -184,6 +187,7 @@ def _options(
     loopback: bool = False,
     connect_timeout: timedelta | None = None,
     timeline: _C.TimelineOptions | None = None,
+    agreed: str = "",
 ) -> _C.ConnectOptions:
     if transport == AUTO:
         transport = variables.get(CHOICE, "") or AUTO
@@ -204,6 +208,7 @@ def _options(
         stall_limit=stall_limit,
         log_stall=log_trouble,
         timeline=timeline or _C.TimelineOptions(),
+        agreed=agreed,
     )
 
 
@@ -297,6 +302,7 @@ def connect(
     *,
     call: str = "the first operation",
     stall_limit: timedelta | None = None,
+    agreed: str = "",
 ) -> _C.Transport:
     """Connects the ranks of ``process_group`` a second time, for sparsecomm alone.
 
@@ -308,10 +314,12 @@ def connect(
         transport: ``"auto"``, which takes the first that works on all ranks, or the name of one.
         call: what every rank calls to connect, for messages.
         stall_limit: a rank that waits longer for others logs a warning that names them.
+        agreed: what else must be the same on all ranks.
 
     Raises:
         RuntimeError: torch.distributed is not initialised, this rank is not in the group, the ranks
-            did not all connect within ``timeout``, or the transport cannot be used on some rank.
+            did not all connect within ``timeout``, the transport cannot be used on some rank, or
+            ranks ask for different things; that with the same text on all.
         ValueError: ``transport`` is not the name of one.
     """
     require_initialised()
@@ -331,6 +339,7 @@ def connect(
         loopback=is_loopback(host),
         ranks=dist.get_process_group_ranks(group),
         rank=rank,
+        agreed=agreed,
     )
 
     def gloo(store: Store) -> ProcessGroupGloo:

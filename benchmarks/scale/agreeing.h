@@ -48,8 +48,12 @@ class Agreeing {
  private:
   std::vector<std::shared_ptr<Operation>> groups_;
   Comparison comparison_;
-  std::unique_ptr<Coordinator> coordinator_ = make_coordinator(
-      comparison_, {.capacity = 1024, .timeout = std::chrono::hours(24), .fusion_bytes = 0});
+  Timeline timeline_{{}, 0, steady_clock()};
+  std::unique_ptr<Coordinator> coordinator_ =
+      make_coordinator(comparison_, {.capacity = 1024,
+                                     .timeout = std::chrono::hours(24),
+                                     .fusion_bytes = 0,
+                                     .timeline = timeline_});
 };
 
 }  // namespace sparsecomm

@@ -354,11 +354,10 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
     Communicator& communicator;
     Scheduled& scheduled;
     bool failed = true;
+    Traffic before = {};
     ~EndOfTurn() {
       Timeline& timeline = communicator.timeline_;
-      if (timeline.runs()) {
-        timeline.end_run(failed, communicator.traffic_before(), communicator.traffic());
-      }
+      if (timeline.runs()) timeline.end_run(failed, before, communicator.traffic());
       scheduled.whole.end();
     }
   } end_of_turn{*this, next};
@@ -371,6 +370,7 @@ Turn Communicator::execute(Scheduled& next, Interrupt* interrupt, bool callers, 
     Turn const taken = coordinator_->round(channel, next, callers, first);
     open_ = taken == Turn::others;
     if (taken != Turn::taken) return taken;
+    if (timeline_.runs()) end_of_turn.before = traffic();
     if (next.error) std::rethrow_exception(next.error);
     bool const commits = next.agreement.ends_batch && size() > 1;
     if (commits) next.agreement.committer = this;

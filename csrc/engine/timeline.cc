@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <utility>
 
+#include "engine/join.h"
+
 namespace sparsecomm {
 namespace {
 
-constexpr std::string_view rounds = "rounds", unnamed = "operations without a name",
+constexpr std::string_view rounds = "rounds", unnamed = "operations without a name", joins = "join",
                            others = "operations of further names";
 
 std::optional<Slice> slice_of(Stage stage) {
@@ -57,31 +59,31 @@ bool Timeline::follow_recording() {
   turns_.clear();
   rows_.clear();
   others_ = {};
-  options_.recorder->add_communicator(communicator_, options_.group, rank_);
-  options_.recorder->add_row(communicator_, 0, rounds);
+  options_.recorder->add_communicator(recording_, communicator_, options_.group, rank_);
+  options_.recorder->add_row(recording_, communicator_, 0, rounds);
   return true;
 }
 
 Timeline::Row& Timeline::row_of(std::string_view name) {
   if (name.empty()) name = unnamed;
+  if (name == Join::name) name = joins;
   auto const known = rows_.find(name);
   if (known != rows_.end()) return known->second;
   auto const number = static_cast<std::uint32_t>(rows_.size() + 1);
   if (rows_.size() < most_rows) {
-    options_.recorder->add_row(communicator_, number, name);
+    options_.recorder->add_row(recording_, communicator_, number, name);
     return rows_.emplace(name, Row{number}).first->second;
   }
   if (others_.number == 0) {
     others_.number = number;
-    options_.recorder->add_row(communicator_, number, others);
+    options_.recorder->add_row(recording_, communicator_, number, others);
   }
   return others_;
 }
 
 void Timeline::add(std::uint32_t row, Slice slice, TimePoint begin, TimePoint end,
                    std::array<std::uint64_t, 3> figures, bool failed) {
-  if (options_.recorder->recording() != recording_) return;
-  options_.recorder->add({communicator_, row, slice, failed, begin, end, figures});
+  options_.recorder->add(recording_, {communicator_, row, slice, failed, begin, end, figures});
 }
 
 void Timeline::prepared(std::string_view name, TimePoint begin) {
@@ -93,6 +95,7 @@ void Timeline::prepared(std::string_view name, TimePoint begin) {
 void Timeline::end_round(std::uint64_t number, TimePoint begin, std::size_t pending,
                          std::size_t selected) {
   if (!follow_recording()) return;
+  round_begin_ = begin;
   round_end_ = clock_.now();
   turns_.clear();
   add(0, Slice::round, begin, round_end_, {number, pending, selected});
@@ -105,7 +108,7 @@ void Timeline::begin_run(std::string_view name, TimePoint submitted,
   TimePoint const now = clock_.now();
   if (&row != &others_) {
     // What has no name waits in one row for those before it.
-    TimePoint const begin = std::max(submitted, row.end);
+    TimePoint const begin = std::max(submitted == TimePoint{} ? round_begin_ : submitted, row.end);
     add(row.number, Slice::negotiate, std::min(begin, round_end_), round_end_);
     bool const is_fused = leader && *leader < turns_.size();
     add(row.number, Slice::queue, round_end_, is_fused ? turns_[*leader].begin : now);

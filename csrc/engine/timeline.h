@@ -4,8 +4,8 @@
 //   row of a name   negotiate (prepare)   queue   fused   run (compare, select, exchange, apply)
 //   rounds          round                 round
 //
-// A slice lies within another one of its row, or beside it. Nothing is recorded, and one number is
-// read for each operation, unless a recording is going on.
+// A slice lies within another one of its row, or beside it. Unless a recording is going on, nothing
+// is done but to read its number, a few times for each operation.
 #pragma once
 
 #include <array>
@@ -56,10 +56,11 @@ struct TimelineEvent {
   std::array<std::uint64_t, 3> figures{};
 };
 
-// Whose operations are recorded: the same on all ranks but for the order of ranks' processes.
+// Whose operations are recorded.
 struct RecordedGroup {
   std::string title;       // of what made the communicator
-  std::vector<int> ranks;  // of all processes, in the order of the communicator's ranks
+  std::vector<int> ranks;  // as numbered among all processes, in the communicator's order
+  int number = 0;          // among the communicators of these ranks, the same on all
 };
 
 // Takes what the communicators of this process record. From any thread.
@@ -69,11 +70,12 @@ class TimelineRecorder {
   // Another number for each recording; 0: none is going on.
   std::uint32_t recording() const { return recording_.load(std::memory_order_relaxed); }
   std::uint32_t draw_communicator() { return ++communicators_; }
-  // Before the first event of a recording that has them.
-  virtual void add_communicator(std::uint32_t communicator, RecordedGroup const& group,
-                                int rank) = 0;
-  virtual void add_row(std::uint32_t communicator, std::uint32_t row, std::string_view name) = 0;
-  virtual void add(TimelineEvent const& event) noexcept = 0;
+  // Before the first event of a recording that has them. `recording`: for which alone they are.
+  virtual void add_communicator(std::uint32_t recording, std::uint32_t communicator,
+                                RecordedGroup const& group, int rank) = 0;
+  virtual void add_row(std::uint32_t recording, std::uint32_t communicator, std::uint32_t row,
+                       std::string_view name) = 0;
+  virtual void add(std::uint32_t recording, TimelineEvent const& event) noexcept = 0;
 
  protected:
   std::atomic<std::uint32_t> recording_ = 0;
@@ -116,7 +118,8 @@ class Timeline final : public StageObserver {
   };
   // A round has ended, which selected operations: they begin in that order.
   void end_round(std::uint64_t number, TimePoint begin, std::size_t pending, std::size_t selected);
-  // An operation's turn begins. `leader`: the place, among those of its round, of the one that has
+  // An operation's turn begins. `submitted`: the beginning of time if that is not known, as of a
+  // stand-in. `leader`: the place, among those of its round, of the one that has
   // exchanged for both.
   void begin_run(std::string_view name, TimePoint submitted, std::optional<std::size_t> leader);
   void end_run(bool failed, Traffic const& before, Traffic const& after);
@@ -157,7 +160,7 @@ class Timeline final : public StageObserver {
   std::uint32_t recording_ = 0;  // that knows the rows
   std::unordered_map<std::string, Row, Hash, std::equal_to<>> rows_;
   Row others_{};  // of names that have no row of their own
-  TimePoint round_end_{};
+  TimePoint round_begin_{}, round_end_{};
   std::vector<Turn> turns_;  // of the operations of that round, as they begin
   Row* running_ = nullptr;
   std::array<TimePoint, 5> stages_{};  // [stage]: when it began

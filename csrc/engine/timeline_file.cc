@@ -1,5 +1,7 @@
 #include "engine/timeline_file.h"
 
+#include <fcntl.h>
+#include <sys/file.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -7,6 +9,7 @@
 #include <cerrno>
 #include <charconv>
 #include <chrono>
+#include <new>
 #include <system_error>
 #include <tuple>
 #include <utility>
@@ -67,6 +70,23 @@ class Line {
   char* end_ = text_.data();
 };
 
+// Empty, for this process alone. Unbuffered, so that a forked child has nothing to write.
+std::FILE* open_alone(std::string const& path) {
+  int const file = ::open(path.c_str(), O_CREAT | O_WRONLY | O_CLOEXEC, 0666);
+  require<Error>(file >= 0, "the timeline cannot be written to ", path, ": ",
+                 std::generic_category().message(errno));
+  bool const is_alone = ::flock(file, LOCK_EX | LOCK_NB) == 0 || errno != EWOULDBLOCK;
+  // A device cannot be truncated, and need not be.
+  std::FILE* const opened =
+      is_alone && (::ftruncate(file, 0) == 0 || errno == EINVAL) ? ::fdopen(file, "w") : nullptr;
+  if (opened == nullptr) ::close(file);
+  require<Error>(is_alone, "the timeline cannot be written to ", path,
+                 ": another process is writing it; give each program a file of its own");
+  require<Error>(opened != nullptr, "the timeline cannot be written to ", path);
+  std::setvbuf(opened, nullptr, _IONBF, 0);
+  return opened;
+}
+
 void append_event(std::string& out, TimelineEvent const& event, TimePoint began) {
   SliceEntry const& entry = describe(event.slice);
   // What began before the recording did is cut off.
@@ -89,7 +109,9 @@ void append_event(std::string& out, TimelineEvent const& event, TimePoint began)
 
 TimelineFile::~TimelineFile() {
   if (writer_ && owner_ != ::getpid()) {
-    // The writer was not copied, and the file is the parent's.
+    // The writer was not copied, but the condition was, with the writer waiting; the file is the
+    // parent's.
+    std::ignore = changed_.release();
     std::ignore = writer_.release();
     std::ignore = file_.release();
     return;
@@ -104,9 +126,7 @@ TimelineFile::~TimelineFile() {
 void TimelineFile::start(std::string const& path, int rank) {
   std::lock_guard const starting(starting_);
   require(!writer_, "a timeline is being recorded to ", path_, "; end it before another one");
-  std::unique_ptr<std::FILE, FileCloser> file(std::fopen(path.c_str(), "w"));
-  require<Error>(file != nullptr, "the timeline cannot be written to ", path, ": ",
-                 std::generic_category().message(errno));
+  std::unique_ptr<std::FILE, FileCloser> file(open_alone(path));
   {
     std::lock_guard const lock(mutex_);
     path_ = path;
@@ -114,12 +134,12 @@ void TimelineFile::start(std::string const& path, int rank) {
     broken_ = ending_ = false;
     lost_ = 0;
     events_.clear();
-    events_.reserve(most_waiting / 16);
+    events_.reserve(std::min(most_waiting_, 4 * batch));
     metadata_ = "[\n";
     began_ = steady_clock().now();
     auto const unix_time = std::chrono::system_clock::now().time_since_epoch();
-    add_metadata(0, 0, "sparsecomm_recording",
-                 concat(R"("rank":)", rank, R"(,"unix_ns":)", nanoseconds(unix_time)));
+    append_metadata(0, 0, "sparsecomm_recording",
+                    concat(R"("rank":)", rank, R"(,"unix_ns":)", nanoseconds(unix_time)));
     owner_ = ::getpid();
     writer_ = std::make_unique<std::thread>([this] { write(); });
     recording_ = ++recordings_;
@@ -127,31 +147,39 @@ void TimelineFile::start(std::string const& path, int rank) {
 }
 
 void TimelineFile::stop() {
+  if (owner_ != 0 && owner_ != ::getpid()) return;
   std::lock_guard const starting(starting_);
-  if (!writer_ || owner_ != ::getpid()) return;
+  if (!writer_) return;
   recording_ = 0;
   {
     std::lock_guard const lock(mutex_);
     ending_ = true;
   }
-  changed_.notify_all();
+  changed_->notify_all();
   writer_->join();
   writer_.reset();
-  file_.reset();
+  // Children may hold the file open.
+  ::flock(::fileno(file_.get()), LOCK_UN);
+  broken_ = std::fclose(file_.release()) != 0 || broken_;
   require<Error>(!broken_, "the timeline in ", path_,
                  " is not complete, since it could not be written; is the disk full?");
   require<Error>(lost_ == 0, "the timeline in ", path_, " lacks ", lost_,
                  " events, which came faster than they could be written; record fewer steps");
 }
 
-void TimelineFile::add_metadata(std::uint32_t communicator, std::uint32_t row,
-                                std::string_view name, std::string const& arguments) {
+// With the lock held, as are those that call it.
+bool TimelineFile::is_current(std::uint32_t recording) const {
+  return recording != 0 && recording == recording_ && !ending_ && !broken_;
+}
+
+void TimelineFile::append_metadata(std::uint32_t communicator, std::uint32_t row,
+                                   std::string_view name, std::string const& arguments) {
   metadata_ += concat(R"({"ph":"M","pid":)", communicator, R"(,"tid":)", row, R"(,"name":)",
                       quoted(name), R"(,"args":{)", arguments, "}},\n");
 }
 
-void TimelineFile::add_communicator(std::uint32_t communicator, RecordedGroup const& group,
-                                    int rank) {
+void TimelineFile::add_communicator(std::uint32_t recording, std::uint32_t communicator,
+                                    RecordedGroup const& group, int rank) {
   std::string ranks;
   for (int const member : group.ranks) {
     ranks += concat(ranks.empty() ? "" : ",", member);
@@ -160,37 +188,45 @@ void TimelineFile::add_communicator(std::uint32_t communicator, RecordedGroup co
   std::string const title = concat(
       "rank ", known ? group.ranks[static_cast<std::size_t>(rank)] : rank, ": ", group.title);
   std::lock_guard const lock(mutex_);
-  add_metadata(communicator, 0, "process_name", concat(R"("name":)", quoted(title)));
-  add_metadata(communicator, 0, "sparsecomm_communicator", concat(R"("ranks":[)", ranks, ']'));
+  if (!is_current(recording)) return;
+  append_metadata(communicator, 0, "process_name", concat(R"("name":)", quoted(title)));
+  append_metadata(communicator, 0, "sparsecomm_communicator",
+                  concat(R"("ranks":[)", ranks, R"(],"number":)", group.number));
 }
 
-void TimelineFile::add_row(std::uint32_t communicator, std::uint32_t row, std::string_view name) {
+void TimelineFile::add_row(std::uint32_t recording, std::uint32_t communicator, std::uint32_t row,
+                           std::string_view name) {
   std::lock_guard const lock(mutex_);
-  add_metadata(communicator, row, "thread_name", concat(R"("name":)", quoted(name)));
-  add_metadata(communicator, row, "thread_sort_index", concat(R"("sort_index":)", row));
+  if (!is_current(recording)) return;
+  append_metadata(communicator, row, "thread_name", concat(R"("name":)", quoted(name)));
+  append_metadata(communicator, row, "thread_sort_index", concat(R"("sort_index":)", row));
 }
 
-void TimelineFile::add(TimelineEvent const& event) noexcept {
+void TimelineFile::add(std::uint32_t recording, TimelineEvent const& event) noexcept {
   std::lock_guard const lock(mutex_);
-  if (ending_ || broken_) return;
-  try {
-    require<Error>(events_.size() < most_waiting, "the writer is too slow");
-    events_.push_back(event);
-  } catch (std::exception const&) {
+  if (!is_current(recording)) return;
+  if (events_.size() == most_waiting_) {
     ++lost_;
     return;
   }
-  if (events_.size() == batch) changed_.notify_all();
+  try {
+    events_.push_back(event);
+  } catch (std::bad_alloc const&) {
+    ++lost_;
+  }
+  if (events_.size() == batch) changed_->notify_all();
 }
 
 void TimelineFile::write() {
   std::vector<TimelineEvent> events;
-  events.reserve(most_waiting / 16);
+  events.reserve(std::min(most_waiting_, 4 * batch));
   std::string text;
   for (bool ending = false; !ending;) {
     {
       std::unique_lock lock(mutex_);
-      changed_.wait_for(lock, period, [this] { return ending_ || events_.size() >= batch; });
+      changed_->wait_for(lock, period, [this] {
+        return ending_ || events_.size() >= batch || !metadata_.empty();
+      });
       ending = ending_;
       text.clear();
       text.swap(metadata_);
@@ -202,6 +238,7 @@ void TimelineFile::write() {
     if (ending)
       text += R"({"ph":"M","pid":0,"tid":0,"name":"end","args":{}})"
               "\n]\n";
+    if (broken_) continue;
     bool const written = std::fwrite(text.data(), 1, text.size(), file_.get()) == text.size() &&
                          std::fflush(file_.get()) == 0;
     if (written) continue;

@@ -25,23 +25,25 @@ namespace sparsecomm {
 
 class TimelineFile final : public TimelineRecorder {
  public:
-  TimelineFile() = default;
+  // Events that wait to be written: what comes beyond is lost, and counted.
+  explicit TimelineFile(std::size_t most_waiting = std::size_t{1} << 18)
+      : most_waiting_(most_waiting) {}
   // Ends the recording. A forked child leaves it to its parent.
   ~TimelineFile() override;
 
   // Begins a recording of the process of that rank. Throws InvalidArgument if one is going on, and
-  // Error if the file cannot be written.
+  // Error if the file cannot be written, or another process is writing it.
   void start(std::string const& path, int rank);
   // Ends the recording, if one is going on. Throws Error if the file lacks something.
   void stop();
 
-  void add_communicator(std::uint32_t communicator, RecordedGroup const& group, int rank) override;
-  void add_row(std::uint32_t communicator, std::uint32_t row, std::string_view name) override;
-  void add(TimelineEvent const& event) noexcept override;
+  void add_communicator(std::uint32_t recording, std::uint32_t communicator,
+                        RecordedGroup const& group, int rank) override;
+  void add_row(std::uint32_t recording, std::uint32_t communicator, std::uint32_t row,
+               std::string_view name) override;
+  void add(std::uint32_t recording, TimelineEvent const& event) noexcept override;
 
  private:
-  // Events that wait to be written; what comes beyond is lost, and counted.
-  static constexpr std::size_t most_waiting = std::size_t{1} << 18;
   // So many are written at once, or those of such a time.
   static constexpr std::size_t batch = 4096;
   static constexpr Duration period = std::chrono::milliseconds(500);
@@ -50,13 +52,15 @@ class TimelineFile final : public TimelineRecorder {
     void operator()(std::FILE* file) const { std::fclose(file); }
   };
 
-  void add_metadata(std::uint32_t communicator, std::uint32_t row, std::string_view name,
-                    std::string const& arguments);
+  bool is_current(std::uint32_t recording) const;
+  void append_metadata(std::uint32_t communicator, std::uint32_t row, std::string_view name,
+                       std::string const& arguments);
   void write();
 
+  std::size_t const most_waiting_;
   std::mutex starting_;  // is held while a recording begins or ends
   std::mutex mutex_;     // guards what follows
-  Condition changed_{Runtime(), "events to write"};
+  std::unique_ptr<Condition> changed_ = std::make_unique<Condition>(Runtime(), "events to write");
   bool ending_ = false;
   std::uint32_t recordings_ = 0;
   std::string metadata_;  // lines

@@ -74,8 +74,9 @@ ConnectOptions make_connect_options(std::string transport, UcxOptions const& ucx
                                     PythonDuration timeout, std::string call,
                                     std::optional<PythonDuration> stall_limit,
                                     std::function<void(std::string const&)> log_stall,
-                                    TimelineOptions timeline) {
+                                    TimelineOptions timeline, std::string agreed) {
   ConnectOptions options;
+  options.agreed = std::move(agreed);
   options.timeline = std::move(timeline);
   options.transport = std::move(transport);
   options.libraries.ucx = ucx;
@@ -150,19 +151,21 @@ void bind_transport(py::module_& module) {
       .def_readonly("addresses", &AggregatorAddresses::addresses);
   py::class_<TimelineFile, std::shared_ptr<TimelineFile>>(module, "TimelineFile")
       .def(py::init<>())
-      .def("start", &TimelineFile::start, py::arg("path"), py::arg("rank"))
+      .def("start", &TimelineFile::start, py::arg("path"), py::arg("rank"),
+           py::call_guard<py::gil_scoped_release>())
       .def("stop", &TimelineFile::stop, py::call_guard<py::gil_scoped_release>());
   py::class_<TimelineOptions>(module, "TimelineOptions")
       .def(py::init<>())
       .def(py::init([](std::shared_ptr<TimelineFile> recorder, std::string title,
-                       std::vector<int> ranks) {
-             return TimelineOptions{std::move(recorder), {std::move(title), std::move(ranks)}};
+                       std::vector<int> ranks, int number) {
+             return TimelineOptions{std::move(recorder),
+                                    {std::move(title), std::move(ranks), number}};
            }),
-           py::arg("recorder"), py::arg("title"), py::arg("ranks"));
+           py::arg("recorder"), py::arg("title"), py::arg("ranks"), py::arg("number"));
   py::class_<ConnectOptions>(module, "ConnectOptions")
       .def(py::init(&make_connect_options), py::kw_only(), py::arg("transport"), py::arg("ucx"),
            py::arg("mpi"), py::arg("timeout"), py::arg("call"), py::arg("stall_limit"),
-           py::arg("log_stall"), py::arg("timeline") = TimelineOptions{})
+           py::arg("log_stall"), py::arg("timeline") = TimelineOptions{}, py::arg("agreed") = "")
       .def_readonly("transport", &ConnectOptions::transport)
       .def_property_readonly("ucx", [](ConnectOptions const& self) { return self.libraries.ucx; });
 

@@ -118,8 +118,10 @@ std::unique_ptr<Transport> connect(ConnectPlace const& place, ConnectOptions con
   auto const checked = rethrowing(check);
   auto const store = c10::make_intrusive<c10d::PrefixStore>(
       "sparsecomm", make_bounded_store(place.store, options.timeout, checked));
+  std::string const purpose =
+      concat("transport=", options.transport, options.agreed.empty() ? "" : ", ", options.agreed);
   StoreMeeting const meeting =
-      meet_in_store(place.rank, place.size, store, options.transport,
+      meet_in_store(place.rank, place.size, store, purpose,
                     {options.timeout, checked, options.stall, options.call});
   for (TransportEntry const* const entry : entries) {
     Connector const& connector = connector_of(*entry);

@@ -18,6 +18,7 @@ struct ConnectOptions {
   TransportLibraries libraries;
   Duration timeout = std::chrono::minutes(30);  // for all ranks to come
   std::string call = "the first operation";     // what every rank has to call, for messages
+  std::string agreed;                           // what else is to be the same on all ranks
   StallOptions stall;                           // says which ranks have not come yet
   TimelineOptions timeline = {};                // of whoever uses the transport
 };
@@ -35,9 +36,9 @@ struct ConnectPlace {
 
 // Collective. Throws InvalidArgument where no transport has that name or it does not connect
 // processes; Timeout where ranks did not come; TransportUnavailable, with the same text on every
-// rank, where ranks ask for different ones or the one asked for by name cannot be used on some
-// rank. "auto" takes the first automatic one that works on all. `check` is called while other ranks
-// are waited for, and throws to end that.
+// rank, where ranks ask for different ones, or do not agree on the rest, or the one asked for by
+// name cannot be used on some rank. "auto" takes the first automatic one that works on all. `check`
+// is called while other ranks are waited for, and throws to end that.
 std::unique_ptr<Transport> connect(ConnectPlace const& place, ConnectOptions const& options,
                                    std::function<void()> const& check);
 

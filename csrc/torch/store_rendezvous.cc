@@ -253,8 +253,8 @@ class Join {
     std::string const purpose = purpose_of(claims[0]);
     for (std::size_t rank = 1; rank < claims.size(); ++rank) {
       if (purpose_of(claims[rank]) == purpose) continue;
-      answer = concat("the ranks ask for different transports: ", purpose, " on rank 0 but ",
-                      purpose_of(claims[rank]), " on rank ", rank);
+      answer = concat("the ranks ask for different things: ", purpose, " on rank 0 but ",
+                      purpose_of(claims[rank]), " on rank ", rank, "; give all ranks the same");
       break;
     }
     for (std::size_t rank = 1; rank < claims.size(); ++rank) {

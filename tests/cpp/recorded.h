@@ -21,17 +21,21 @@ namespace sparsecomm::test {
 class Recorder final : public TimelineRecorder {
  public:
   void set_recording(std::uint32_t number) { recording_ = number; }
-  void add_communicator(std::uint32_t communicator, RecordedGroup const& group, int rank) override {
+  void add_communicator(std::uint32_t recording, std::uint32_t communicator,
+                        RecordedGroup const& group, int rank) override {
     std::lock_guard const lock(mutex_);
+    if (recording != recording_) return;
     communicators.emplace_back(communicator, group.title, rank);
   }
-  void add_row(std::uint32_t communicator, std::uint32_t row, std::string_view name) override {
+  void add_row(std::uint32_t recording, std::uint32_t communicator, std::uint32_t row,
+               std::string_view name) override {
     std::lock_guard const lock(mutex_);
+    if (recording != recording_) return;
     EXPECT_TRUE(rows.emplace(std::pair(communicator, row), name).second) << name;
   }
-  void add(TimelineEvent const& event) noexcept override {
+  void add(std::uint32_t recording, TimelineEvent const& event) noexcept override {
     std::lock_guard const lock(mutex_);
-    events.push_back(event);
+    if (recording == recording_) events.push_back(event);
   }
   // The slices of a row in the order in which they begin, the longer ones first.
   std::vector<TimelineEvent> of(std::string const& name) const {

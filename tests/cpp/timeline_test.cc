@@ -11,6 +11,7 @@
 #include <fstream>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "engine/gradient_exchange.h"
@@ -157,8 +158,9 @@ struct TimelineRowsTest : ::testing::Test {
   }
   void round(std::size_t selected) {
     submitted = clock.now();
+    TimePoint const began = clock.now();
     ++clock.seconds;
-    timeline.end_round(1, clock.now(), 1, selected);
+    timeline.end_round(1, began, 1, selected);
     ++clock.seconds;
   }
 
@@ -180,6 +182,20 @@ TEST_F(TimelineRowsTest, WhatIsExchangedWithAnotherSaysWith) {
   EXPECT_EQ(slices[2].begin, leader.back().begin);
   EXPECT_EQ(slices[1].end, leader.back().begin);
   expect_nested(slices);
+}
+
+// As of stand-ins, and of what waits when a recording begins.
+TEST_F(TimelineRowsTest, WhatIsNotKnownToHaveBeenSubmittedNegotiatesInItsRound) {
+  round(1);
+  run("x");
+  clock.seconds += 100;
+  round(1);
+  TimePoint const began = clock.now() - std::chrono::seconds(2);
+  submitted = {};
+  run("x");
+  auto const slices = recorder->of("x");
+  EXPECT_EQ(names(slices), "negotiate queue run negotiate queue run");
+  EXPECT_EQ(slices[3].begin, began);
 }
 
 TEST_F(TimelineRowsTest, AreBounded) {
@@ -221,8 +237,8 @@ struct TimelineFileTest : ::testing::Test {
   std::string path(std::string const& name = "recording.json") const {
     return (folder / name).string();
   }
-  std::vector<std::string> lines() const {
-    std::ifstream file(path());
+  std::vector<std::string> lines(std::string const& name = "recording.json") const {
+    std::ifstream file(path(name));
     std::vector<std::string> all;
     for (std::string line; std::getline(file, line);) all.push_back(line);
     return all;
@@ -235,10 +251,12 @@ struct TimelineFileTest : ::testing::Test {
 TEST_F(TimelineFileTest, HasALineForEachEvent) {
   file.start(path(), 7);
   EXPECT_NE(file.recording(), 0u);
-  file.add_communicator(1, {"a \"title\"\n", {4, 7}}, 1);
-  file.add_row(1, 2, "back\\slash");
+  std::uint32_t const recording = file.recording();
+  file.add_communicator(recording, 1, {"a \"title\"\n", {4, 7}, 3}, 1);
+  file.add_row(recording, 1, 2, "back\\slash");
   TimePoint const now = steady_clock().now();
-  file.add({1, 2, Slice::run, true, now, now + std::chrono::nanoseconds(1234567), {10, 20}});
+  file.add(recording,
+           {1, 2, Slice::run, true, now, now + std::chrono::nanoseconds(1234567), {10, 20}});
   file.stop();
   EXPECT_EQ(file.recording(), 0u);
   auto const written = lines();
@@ -249,7 +267,7 @@ TEST_F(TimelineFileTest, HasALineForEachEvent) {
   EXPECT_EQ(
       written[2],
       R"({"ph":"M","pid":1,"tid":0,"name":"process_name","args":{"name":"rank 7: a \"title\"\u000a"}},)");
-  EXPECT_NE(written[3].find("\"ranks\":[4,7]"), std::string::npos) << written[3];
+  EXPECT_NE(written[3].find("\"ranks\":[4,7],\"number\":3"), std::string::npos) << written[3];
   EXPECT_NE(written[4].find(R"({"name":"back\\slash"})"), std::string::npos) << written[4];
   EXPECT_TRUE(
       written[6].starts_with(R"({"ph":"X","name":"run","cat":"sparsecomm","pid":1,"tid":2,)"))
@@ -265,16 +283,47 @@ TEST_F(TimelineFileTest, CanBeginAgainAndEndsWithItsOwner) {
   std::uint32_t const first = file.recording();
   file.stop();
   file.stop();
-  file.add({1, 0, Slice::round, false, {}, {}});  // nobody is there to write it
+  file.add(first, {1, 0, Slice::round, false, {}, {}});  // nobody is there to write it
   {
     TimelineFile other;
     other.start(path(), 0);
-    other.add({1, 0, Slice::round, false, {}, steady_clock().now(), {1, 2, 3}});
+    other.add(other.recording(), {1, 0, Slice::round, false, {}, steady_clock().now(), {1, 2, 3}});
   }
   EXPECT_EQ(lines().back(), "]");
   EXPECT_NE(lines()[2].find("\"ts\":0.000"), std::string::npos) << "what began before is cut off";
   file.start(path("second.json"), 0);
   EXPECT_NE(file.recording(), first);
+  // Threads that know of the former one come late.
+  file.add(first, {1, 0, Slice::round, false, {}, {}});
+  file.add_communicator(first, 1, {"late", {0}}, 0);
+  file.add_row(first, 1, 1, "late");
+  file.stop();
+  EXPECT_EQ(lines("second.json").size(), 4u);
+}
+
+TEST_F(TimelineFileTest, SaysWhatItLacks) {
+  TimelineFile small(10);
+  small.start(path(), 0);
+  TimelineEvent const event{1, 0, Slice::round, false, {}, steady_clock().now(), {1, 2, 3}};
+  // The writer may take some of them.
+  for (int i = 0; i < 1000; ++i) small.add(small.recording(), event);
+  std::string said;
+  try {
+    small.stop();
+  } catch (Error const& error) {
+    said = error.what();
+  }
+  std::size_t const written = lines().size() - 4;
+  EXPECT_LT(written, 1000u);
+  EXPECT_NE(said.find(concat("lacks ", 1000 - written, " events")), std::string::npos) << said;
+}
+
+TEST_F(TimelineFileTest, IsOfOneProcess) {
+  file.start(path(), 0);
+  TimelineFile other;
+  EXPECT_THROW(other.start(path(), 0), Error);
+  file.stop();
+  other.start(path(), 0);
 }
 
 TEST_F(TimelineFileTest, SaysWhereItCannotBeWritten) {
@@ -297,6 +346,9 @@ TEST_F(TimelineFileTest, SaysWhereItCannotBeWritten) {
 
 TEST_F(TimelineFileTest, AForkedChildLeavesItAlone) {
   file.start(path(), 0);
+  // Until the writer waits for more.
+  while (lines().size() < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
   pid_t const child = ::fork();
   if (child == 0) {
     file.stop();
@@ -306,7 +358,7 @@ TEST_F(TimelineFileTest, AForkedChildLeavesItAlone) {
   int status = -1;
   ASSERT_EQ(::waitpid(child, &status, 0), child);
   EXPECT_EQ(status, 0);
-  file.add({1, 0, Slice::round, false, {}, steady_clock().now(), {1, 2, 3}});
+  file.add(file.recording(), {1, 0, Slice::round, false, {}, steady_clock().now(), {1, 2, 3}});
   file.stop();
   EXPECT_EQ(lines().size(), 5u);
 }
