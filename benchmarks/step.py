@@ -23,6 +23,9 @@ The optimizer's step is not part of the time: it belongs to the computing that i
 has SGD with momentum, whose momentum the exchange applies.
 
 auto tries algorithms first, until it has stayed with one for some steps. These are not counted.
+
+A method of ours takes groups of parameters behind an @, as its option groups: oktopk@5, topk@25MB,
+oktopk@buckets. Nothing is predicted of it.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -43,8 +47,10 @@ from hosts import INTERFACE, parse_rate, run_benchmark
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
+from sparsecomm import grouping
 from sparsecomm.cli.bench import at_least_0, at_least_1, numel, positive, share, write_json
 from sparsecomm.cli.measure import Spread
+from sparsecomm.grouping import Groups
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
@@ -67,6 +73,7 @@ Install = Callable[
     [DistributedDataParallel, float],
     tuple[sparsecomm.CompressionState | None, Optimizer | None],
 ]
+MakeInstall = Callable[[Groups], Install]
 
 
 def theirs(install: Callable[[DistributedDataParallel, float], object]) -> Install:
@@ -77,26 +84,51 @@ def theirs(install: Callable[[DistributedDataParallel, float], object]) -> Insta
     return installed
 
 
-def ours(state: Callable[[float], sparsecomm.CompressionState]) -> Install:
-    return lambda ddp, density: (sparsecomm.register_comm_hook(ddp, state(density)), None)
+def ours(kind: type[sparsecomm.CompressionState]) -> MakeInstall:
+    def grouped(groups: Groups) -> Install:
+        state: Any = kind
+        return lambda ddp, density: (
+            sparsecomm.register_comm_hook(ddp, state(density, groups=groups)),
+            None,
+        )
+
+    return grouped
 
 
-def prepared(
-    ddp: DistributedDataParallel, density: float
-) -> tuple[sparsecomm.CompressionState, Optimizer]:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
-    return sparsecomm.prepare(ddp, optimizer, density), optimizer
+def prepared(groups: Groups) -> Install:
+    def installed(
+        ddp: DistributedDataParallel, density: float
+    ) -> tuple[sparsecomm.CompressionState, Optimizer]:
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01, momentum=0.9)
+        return sparsecomm.prepare(ddp, optimizer, density, groups=groups), optimizer
+
+    return installed
 
 
-METHODS: dict[str, Install] = {
+THEIRS: dict[str, Install] = {
     BASELINE: theirs(lambda ddp, density: None),
     "bf16": theirs(bf16),
     "powersgd": theirs(powersgd(1)),
+}
+OURS: dict[str, MakeInstall] = {
     "oktopk": ours(sparsecomm.OkTopkState),
     "topk": ours(sparsecomm.TopkState),
     "prepare": prepared,
     "auto": ours(sparsecomm.AutoState),
 }
+METHODS = (*THEIRS, *OURS)
+
+
+def install_of(method: str) -> Install:
+    """Raises ValueError if there is no such method."""
+    name, separator, groups = method.partition("@")
+    if name in THEIRS and not separator:
+        return THEIRS[name]
+    if name not in OURS:
+        raise ValueError(f"{method!r} is none of {', '.join(METHODS)}")
+    if not separator:
+        return OURS[name](None)
+    return OURS[name](grouping.checked(int(groups) if groups.isdecimal() else groups))
 
 
 @dataclass(frozen=True)
@@ -154,7 +186,7 @@ class Training:
         self.ddp = DistributedDataParallel(
             self.model, bucket_cap_mb=cap, gradient_as_bucket_view=True
         )
-        self.state, self._optimizer = METHODS[method](self.ddp, settings.density)
+        self.state, self._optimizer = install_of(method)(self.ddp, settings.density)
         self._reads_bytes = settings.link is not None
 
     def step(self) -> Sample:
@@ -203,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="forward and backward pass")  # fmt: skip
     add("--numel", type=numel, default=VGG16_NUMEL, help="parameters")
     add("--density", type=share, default=0.02, help="of the methods that select")
-    add("--method", type=methods, default=tuple(METHODS), metavar="NAME,...",
+    add("--method", type=methods, default=METHODS, metavar="NAME,...",
         help=f"some of {', '.join(METHODS)}; {BASELINE} is measured in any case")  # fmt: skip
     add("--rounds", type=at_least_1, default=6, help="blocks of each method")
     add(
@@ -253,8 +285,10 @@ def milliseconds(text: str) -> tuple[float, ...]:
 def methods(text: str) -> tuple[str, ...]:
     names = tuple(text.split(","))
     for name in names:
-        if name not in METHODS:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(METHODS)}")
+        try:
+            install_of(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
     return names
 
 
@@ -303,7 +337,7 @@ def measure_at(settings: Settings, compute_ms: float, gradients: Gradients) -> l
             samples[method],
             parts[method],
             trials[method],
-            explained[method in MOMENTUM],
+            explained[method.partition("@")[0] in MOMENTUM],
         )
         for method, training in trainings.items()
     ]
@@ -359,6 +393,7 @@ def make_record(
     select, exchange, apply = (1e6 * mean / dist.get_world_size()).tolist()
     state = training.state
     hook = algorithm_of(state) or method
+    known = "" if "@" in method else method if method in MOMENTUM else hook
     return Record(
         method=method,
         hosts=dist.get_world_size(),
@@ -376,10 +411,8 @@ def make_record(
         select_us=select if state is not None else None,
         exchange_us=exchange if state is not None else None,
         apply_us=apply if state is not None else None,
-        predicted_us=predicted_us(
-            settings, compute_ms, method if method in MOMENTUM else hook, select
-        ),
-        explained_us=explained_us(explanation, hook),
+        predicted_us=predicted_us(settings, compute_ms, known, select),
+        explained_us=None if "@" in method else explained_us(explanation, hook),
     )
 
 
@@ -423,14 +456,14 @@ def table(records: Sequence[Record]) -> str:
         f"# {first.numel} parameters, {first.hosts} hosts, link {first.link or 'of this machine'}, "
         f"latency {first.latency_ms:.3f} ms, {first.compute_ms:g} ms of computing, "
         f"{first.steps} steps each; times in ms",
-        f"# {'method':9} {'median':>8} {'min':>8} {'max':>8} {'sent MB':>8} {'predicted':>9} "
+        f"# {'method':15} {'median':>8} {'min':>8} {'max':>8} {'sent MB':>8} {'predicted':>9} "
         f"{'off by':>8} {'explained':>9} {'off by':>8} {'/ ddp':>6}  algorithm",
     ]
     for record in records:
         step = record.step_us
         sent = "-" if record.sent_bytes is None else f"{record.sent_bytes / 1e6:.3f}"
         lines.append(
-            f"  {record.method:9} {step.median / 1e3:8.1f} {step.min / 1e3:8.1f} "
+            f"  {record.method:15} {step.median / 1e3:8.1f} {step.min / 1e3:8.1f} "
             f"{step.max / 1e3:8.1f} {sent:>8} {prediction(record, record.predicted_us)} "
             f"{prediction(record, record.explained_us)} "
             f"{step.median / dense.step_us.median:6.3f}  {record.algorithm or ''}"

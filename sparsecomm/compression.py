@@ -6,13 +6,14 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 import torch
 
-from sparsecomm import _C
+from sparsecomm import _C, grouping
+from sparsecomm.grouping import Groups
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule, check_density, check_steps
 
 AUTO = "auto"
@@ -33,6 +34,7 @@ class SelectionOptions(TypedDict, total=False):
     warmup: DensityWarmup | None
     dense_steps: int
     densities: Mapping[str, float]
+    groups: Groups
     dense_below: int
     mask_momentum: bool
     first_moment: float
@@ -73,6 +75,14 @@ class Compression:
         densities: densities of modules or parameters of their own, by name as in
             ``model.named_parameters()``; the longest name that fits counts. At 1 a parameter is
             sent whole, by a dense allreduce.
+        groups: which parameters are exchanged together, each group as soon as its gradients are
+            there: a number of groups, about as large; ``"model"``: one, as in the papers; a size in
+            bytes of the gradient, such as ``"25MB"``, at most; lists of names or modules;
+            ``"buckets"``: DDP's own buckets, or those of an optimizer of ours. ``None``: all that
+            one bucket brings in the first step, which with DDP's defaults is the whole model. What
+            is sent whole is one more group, but for ``"buckets"`` and ``None``. Parameters of
+            several dtypes, densities or momenta are groups of their own. Densities hold for each
+            group.
         dense_below: parameters with fewer dimensions are always sent whole: by default those with
             fewer than two, which are biases and those of norms. 0 for none.
         momentum: of momentum correction, in [0, 1); 0 for none. Use an optimizer without momentum
@@ -114,6 +124,7 @@ class Compression:
     warmup: DensityWarmup | None = None
     dense_steps: int = 0
     densities: Mapping[str, float] = field(default_factory=dict, hash=False)
+    groups: Groups = None
     dense_below: int = 2
     momentum: float = 0.0
     nesterov: bool = False
@@ -162,6 +173,7 @@ class Compression:
             for name, density in self.densities.items()
         }
         object.__setattr__(self, "densities", densities)
+        object.__setattr__(self, "groups", grouping.checked(self.groups))
         _check_integer("dense_below", self.dense_below, 0)
         _check_number("momentum", self.momentum)
         _check_number("first_moment", self.first_moment)
@@ -193,6 +205,11 @@ class Compression:
                 'use algorithm="topk_a"'
             )
         self.native()
+        if not self.selects and self.groups not in (None, grouping.BUCKETS):
+            raise ValueError(
+                f"algorithm={self.algorithm!r} keeps nothing, and exchanges bucket by bucket: "
+                "leave groups out"
+            )
         if not self.selects and self.density != 1:
             raise ValueError(
                 f"algorithm={self.algorithm!r} sends every entry; give it density=1, "
@@ -241,7 +258,25 @@ class Compression:
             dense_steps=self.dense_steps,
             warmup_steps=self.warmup.steps if self.warmup else 1,
             warmup_densities=list(self.warmup.densities) if self.warmup else [],
+            groups=grouping.described(self.groups),
         )
+
+    def group_numbers_of(
+        self, named_parameters: Sequence[tuple[str, torch.Tensor]]
+    ) -> list[tuple[torch.Tensor, int]]:
+        """The number of each parameter's group; empty if groups do not go by numbers.
+
+        Raises:
+            ValueError: ``groups`` does not fit these parameters.
+        """
+        if grouping.way(self.groups) != "number":
+            return []
+        own = dict(self.densities_of(named_parameters))
+
+        def is_whole(parameter: torch.Tensor) -> bool:
+            return own.get(parameter, 1 if parameter.dim() < self.dense_below else 0) == 1
+
+        return grouping.numbers(self.groups, named_parameters, is_whole)
 
     def densities_of(
         self, named_parameters: Iterable[tuple[str, torch.Tensor]]

@@ -19,6 +19,8 @@ from sparsecomm import _C
 from sparsecomm.build import CUDA_LIBRARY
 from sparsecomm.compression import Compression, CompressionOptions, check_dtype, check_options
 from sparsecomm.figures import together
+from sparsecomm.grouping import described as described_groups
+from sparsecomm.grouping import way, with_names
 from sparsecomm.joint import Joint
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import COMMUNICATOR_KEYWORDS, CommunicatorKeywords, communicator_options
@@ -115,6 +117,7 @@ class CompressionState:
         self._stand_ins: dict[str, torch.Tensor] = {}  # what parameters of that name are known as
         self._part = ""  # of the model, where ranks hold different ones
         self._models = ModelFinder()
+        self._group_numbers: dict[torch.Tensor, int] = {}
         self._compression = compression
         self._native = _C.HookState(
             compression.native(average=self._average),
@@ -126,6 +129,7 @@ class CompressionState:
             self._communicator_options.stall_limit,
             log_trouble,
             self._communicator_options.aggregator_addresses(compression.uses_aggregators),
+            way(compression.groups),
         )
         # A thread that drops a Python object while the interpreter ends would abort the process.
         weakref.finalize(self, self._native.close)
@@ -255,6 +259,7 @@ class CompressionState:
             options.transport,
             call=call,
             stall_limit=options.stall_limit,
+            agreed=f"groups={text}" if (text := described_groups(self._compression.groups)) else "",
         )
         self._connected_group = weakref.ref(group)
         return transport
@@ -446,8 +451,14 @@ class CompressionState:
             if parameter.requires_grad:
                 check_dtype(name, parameter)
         densities = self._compression.densities_of(parameters)
+        numbers = self._compression.group_numbers_of(parameters)
         self._native.name_parameters(parameters)
         self._native.set_densities(densities)
+        self._native.set_groups(numbers)
+        self._group_numbers = dict(numbers)
+        # A state is kept longer than the modules, and pickled without them.
+        groups = with_names(self._compression.groups, parameters)
+        self._compression = replace(self._compression, groups=groups)
         self._knows_names = True
 
     def _name_as_in(self, ddp: DistributedDataParallel | None) -> None:
@@ -461,10 +472,11 @@ class CompressionState:
 
     def _connect(self, call: str = "the first step") -> None:
         if not self._native.connected:
-            if self._compression.densities and not self._knows_names:
+            by_name = self._compression.densities or way(self._compression.groups) == "number"
+            if by_name and not self._knows_names:
                 raise ValueError(
-                    "densities go by parameters' names, which this state does not know: give it "
-                    "named_parameters=model.named_parameters(), or use "
+                    "densities and groups go by parameters' names, which this state does not "
+                    "know: give it named_parameters=model.named_parameters(), or use "
                     "sparsecomm.register_comm_hook"
                 )
             self._native.connect(self._transport_to(self._process_group, call))

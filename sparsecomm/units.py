@@ -8,6 +8,7 @@ import re
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "b": 1e9}
 _PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 _BANDWIDTHS = {f"{p}{bit}": scale for p, scale in _PREFIXES.items() for bit in ("bit", "bps")}
+_BYTES = {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "kib": 2.0**10, "mib": 2.0**20, "gib": 2.0**30}
 _TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
@@ -24,6 +25,17 @@ def parse_bandwidth(text: str) -> float:
     if value == 0:
         raise ValueError(f"{text!r}: nothing crosses a link without bandwidth")
     return value
+
+
+def parse_bytes(text: str) -> int:
+    """Reads a size, such as ``25MB`` or ``25MiB``; 1 kB is 1000 bytes, 1 KiB 1024."""
+    what = "a size such as 25MB or 25MiB"
+    if "/" in text:
+        raise ValueError(f"{text!r} is not {what}")
+    size = round(_parse(text, _BYTES, what))
+    if size == 0:
+        raise ValueError(f"{text!r} is no size: nothing fits into it")
+    return size
 
 
 def parse_seconds(text: str) -> float:

@@ -117,7 +117,8 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
                 ";block=", rule.block, ";momentum=", Shortest{rule.velocity.momentum},
                 ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
                 ";mask_momentum=", rule.mask_momentum,
-                ";first_moment=", Shortest{rule.first_moment});
+                ";first_moment=", Shortest{rule.first_moment},
+                options.groups.empty() ? "" : ";groups=", options.groups);
 }
 
 }  // namespace sparsecomm

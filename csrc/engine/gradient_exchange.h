@@ -38,6 +38,8 @@ struct ExchangeOptions {
   // Of a dense algorithm that is named: it takes the residual along, and leaves in it what the type
   // rounds away, and what is taken back. Where an algorithm is sparse, or planned, it is so always.
   bool feedback = false;
+  // How the caller has put parameters into groups, in words, which ranks must agree on.
+  std::string groups = {};
 };
 
 // Throws InvalidArgument, naming the option, its value and its range.

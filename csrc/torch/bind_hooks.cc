@@ -167,6 +167,13 @@ HookCheckpoint from_dict(py::dict const& saved) {
   }
 }
 
+GroupsBy find_groups_by(std::string const& name) {
+  if (name == "arrival") return GroupsBy::arrival;
+  if (name == "number") return GroupsBy::number;
+  require(name == "bucket", "groups_by = '", name, "' is none of arrival, number, bucket");
+  return GroupsBy::bucket;
+}
+
 double share(std::uint64_t count, std::uint64_t numel) {
   return numel == 0 ? 0.0 : static_cast<double>(count) / static_cast<double>(numel);
 }
@@ -239,18 +246,20 @@ void bind_hooks(py::module_& module) {
                        std::string cuda_library, int dense_below, double clip_norm,
                        std::optional<PythonDuration> stall_limit,
                        std::function<void(std::string const&)> log_stall,
-                       AggregatorAddresses const& aggregators) {
+                       AggregatorAddresses const& aggregators, std::string const& groups_by) {
              CommunicatorOptions communicator;
              communicator.timeout = timeout.value;
              communicator.aggregator_addresses = aggregators;
              communicator.stall = make_stall_options(stall_limit, std::move(log_stall));
              communicator.executor = make_executor(threads);
-             return HookState::make(HookOptions{std::move(options), dense_below, clip_norm},
-                                    communicator, std::move(cuda_library));
+             return HookState::make(
+                 HookOptions{std::move(options), dense_below, clip_norm, find_groups_by(groups_by)},
+                 communicator, std::move(cuda_library));
            }),
            py::arg("options"), py::arg("timeout"), py::arg("threads"), py::arg("cuda_library"),
            py::arg("dense_below"), py::arg("clip_norm"), py::arg("stall_limit") = py::none(),
-           py::arg("log_stall") = py::none(), py::arg("aggregators") = AggregatorAddresses{})
+           py::arg("log_stall") = py::none(), py::arg("aggregators") = AggregatorAddresses{},
+           py::arg("groups_by") = "arrival")
       .def("connect",
            [](HookState& self, TransportHolder& transport) {
              self.connect(transport.take(), transport.timeline());
@@ -263,6 +272,7 @@ void bind_hooks(py::module_& module) {
       .def("close", &HookState::close)
       .def("name_parameters", &HookState::name_parameters)
       .def("set_densities", &HookState::set_densities)
+      .def("set_groups", &HookState::set_groups)
       .def("follow_loss_scale", &HookState::follow_loss_scale)
       .def("run",
            [](HookState& self, c10d::GradBucket& bucket, c10d::Reducer const* reducer) {
@@ -292,6 +302,7 @@ void bind_hooks(py::module_& module) {
       .def("set_moments", &HookState::set_moments)
       .def("stats", &stats_dict)
       .def_property_readonly("delivered", &HookState::delivered)
+      .def("release_waiting", &HookState::release_waiting)
       .def_property_readonly("rank", &HookState::rank)
       .def("request", &HookState::request)
       .def("take_requested", &HookState::take_requested)

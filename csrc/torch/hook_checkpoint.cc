@@ -124,6 +124,36 @@ void HookState::restore(ParameterGroup& group) {
   if (side_) side_->wait_for_current();
 }
 
+// Gives a new group what its parameters have kept in groups that are no more, and zeros to others.
+// Returns false if it has none of them.
+bool HookState::restore_dissolved(ParameterGroup& group) {
+  auto const is_kept = [this](ParameterGroup::Member const& member) {
+    return dissolved_->residuals.contains(member.key);
+  };
+  if (!dissolved_ || std::ranges::none_of(group.members(), is_kept)) return false;
+  group.load_state(state_for(group, *dissolved_));
+  if (side_) side_->let_current_wait();
+  for (ParameterGroup::Member const& member : group.members()) {
+    if (!is_kept(member)) continue;
+    c10::IntArrayRef const sizes = member.layout.sizes();
+    group.residual_of(member).copy_(dissolved_->residuals.at(member.key).reshape(sizes));
+    if (group.has_moment()) {
+      group.moment_of(member).copy_(dissolved_->moments.at(member.key).reshape(sizes));
+    }
+  }
+  if (side_) side_->wait_for_current();
+  return true;
+}
+
+// What no group has taken over waits for parameters that have not come again.
+void HookState::settle_dissolved() {
+  std::set<std::string> const taken = keys_of_groups();
+  std::erase_if(dissolved_->residuals,
+                [&](auto const& item) { return taken.contains(item.first); });
+  std::erase_if(dissolved_->moments, [&](auto const& item) { return taken.contains(item.first); });
+  if (dissolved_->residuals.empty()) dissolved_.reset();
+}
+
 std::set<std::string> HookState::keys_of_groups() const {
   std::set<std::string> keys;
   for (auto const& group : groups_) {
@@ -134,6 +164,7 @@ std::set<std::string> HookState::keys_of_groups() const {
 
 void HookState::check_all_loaded() const {
   std::set<std::string> known = keys_of_groups();
+  for (auto const& [parameter, place] : former_places_) known.insert(place.key);
   for (auto const& [parameter, name] : names_) known.insert(name);
   for (auto const& [key, residual] : loaded_->residuals) {
     require(known.contains(key), "the loaded state_dict has a residual of ", key,
@@ -158,7 +189,33 @@ void HookState::settle_loaded() {
 // The unit that a checkpoint is in. What a group kept of a step that failed may be in another.
 double HookState::kept_loss_scale() const {
   if (!groups_.empty()) return groups_.front()->state().loss_scale;
+  if (dissolved_) return dissolved_->loss_scale;
   return loaded_ ? loaded_->loss_scale : 1;
+}
+
+// Adds a group. On a device copies are made on the current stream.
+void HookState::keep(ParameterGroup const& group, HookCheckpoint& checkpoint) {
+  HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
+  saved.state = group.state();
+  for (ParameterGroup::Member const& member : group.members()) {
+    saved.parameters.push_back(member.key);
+    checkpoint.residuals.insert_or_assign(member.key, row_major(group.residual_of(member)));
+    if (group.has_moment()) {
+      checkpoint.moments.insert_or_assign(member.key, row_major(group.moment_of(member)));
+    }
+  }
+}
+
+// Adds what no group has taken over yet.
+void HookState::add_rest(HookCheckpoint rest, HookCheckpoint& checkpoint) {
+  rest.follow(checkpoint.loss_scale);
+  for (HookCheckpoint::Group const& group : rest.groups) {
+    bool const taken = std::ranges::any_of(
+        group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
+    if (!taken) checkpoint.groups.push_back(group);
+  }
+  checkpoint.residuals.merge(rest.residuals);
+  checkpoint.moments.merge(rest.moments);
 }
 
 HookCheckpoint HookState::checkpoint() const {
@@ -170,29 +227,12 @@ HookCheckpoint HookState::checkpoint() const {
   checkpoint.loss_scale = kept_loss_scale();
   for (auto const& group : groups_) group->follow(checkpoint.loss_scale);
   if (side_) side_->let_current_wait();
-  for (auto const& group : groups_) {
-    HookCheckpoint::Group& saved = checkpoint.groups.emplace_back();
-    saved.state = group->state();
-    for (ParameterGroup::Member const& member : group->members()) {
-      saved.parameters.push_back(member.key);
-      checkpoint.residuals.emplace(member.key, row_major(group->residual_of(member)));
-      if (group->has_moment()) {
-        checkpoint.moments.emplace(member.key, row_major(group->moment_of(member)));
-      }
-    }
-  }
+  for (auto const& group : groups_) keep(*group, checkpoint);
   if (side_) side_->wait_for_current();  // before the next step changes what is being copied
-  if (loaded_) {                         // what was loaded and no group has taken over yet
-    HookCheckpoint rest = *loaded_;
-    rest.follow(checkpoint.loss_scale);
-    for (HookCheckpoint::Group const& group : rest.groups) {
-      bool const taken = std::ranges::any_of(
-          group.parameters, [&](auto const& key) { return checkpoint.residuals.contains(key); });
-      if (!taken) checkpoint.groups.push_back(group);
-    }
-    checkpoint.row_major = rest.row_major;
-    checkpoint.residuals.merge(rest.residuals);
-    checkpoint.moments.merge(rest.moments);
+  if (dissolved_) add_rest(*dissolved_, checkpoint);
+  if (loaded_) {
+    add_rest(*loaded_, checkpoint);
+    checkpoint.row_major = loaded_->row_major;
   } else {
     add_unseen(checkpoint);
   }
@@ -259,6 +299,7 @@ void HookState::load(HookCheckpoint checkpoint) {
     throw;
   }
   for (auto const& group : groups_) restore(*group);
+  dissolved_.reset();
   moments_.clear();
   // What is named has been checked, in whatever layout it comes then.
   if (!names_.empty()) loaded_->row_major = true;

@@ -22,12 +22,15 @@ bool HookState::is_group(std::vector<at::Tensor> const& parameters) const {
   return group == nullptr || group->members().size() == parameters.size();
 }
 
-// Parameters that no bucket has brought before form a new group, in the order of the bucket, and
-// those with a density or a velocity's rule of their own further ones. Of a state that was loaded,
-// so do those that were apart when it was saved: momenta that a scheduler has made equal since may
-// differ again. By bucket, all of a bucket that is new do; a group that has none left is no more.
-void HookState::form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype) {
+// Parameters that no bucket has brought before form new groups, in the order of the buckets, see
+// GroupsBy; those with a density or a velocity's rule of their own further ones. Of a state that
+// was loaded and goes by arrival, so do those that were apart when it was saved: momenta that a
+// scheduler has made equal since may differ again. Where nothing is kept all of a bucket that is
+// new do; a group that has none left is no more.
+void HookState::form_groups(std::vector<Bucket const*> const& buckets) {
   struct Fresh {
+    at::ScalarType dtype;
+    int number;
     std::optional<double> density;
     VelocityRule velocity;
     std::optional<std::size_t> saved;  // index of the loaded group
@@ -36,38 +39,97 @@ void HookState::form_group(std::vector<at::Tensor> const& parameters, at::Scalar
   };
   std::vector<Fresh> fresh;
   std::unordered_map<std::string, std::size_t> saved_groups;
-  for (std::size_t i = 0; loaded_ && i < loaded_->groups.size(); ++i) {
+  bool const as_saved = loaded_ && options_.groups_by == GroupsBy::arrival;
+  for (std::size_t i = 0; as_saved && i < loaded_->groups.size(); ++i) {
     for (std::string const& key : loaded_->groups[i].parameters) saved_groups.emplace(key, i);
   }
-  bool const regroups = by_bucket_ && !is_group(parameters);
-  for (at::Tensor const& parameter : parameters) {
-    bool const known = places_.contains(parameter.unsafeGetTensorImpl());
-    if (known && !regroups) continue;
-    if (!known) require_of_model(parameter);
-    require(
-        !parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
-        " cannot be exchanged sparsely; parameters must be float32, float64, float16 or bfloat16");
-    auto const density = density_of(parameter);
-    auto const velocity = velocity_of(parameter.unsafeGetTensorImpl());
-    std::string key = key_of(parameter);
-    auto const found = saved_groups.find(key);
-    auto const saved = found == saved_groups.end() ? std::nullopt : std::optional(found->second);
-    auto group = std::ranges::find_if(fresh, [&](Fresh const& other) {
-      return other.density == density && other.velocity == velocity && other.saved == saved;
-    });
-    if (group == fresh.end()) {
-      group = fresh.insert(fresh.end(), Fresh{density, velocity, saved, {}, {}});
+  bool regroups = false;
+  for (Bucket const* const bucket : buckets) {
+    at::ScalarType const dtype = bucket->buffer.scalar_type();
+    std::vector<at::Tensor> const& parameters = bucket->parameters;
+    bool const renewed = by_bucket_ && !is_group(parameters);
+    regroups = regroups || renewed;
+    if (!by_bucket_ && options_.groups_by == GroupsBy::bucket) dissolve_unlike_groups(parameters);
+    for (at::Tensor const& parameter : parameters) {
+      bool const known = places_.contains(parameter.unsafeGetTensorImpl());
+      if (known && !renewed) continue;
+      if (!known) require_of_model(parameter);
+      require(!parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
+              " cannot be exchanged sparsely; parameters must be float32, float64, float16 or "
+              "bfloat16");
+      auto const density = density_of(parameter);
+      auto const velocity = velocity_of(parameter.unsafeGetTensorImpl());
+      int const number = group_number_of(parameter);
+      std::string key = key_of(parameter);
+      auto const found = saved_groups.find(key);
+      auto const saved = found == saved_groups.end() ? std::nullopt : std::optional(found->second);
+      auto group = std::ranges::find_if(fresh, [&](Fresh const& other) {
+        return other.dtype == dtype && other.number == number && other.density == density &&
+               other.velocity == velocity && other.saved == saved;
+      });
+      if (group == fresh.end()) {
+        group = fresh.insert(fresh.end(), Fresh{dtype, number, density, velocity, saved, {}, {}});
+      }
+      std::size_t const offset =
+          group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
+      group->members.push_back({std::move(key), offset, static_cast<std::size_t>(parameter.numel()),
+                                Layout(parameter), parameter.unsafeGetTensorImpl()});
+      group->parameters.push_back(parameter);
     }
-    std::size_t const offset =
-        group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
-    group->members.push_back({std::move(key), offset, static_cast<std::size_t>(parameter.numel()),
-                              Layout(parameter), parameter.unsafeGetTensorImpl()});
-    group->parameters.push_back(parameter);
   }
+  // In the order of their numbers; what has none comes last.
+  std::ranges::stable_sort(fresh, {},
+                           [](Fresh const& group) { return static_cast<unsigned>(group.number); });
   for (Fresh& group : fresh) {
-    add_group(dtype, group.density, group.velocity, std::move(group.members), group.parameters);
+    add_group(group.dtype, group.density, group.velocity, std::move(group.members),
+              group.parameters);
   }
   if (regroups) drop_empty_groups();
+}
+
+// Of those that are to be exchanged together.
+int HookState::group_number_of(at::Tensor const& parameter) const {
+  auto const number = group_numbers_.find(parameter.unsafeGetTensorImpl());
+  return number == group_numbers_.end() ? -1 : number->second;
+}
+
+// Groups that have some of these parameters, unless all of them together have exactly these: DDP
+// has made its buckets anew. What they have kept waits for the buckets that bring the others.
+void HookState::dissolve_unlike_groups(std::vector<at::Tensor> const& parameters) {
+  std::set<ParameterGroup*> touched;
+  std::size_t known = 0, members = 0;
+  for (at::Tensor const& parameter : parameters) {
+    auto const place = places_.find(parameter.unsafeGetTensorImpl());
+    if (place == places_.end()) continue;
+    ++known;
+    if (touched.insert(place->second.group).second)
+      members += place->second.group->members().size();
+  }
+  if (known == parameters.size() && members == known) return;
+  for (ParameterGroup* const group : touched) dissolve(*group);
+}
+
+void HookState::dissolve(ParameterGroup& group) {
+  if (!dissolved_) {
+    dissolved_.emplace();
+    dissolved_->loss_scale = group.state().loss_scale;
+  }
+  group.follow(dissolved_->loss_scale);
+  // First, since copies may find no memory.
+  if (side_) side_->let_current_wait();
+  keep(group, *dissolved_);
+  if (side_) side_->wait_for_current();
+  for (ParameterGroup::Member const& member : group.members()) {
+    Place& place = places_.at(member.parameter);
+    former_places_.insert_or_assign(
+        member.parameter, FormerPlace{member.key, place.order, std::move(place.delivered)});
+    places_.erase(member.parameter);
+  }
+  std::uint64_t const steps = group.steps();
+  left_ += group.stats();
+  left_.steps = std::max(left_.steps, steps);
+  own_densities_.erase(&group);
+  std::erase_if(groups_, [&](auto const& other) { return other.get() == &group; });
 }
 
 // Leaves in the gradients what is new since the last exchange. Returns which of them this rank has
@@ -126,7 +188,8 @@ std::vector<at::Tensor> HookState::arrange(Bucket const& bucket, PendingBucket& 
 
 // Of one that no bucket has brought before.
 void HookState::require_of_model(at::Tensor const& parameter) const {
-  require(!sealed_ || names_.contains(parameter.unsafeGetTensorImpl()), "a parameter of shape ",
+  void const* const key = parameter.unsafeGetTensorImpl();
+  require(!sealed_ || names_.contains(key) || former_places_.contains(key), "a parameter of shape ",
           parameter.sizes(),
           " was not in this state's first step: a state belongs to one model; make one per model");
 }
@@ -140,7 +203,9 @@ void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
   auto group =
       ParameterGroup::make(name, concat("gradients ", number), dtype, std::move(members),
                            options_at(density, velocity), *communicator_, !by_bucket_, side_.get());
-  if (loaded_) {  // which may throw: then the group is not there in the next step either
+  group->set_steps_before(left_.steps);
+  if (!restore_dissolved(*group) && loaded_) {
+    // This may throw: then the group is not there in the next step either.
     check_loaded(*group);
     restore(*group);
   }
@@ -149,10 +214,18 @@ void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
   for (at::Tensor const& parameter : parameters) moments_.erase(parameter.unsafeGetTensorImpl());
   if (density) own_densities_.emplace(groups_.back().get(), *density);
   for (std::size_t i = 0; i < parameters.size(); ++i) {
-    auto const known = places_.find(parameters[i].unsafeGetTensorImpl());
-    std::size_t const order = known == places_.end() ? places_.size() : known->second.order;
-    if (known == places_.end()) parameters_.push_back(parameters[i]);
-    places_[parameters[i].unsafeGetTensorImpl()] = {groups_.back().get(), i, order};
+    void const* const key = parameters[i].unsafeGetTensorImpl();
+    auto const former = former_places_.extract(key);
+    auto const known = places_.find(key);
+    if (former) {
+      places_[key] = {groups_.back().get(), i, former.mapped().order, former.mapped().delivered};
+    } else if (known != places_.end()) {
+      known->second = {groups_.back().get(), i, known->second.order};
+    } else {
+      std::size_t const order = places_.size() + former_places_.size();
+      parameters_.push_back(parameters[i]);
+      places_[key] = {groups_.back().get(), i, order};
+    }
   }
 }
 
@@ -202,6 +275,8 @@ ExchangeOptions HookState::options_at(std::optional<double> density,
 std::string HookState::key_of(at::Tensor const& parameter) {
   auto const place = places_.find(parameter.unsafeGetTensorImpl());
   if (place != places_.end()) return place->second.group->members()[place->second.member].key;
+  auto const former = former_places_.find(parameter.unsafeGetTensorImpl());
+  if (former != former_places_.end()) return former->second.key;
   auto const name = names_.find(parameter.unsafeGetTensorImpl());
   if (name != names_.end()) return name->second;
   require(names_.empty(), "a parameter of shape ", parameter.sizes(),

@@ -137,7 +137,7 @@ void HookState::require_open() const {
 
 void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> const& parameters) {
   Entry const entry(*this);
-  require(places_.empty(), "parameters must be named before the first step");
+  require(has_made_no_step(), "parameters must be named before the first step");
   names_.clear();
   for (auto const& [name, parameter] : parameters) {
     names_.emplace(parameter.unsafeGetTensorImpl(), name);
@@ -147,10 +147,20 @@ void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> 
 
 void HookState::set_densities(std::vector<std::pair<at::Tensor, double>> const& densities) {
   Entry const entry(*this);
-  require(places_.empty(), "densities must be set before the first step");
+  require(has_made_no_step(), "densities must be set before the first step");
   densities_.clear();
   for (auto const& [parameter, density] : densities) {
     densities_.emplace(parameter.unsafeGetTensorImpl(), density);
+    parameters_.push_back(parameter);
+  }
+}
+
+void HookState::set_groups(std::vector<std::pair<at::Tensor, int>> const& numbers) {
+  Entry const entry(*this);
+  require(has_made_no_step(), "groups must be set before the first step");
+  group_numbers_.clear();
+  for (auto const& [parameter, number] : numbers) {
+    group_numbers_.emplace(parameter.unsafeGetTensorImpl(), number);
     parameters_.push_back(parameter);
   }
 }
@@ -215,28 +225,61 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   check_gradients(bucket);
 
   if (bucket.index == 0) begin_step(loss_scale);
-  std::vector<at::Tensor> const& parameters = bucket.parameters;
-  bool const sparse = buffer.is_sparse();
-  if (!sparse) form_group(parameters, buffer.scalar_type());
-  std::size_t const sparse_order = sparse ? order_of_sparse(parameters.front()) : 0;
-  last_buckets_ += bucket.last;
-  if (bucket.last && !sealed_) {
-    if (loaded_) {
-      check_all_loaded();
-      settle_loaded();
-    }
-    sealed_ = true;
-  }
-
-  if (bucket.of_grads && !by_bucket_ && !sparse) {
-    step_->parameters.insert(step_->parameters.end(), parameters.begin(), parameters.end());
-  }
-  if (bucket.of_grads && bucket.last) Step::check_after_backward(step_);
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
       std::move(type), side_ ? std::vector{*device_} : std::vector<at::Device>{});
   pending->side = side_.get();
+  if (must_wait(bucket)) {
+    unformed_.emplace_back(bucket, pending);
+    return pending->future;
+  }
+  std::vector<Bucket const*> unformed;
+  if (bucket.last) {
+    for (auto const& [waiting, its_pending] : unformed_) unformed.push_back(&waiting);
+  }
+  if (!buffer.is_sparse()) unformed.push_back(&bucket);
+  form_groups(unformed);
+  last_buckets_ += bucket.last;
+  if (bucket.last && loaded_ && !sealed_) {
+    check_all_loaded();
+    settle_loaded();
+  }
+  if (bucket.last && dissolved_) settle_dissolved();
+  sealed_ = sealed_ || bucket.last;
+  while (bucket.last && !unformed_.empty()) {
+    auto const [waiting, its_pending] = std::move(unformed_.front());
+    unformed_.pop_front();
+    try {
+      accept(waiting, its_pending);
+    } catch (...) {
+      its_pending->fail(std::current_exception());
+      throw;
+    }
+  }
+  accept(bucket, pending);
+  return pending->future;
+}
+
+// Whether the groups of its parameters are to be formed later.
+bool HookState::must_wait(Bucket const& bucket) const {
+  return options_.groups_by == GroupsBy::number && !by_bucket_ && !bucket.last &&
+         !bucket.buffer.is_sparse() &&
+         std::ranges::any_of(bucket.parameters, [this](at::Tensor const& parameter) {
+           return !places_.contains(parameter.unsafeGetTensorImpl());
+         });
+}
+
+// Takes what the bucket brings to its groups, and submits those that are complete.
+void HookState::accept(Bucket const& bucket, std::shared_ptr<PendingBucket> const& pending) {
+  at::Tensor const& buffer = bucket.buffer;
+  std::vector<at::Tensor> const& parameters = bucket.parameters;
+  bool const sparse = buffer.is_sparse();
+  std::size_t const sparse_order = sparse ? order_of_sparse(parameters.front()) : 0;
+  if (bucket.of_grads && !by_bucket_ && !sparse) {
+    step_->parameters.insert(step_->parameters.end(), parameters.begin(), parameters.end());
+  }
+  if (bucket.of_grads && bucket.last) Step::check_after_backward(step_);
   std::vector<bool> const unused = sparse ? bucket.unused : take_fresh(bucket, *pending);
   std::vector<at::Tensor> const gradients = sparse ? bucket.gradients : arrange(bucket, *pending);
   if (side_) {
@@ -282,11 +325,11 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   } else {
     submit(complete, bucket.last, ends_step ? pending : nullptr);
   }
-  return pending->future;
 }
 
 void HookState::drop_waiting() {
   waiting_.clear();
+  unformed_.clear();
   held_.clear();
   held_sparse_.clear();
   gradients_.clear();
@@ -373,6 +416,7 @@ HookStats HookState::stats() const {
   if (step_) total.exposed += step_->time_exposed();
   for (auto const& group : groups_) {
     total.exchange += group->stats();
+    total.exchange.steps = std::max(total.exchange.steps, group->steps());
     total.groups.push_back({group->name(), group->members().size(), group->numel(),
                             group->last_step(), group->exposed()});
   }

@@ -6,6 +6,8 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
@@ -42,6 +44,14 @@ struct HookCheckpoint {
   void follow(double other_scale);
 };
 
+// Which parameters are exchanged together, of those with the same dtype, density and velocity's
+// rule.
+enum class GroupsBy : std::uint8_t {
+  arrival,  // that a bucket of the step in which they first come brings together
+  number,   // of the same number, see set_groups(); formed when the step's last bucket has come
+  bucket,   // of the same bucket, of each step: what is kept of them moves along
+};
+
 struct HookOptions {
   ExchangeOptions exchange;
   // Parameters with fewer dimensions are sent whole, in groups of their own; 0: none.
@@ -49,6 +59,8 @@ struct HookOptions {
   // Before it is added to the residual, a rank's gradient is scaled down to this norm / sqrt(P); 0:
   // not. The norm is that of all parameters, so no exchange starts before the last bucket.
   double clip_norm = 0;
+  // Not of a dense exchange, which keeps nothing, and whose groups are the buckets.
+  GroupsBy groups_by = GroupsBy::arrival;
 };
 
 // Gradients that are exchanged as soon as they are all there: DDP's bucket, or anybody else's.
@@ -110,6 +122,8 @@ class HookState : public std::enable_shared_from_this<HookState> {
   // Before the first run(): densities of their own, which later set_density() leaves alone. At 1 a
   // parameter is sent whole by a dense algorithm.
   void set_densities(std::vector<std::pair<at::Tensor, double>> const& densities);
+  // Before the first run(): of GroupsBy::number. Parameters without a number are one more group.
+  void set_groups(std::vector<std::pair<at::Tensor, int>> const& numbers);
   // What the loss is multiplied by, asked for once a step, before its first bucket; 1 without. The
   // same on all ranks, but for those that have joined, which are not asked.
   void follow_loss_scale(std::function<double()> loss_scale);
@@ -124,6 +138,9 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::optional<int> rank() const;
   // True when all of the last step was delivered, so that its results may be used.
   bool delivered() const;
+  // Completes the buckets of a step that wait for others, as they are: the caller drops the step,
+  // and waits for what it has begun.
+  void release_waiting();
   // Of the communicator, once connected.
   void request();
   bool take_requested();
@@ -174,6 +191,12 @@ class HookState : public std::enable_shared_from_this<HookState> {
     std::size_t order;  // among all parameters
     std::shared_ptr<DeliveredGradient> delivered = nullptr;
   };
+  // Of a parameter between two groups.
+  struct FormerPlace {
+    std::string key;
+    std::size_t order;
+    std::shared_ptr<DeliveredGradient> delivered;
+  };
   struct PendingBucket;
   struct Step;
   // Held by each public function.
@@ -190,14 +213,18 @@ class HookState : public std::enable_shared_from_this<HookState> {
 
   HookState(HookOptions options, CommunicatorOptions communicator_options,
             std::string cuda_library);
-  void form_group(std::vector<at::Tensor> const& parameters, at::ScalarType dtype);
+  void form_groups(std::vector<Bucket const*> const& buckets);
   void drop_empty_groups();
+  void dissolve_unlike_groups(std::vector<at::Tensor> const& parameters);
+  void dissolve(ParameterGroup& group);
+  bool must_wait(Bucket const& bucket) const;
   std::vector<bool> take_fresh(Bucket const& bucket, PendingBucket& pending);
   std::vector<at::Tensor> arrange(Bucket const& bucket, PendingBucket& pending);
   void add_group(at::ScalarType dtype, std::optional<double> density, VelocityRule const& velocity,
                  std::vector<ParameterGroup::Member> members,
                  std::vector<at::Tensor> const& parameters);
   std::optional<double> density_of(at::Tensor const& parameter) const;
+  int group_number_of(at::Tensor const& parameter) const;
   VelocityRule velocity_of(void const* parameter) const;
   ExchangeOptions options_at(std::optional<double> density, VelocityRule const& velocity) const;
   ExchangeOptions options_of(at::Tensor const& parameter) const;
@@ -208,6 +235,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void add_moments_to_come(HookCheckpoint& checkpoint) const;
   c10::intrusive_ptr<c10::ivalue::Future> take(Bucket const& bucket, c10::IValue value,
                                                c10::TypePtr type, double loss_scale);
+  void accept(Bucket const& bucket, std::shared_ptr<PendingBucket> const& pending);
   void fail_waiting(std::exception_ptr const& error);
   void drop_waiting();
   void begin_step(double loss_scale);
@@ -237,6 +265,11 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void settle_loaded();
   void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
+  bool restore_dissolved(ParameterGroup& group);
+  void settle_dissolved();
+  bool has_made_no_step() const { return places_.empty() && former_places_.empty(); }
+  static void keep(ParameterGroup const& group, HookCheckpoint& checkpoint);
+  static void add_rest(HookCheckpoint rest, HookCheckpoint& checkpoint);
   Counters counters() const;
   bool busy() const;
   void require_open() const;
@@ -255,18 +288,24 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::unique_ptr<SideStream> side_;                    // of a device that is not the processor
   std::unordered_map<void const*, std::string> names_;  // by TensorImpl
   std::unordered_map<void const*, double> densities_;   // likewise
+  std::unordered_map<void const*, int> group_numbers_;  // likewise
   std::unordered_map<void const*, VelocityRule> velocities_;  // likewise
   std::unordered_map<void const*, VelocityRule>
       changed_velocities_;                               // of a change, until it is one
   std::unordered_map<void const*, at::Tensor> moments_;  // of set_moments(), until a group has them
   std::unordered_map<void const*, Place> places_;
-  std::vector<at::Tensor> parameters_;  // keeps the TensorImpls above alive
+  std::unordered_map<void const*, FormerPlace> former_places_;  // of parameters that have none
+  std::vector<at::Tensor> parameters_;                          // keeps the TensorImpls above alive
   std::size_t unnamed_ = 0;
   std::uint64_t last_buckets_ = 0;  // that have come: steps
   bool closed_ = false;
-  bool sealed_ = false;  // the first step is over: the model is known
-  std::optional<HookCheckpoint> loaded_;
+  bool sealed_ = false;                      // the first step is over: the model is known
+  std::optional<HookCheckpoint> loaded_;     // of parameters that have not come yet
+  std::optional<HookCheckpoint> dissolved_;  // what groups that are no more have kept, until others
+                                             // have their parameters
   std::unordered_map<ParameterGroup*, std::vector<std::shared_ptr<PendingBucket>>> waiting_;
+  // Of this step, whose parameters have no group before its last bucket has come.
+  std::deque<std::pair<Bucket, std::shared_ptr<PendingBucket>>> unformed_;
   std::shared_ptr<Step> step_;
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
   std::size_t groups_formed_ = 0;

@@ -47,8 +47,13 @@ struct HookState::PendingBucket {
         error = std::current_exception();
       }
     }
+    fail(error);
+  }
+
+  // Before any group has it. Throws nothing.
+  void fail(std::exception_ptr const& why) const {
     try {
-      future->setErrorIfNeeded(as_distributed_error(error));
+      future->setErrorIfNeeded(as_distributed_error(why));
     } catch (...) {
       // A callback's: the future has its own error.
     }

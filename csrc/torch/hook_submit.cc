@@ -25,6 +25,15 @@ void HookState::fail_waiting(std::exception_ptr const& error) {
     for (auto const& bucket : buckets) bucket->group_done(error);
   }
   for (auto const& [gradient, bucket] : std::exchange(held_sparse_, {})) bucket->group_done(error);
+  for (auto const& [bucket, pending] : std::exchange(unformed_, {})) pending->fail(error);
+}
+
+void HookState::release_waiting() {
+  Entry const entry(*this);
+  for (auto const& [group, buckets] : std::exchange(waiting_, {})) {
+    for (auto const& bucket : buckets) bucket->group_done({});
+  }
+  for (auto const& [bucket, pending] : std::exchange(unformed_, {})) pending->complete();
 }
 
 void HookState::submit_sparse() {

@@ -1,9 +1,8 @@
 // Parameters whose gradients are exchanged together, with their residuals.
 //
-// A group is formed by the first bucket that brings its parameters, and stays as it is: DDP
-// rebuilds its buckets after the first iteration, and a run that is resumed starts with the initial
-// ones again, but what is selected must not depend on that. So a group waits until the buckets of a
-// step have brought all of its parameters.
+// DDP rebuilds its buckets after the first iteration, and a run that is resumed starts with the
+// initial ones again, but what is selected must not depend on that, unless the caller wants groups
+// to be buckets. So a group waits until the buckets of a step have brought all of its parameters.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -106,6 +105,9 @@ class ParameterGroup {
   virtual ExchangeState const& state() const = 0;
   virtual void load_state(ExchangeState const& state) = 0;
   virtual ExchangeStats const& stats() const = 0;
+  // Of the parameters in this group and the groups that they were in before.
+  std::uint64_t steps() const { return steps_before_ + stats().steps; }
+  void set_steps_before(std::uint64_t steps) { steps_before_ = steps; }
   virtual StepRecord const& last_step() const = 0;
   virtual void set_density(double density) = 0;
   VelocityRule velocity() const { return rule_.velocity; }
@@ -175,6 +177,7 @@ class ParameterGroup {
   std::vector<Arrival> arrivals_;
   std::size_t arrived_ = 0;
   std::atomic<bool> busy_ = false;
+  std::uint64_t steps_before_ = 0;
   Duration exposed_{};
 };
 

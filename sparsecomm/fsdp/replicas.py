@@ -75,6 +75,11 @@ def apply(
             "FSDP has those of a module at a time; clip after the backward pass, with "
             "torch.nn.utils.clip_grad_norm_"
         )
+    if compression.groups is not None:
+        raise ValueError(
+            "FSDP brings the gradients of a module at a time, which are the groups: leave groups "
+            "out, and shard the modules that are to be exchanged together as one"
+        )
     groups = list(groups_of(model))
     if any(group._all_reduce_hook is not None for _, group in groups):
         raise RuntimeError("this model has an all-reduce hook already; FSDP takes one")

@@ -185,12 +185,14 @@ class GradientBuckets:
         compression = self._state.compression
         whole = compression.dense_below if compression.selects else 0
         full: list[list[tuple[str, Tensor]]] = []
-        filling: dict[tuple[bool, torch.dtype], list[tuple[str, Tensor]]] = {}
+        filling: dict[tuple[bool, torch.dtype, int | None], list[tuple[str, Tensor]]] = {}
         for name, parameter in reversed(named):
             # Those that are sent whole, which are small, share a bucket.
-            key = (parameter.dim() < whole, parameter.dtype)
+            number = self._state._group_numbers.get(parameter)
+            key = (number is None and parameter.dim() < whole, parameter.dtype, number)
             members = filling.setdefault(key, [])
-            if members and sum(p.nbytes for _, p in members) + parameter.nbytes > self._capacity:
+            size = sum(p.nbytes for _, p in members) + parameter.nbytes
+            if number is None and members and size > self._capacity:
                 full.append(members)
                 members = filling[key] = []
             members.append((name, parameter))
@@ -434,6 +436,7 @@ class GradientBuckets:
         elif together and self._launched < len(self._buckets):
             self._reset()  # what is clipped together waits for the last one: nothing is on its way
         elif self._has_arrivals():
+            self._state._native.release_waiting()  # of groups that lack gradients
             self._wait()
         self._state.unfinished = False
 

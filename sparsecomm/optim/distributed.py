@@ -204,7 +204,7 @@ class DistributedOptimizer(_Adopted, _Joinable):
         self._buckets.add(named)
         # Without the tensors: what an unpickled optimizer is attached with.
         self._exchange_arguments = {
-            "compression": compression,
+            "compression": exchange.compression,
             "process_group": process_group,
             "average": average,
             "bucket_cap_mb": bucket_cap_mb,
