@@ -231,6 +231,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
       std::move(type), side_ ? std::vector{*device_} : std::vector<at::Device>{});
   pending->side = side_.get();
   if (must_wait(bucket)) {
+    if (side_) pending->made = side_->mark_current();
     unformed_.emplace_back(bucket, pending);
     return pending->future;
   }
@@ -280,6 +281,7 @@ void HookState::accept(Bucket const& bucket, std::shared_ptr<PendingBucket> cons
     step_->parameters.insert(step_->parameters.end(), parameters.begin(), parameters.end());
   }
   if (bucket.of_grads && bucket.last) Step::check_after_backward(step_);
+  if (pending->made) side_->let_current_wait(*pending->made);  // it may have come on another one
   std::vector<bool> const unused = sparse ? bucket.unused : take_fresh(bucket, *pending);
   std::vector<at::Tensor> const gradients = sparse ? bucket.gradients : arrange(bucket, *pending);
   if (side_) {

@@ -33,6 +33,8 @@ class SideStream {
 
   // What the thread's current stream has now.
   std::unique_ptr<c10::Event> mark_current() const;
+  // What the thread's current stream has from now on waits for what was marked.
+  void let_current_wait(c10::Event const& mark) const { mark.block(current_stream(device())); }
   // Blocks until the device has done what was marked. Waiting on the host, not in the stream, lets
   // what other buckets need go on there.
   void wait(c10::Event const& mark) const;
