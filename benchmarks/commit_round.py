@@ -11,7 +11,7 @@ time. A time is that of the slowest rank, from a barrier to the result.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from command_line import make_parser
 from hosts import run_benchmark
-from turns import add_arguments, of_slowest_rank, ratio
+from turns import add_arguments, of_slowest_rank, publish, ratio
 
 from sparsecomm import _C, Compression
-from sparsecomm.cli.bench import at_least_1, share, write_json
+from sparsecomm.cli.bench import at_least_1, share
 from sparsecomm.cli.measure import Spread
 from sparsecomm.transports import connect
 
@@ -83,10 +83,7 @@ def measure(settings: Settings) -> None:
     timeout = timedelta(minutes=5)
     communicator = _C.Communicator(connect(None, timeout), timeout)
     rows = [measure_algorithm(settings, name, communicator) for name in settings.algorithms]
-    if dist.get_rank() == 0:
-        print(table(rows), flush=True)
-        if settings.file is not None:
-            write_json(settings.file, [asdict(row) for row in rows])
+    publish(rows, table(rows), settings.file)
 
 
 def measure_algorithm(settings: Settings, algorithm: str, communicator: _C.Communicator) -> Row:

@@ -12,7 +12,7 @@ is compared with 0, where each tensor is exchanged alone.
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from command_line import make_parser
 from hosts import run_benchmark
-from turns import add_arguments, of_slowest_rank, ratio
+from turns import add_arguments, of_slowest_rank, publish, ratio
 
 import sparsecomm
-from sparsecomm.cli.bench import at_least_1, share, write_json
+from sparsecomm.cli.bench import at_least_1, share
 from sparsecomm.cli.measure import Spread
 
 ALONE = 0
@@ -100,10 +100,7 @@ def measure(settings: Settings) -> None:
     rows: list[Row] = []
     for entries in settings.entries:
         rows += measure_size(settings, entries, communicators)
-    if dist.get_rank() == 0:
-        print(table(rows), flush=True)
-        if settings.file is not None:
-            write_json(settings.file, [asdict(row) for row in rows])
+    publish(rows, table(rows), settings.file)
 
 
 def measure_size(

@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +21,10 @@ import torch
 import torch.distributed as dist
 from command_line import make_parser
 from hosts import run_benchmark
-from turns import add_arguments, of_slowest_rank, ratio
+from turns import add_arguments, of_slowest_rank, publish, ratio
 
 import sparsecomm
-from sparsecomm.cli.bench import at_least_1, share, write_json
+from sparsecomm.cli.bench import at_least_1, share
 from sparsecomm.cli.measure import Spread
 
 
@@ -85,10 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def measure(settings: Settings) -> None:
     rows = [measure_size(settings, entries) for entries in settings.entries]
-    if dist.get_rank() == 0:
-        print(table(rows), flush=True)
-        if settings.file is not None:
-            write_json(settings.file, [asdict(row) for row in rows])
+    publish(rows, table(rows), settings.file)
 
 
 def measure_size(settings: Settings, entries: int) -> Row:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from sparsecomm.cli.bench import at_least_1
+from sparsecomm.cli.bench import at_least_1, write_json
 from sparsecomm.cli.measure import Spread
 
 Way = TypeVar("Way")
@@ -24,6 +25,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, iters: int, warmup: int) -
     add("--iters", type=at_least_1, default=iters, help="turns measured")
     add("--warmup", type=at_least_1, default=warmup, help="turns before them")
     add("--json", type=Path, help="file that the figures also go to")
+
+
+def publish(rows: Sequence[Any], text: str, file: Path | None) -> None:
+    """Has rank 0 print the text, and write the rows, which are dataclasses, to the file."""
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+        if file is not None:
+            write_json(file, [asdict(row) for row in rows])
 
 
 def of_slowest_rank(times: Mapping[Way, Sequence[float]]) -> dict[Way, list[float]]:

@@ -95,7 +95,8 @@ class _Process:
         self.file = _C.TimelineFile()
         self._lock = threading.RLock()
         self._active: Timeline | None = None
-        self._whole: Timeline | None = None  # of the variable
+        self._followed = False  # the variable
+        self._whole: Timeline | None = None  # that it asks for
         self._numbers: dict[tuple[int, ...], int] = {}  # of communicators, by their ranks
 
     def enter(self, wanted: Timeline) -> None:
@@ -128,22 +129,29 @@ class _Process:
             if wanted.path is None:
                 _LOG.warning("no timeline was written to %s: nothing was exchanged", wanted._given)
 
+    def _follow(self, wanted: str) -> None:
+        if self._active is not None:
+            _LOG.warning(
+                "%s=%s records nothing: another timeline is being recorded to %s",
+                *(VARIABLE, wanted, self._active.path or self._active._given),
+            )
+            return
+        try:
+            self._whole = self._active = Timeline(wanted)
+        except ValueError as error:
+            _LOG.warning("no timeline is recorded: %s", error)
+            return
+        atexit.register(self.leave, self._whole)
+
     def connects(self, ranks: Sequence[int], rank: int, wanted: str) -> int:
         """Starts what waits for a rank to be known, or what the variable, if it is set, asks for.
 
         Returns the number of the communicator that is made among those of its ranks.
         """
         with self._lock:
-            if wanted and self._whole is None:
-                self._whole = Timeline(wanted)
-                if self._active is None:
-                    self._active = self._whole
-                    atexit.register(self.leave, self._whole)
-                else:
-                    _LOG.warning(
-                        "%s=%s records nothing: another timeline is being recorded to %s",
-                        *(VARIABLE, wanted, self._active.path or self._active._given),
-                    )
+            if wanted and not self._followed:
+                self._followed = True
+                self._follow(wanted)
             active = self._active
             if active is not None and active.path is None:
                 try:

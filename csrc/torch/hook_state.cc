@@ -145,24 +145,25 @@ void HookState::name_parameters(std::vector<std::pair<std::string, at::Tensor>> 
   }
 }
 
-void HookState::set_densities(std::vector<std::pair<at::Tensor, double>> const& densities) {
+template <class Value>
+void HookState::set_before_first_step(char const* what,
+                                      std::vector<std::pair<at::Tensor, Value>> const& values,
+                                      std::unordered_map<void const*, Value>& by_parameter) {
   Entry const entry(*this);
-  require(has_made_no_step(), "densities must be set before the first step");
-  densities_.clear();
-  for (auto const& [parameter, density] : densities) {
-    densities_.emplace(parameter.unsafeGetTensorImpl(), density);
+  require(has_made_no_step(), what, " must be set before the first step");
+  by_parameter.clear();
+  for (auto const& [parameter, value] : values) {
+    by_parameter.emplace(parameter.unsafeGetTensorImpl(), value);
     parameters_.push_back(parameter);
   }
 }
 
+void HookState::set_densities(std::vector<std::pair<at::Tensor, double>> const& densities) {
+  set_before_first_step("densities", densities, densities_);
+}
+
 void HookState::set_groups(std::vector<std::pair<at::Tensor, int>> const& numbers) {
-  Entry const entry(*this);
-  require(has_made_no_step(), "groups must be set before the first step");
-  group_numbers_.clear();
-  for (auto const& [parameter, number] : numbers) {
-    group_numbers_.emplace(parameter.unsafeGetTensorImpl(), number);
-    parameters_.push_back(parameter);
-  }
+  set_before_first_step("groups", numbers, group_numbers_);
 }
 
 void HookState::follow_loss_scale(std::function<double()> loss_scale) {

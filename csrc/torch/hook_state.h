@@ -213,6 +213,11 @@ class HookState : public std::enable_shared_from_this<HookState> {
 
   HookState(HookOptions options, CommunicatorOptions communicator_options,
             std::string cuda_library);
+  // Replaces what parameters have of their own, of which there is no group yet.
+  template <class Value>
+  void set_before_first_step(char const* what,
+                             std::vector<std::pair<at::Tensor, Value>> const& values,
+                             std::unordered_map<void const*, Value>& by_parameter);
   void form_groups(std::vector<Bucket const*> const& buckets);
   void drop_empty_groups();
   void dissolve_unlike_groups(std::vector<at::Tensor> const& parameters);
