@@ -369,6 +369,16 @@ def test_clocks_are_compared_by_rounds(tmp_path: Path) -> None:
     assert max(differences) < 250
 
 
+def test_clocks_do_not_run_backwards(tmp_path: Path) -> None:
+    # One round that is late, just before clocks are compared anew, and another just after.
+    first = recorded(tmp_path / "0", 0, {1: ([0, 1], [10_003_000.0, 10_001_500.0])})
+    own = [9_998_000.0, 10_001_000.0, 9_999_999.0]
+    second = recorded(tmp_path / "1", 1, {1: ([0, 1], own)})
+    merge([first, second], tmp_path / "both.json")
+    ends = ends_by_rank(tmp_path / "both.json")["rank 1: a test"]  # which holds slices to last
+    assert ends == sorted(ends)
+
+
 def test_ranks_meet_over_others(tmp_path: Path) -> None:
     # Ranks 0 and 3 share no communicator; ranks 1 and 2 have one of the same members twice.
     pairs = {(0, 1): 100.0, (1, 2): 200.0, (2, 3): 300.0}
