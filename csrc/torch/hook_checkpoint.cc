@@ -113,12 +113,19 @@ void HookState::check_loaded_names() const {
 
 void HookState::restore(ParameterGroup& group) {
   group.load_state(state_for(group, *loaded_));  // which may throw, so before anything is written
+  copy_kept(*loaded_, group);
+}
+
+// Of those members that the checkpoint has.
+void HookState::copy_kept(HookCheckpoint const& from, ParameterGroup const& group) const {
   if (side_) side_->let_current_wait();
   for (ParameterGroup::Member const& member : group.members()) {
+    auto const residual = from.residuals.find(member.key);
+    if (residual == from.residuals.end()) continue;
     c10::IntArrayRef const sizes = member.layout.sizes();
-    group.residual_of(member).copy_(loaded_->residuals.at(member.key).reshape(sizes));
+    group.residual_of(member).copy_(residual->second.reshape(sizes));
     if (group.has_moment()) {
-      group.moment_of(member).copy_(loaded_->moments.at(member.key).reshape(sizes));
+      group.moment_of(member).copy_(from.moments.at(member.key).reshape(sizes));
     }
   }
   if (side_) side_->wait_for_current();
@@ -132,16 +139,7 @@ bool HookState::restore_dissolved(ParameterGroup& group) {
   };
   if (!dissolved_ || std::ranges::none_of(group.members(), is_kept)) return false;
   group.load_state(state_for(group, *dissolved_));
-  if (side_) side_->let_current_wait();
-  for (ParameterGroup::Member const& member : group.members()) {
-    if (!is_kept(member)) continue;
-    c10::IntArrayRef const sizes = member.layout.sizes();
-    group.residual_of(member).copy_(dissolved_->residuals.at(member.key).reshape(sizes));
-    if (group.has_moment()) {
-      group.moment_of(member).copy_(dissolved_->moments.at(member.key).reshape(sizes));
-    }
-  }
-  if (side_) side_->wait_for_current();
+  copy_kept(*dissolved_, group);
   return true;
 }
 
@@ -175,13 +173,16 @@ void HookState::check_all_loaded() const {
 // What no group has taken over waits for parameters that have not come yet.
 void HookState::settle_loaded() {
   std::set<std::string> const taken = keys_of_groups();
+  std::set<std::string> between_groups;
+  for (auto const& [parameter, place] : former_places_) between_groups.insert(place.key);
   auto const has_mass = [](std::map<std::string, at::Tensor> const& kept, std::string const& key) {
     auto const found = kept.find(key);
     return found != kept.end() && found->second.any().item<bool>();
   };
   std::erase_if(loaded_->residuals, [&](auto const& item) {
     return taken.contains(item.first) ||
-           !(has_mass(loaded_->residuals, item.first) || has_mass(loaded_->moments, item.first));
+           !(between_groups.contains(item.first) || has_mass(loaded_->residuals, item.first) ||
+             has_mass(loaded_->moments, item.first));
   });
   if (loaded_->residuals.empty()) loaded_.reset();
 }

@@ -271,6 +271,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void add_unseen(HookCheckpoint& checkpoint) const;
   void restore(ParameterGroup& group);
   bool restore_dissolved(ParameterGroup& group);
+  void copy_kept(HookCheckpoint const& from, ParameterGroup const& group) const;
   void settle_dissolved();
   bool has_made_no_step() const { return places_.empty() && former_places_.empty(); }
   static void keep(ParameterGroup const& group, HookCheckpoint& checkpoint);

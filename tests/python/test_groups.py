@@ -416,6 +416,37 @@ def check_a_broken_backward_pass() -> None:
         assert all(torch.equal(other, everyone[0]) for other in everyone)
 
 
+def check_a_checkpoint_between_groups() -> None:
+    """Loaded when a pass has broken off that had begun to form groups anew."""
+    for momentum in (0.0, 0.5):
+        model = make_model()
+        named = [*model.named_parameters()]
+        options: dict[str, Any] = {"groups": "buckets", "named_parameters": named}
+        state = OkTopkState(0.05, momentum=momentum, **options)
+        ddp = make_ddp(model)
+        ddp.register_comm_hook(state, sparsecomm.oktopk_hook)
+        train(ddp, torch.optim.SGD(model.parameters(), lr=0.0), range(1))
+        saved, kept = state.state_dict(), checkpoint_of(state)
+        fail_in_backward(ddp, state)
+        state.load_state_dict(saved)
+        loaded = checkpoint_of(state)
+        for name, residual in kept["residuals"].items():
+            assert torch.equal(loaded["residuals"][name], residual), name
+        del ddp
+        ddp = wrap_again(model, state)
+        train(ddp, torch.optim.SGD(model.parameters(), lr=0.0), range(1, 3))
+        # As one that has loaded the same and knows nothing else.
+        other_model = make_model()
+        options["named_parameters"] = other_model.named_parameters()
+        other = OkTopkState(0.05, momentum=momentum, **options)
+        other.load_state_dict(saved)
+        its_ddp = wrap_again(other_model, other)
+        train(its_ddp, torch.optim.SGD(other_model.parameters(), lr=0.0), range(1, 3))
+        mine, others = checkpoint_of(state), checkpoint_of(other)
+        for name, residual in mine["residuals"].items():
+            assert torch.equal(others["residuals"][name], residual), name
+
+
 def check_gradients_that_are_dropped() -> None:
     """By zero_grad(), when some buckets of a group have come."""
     for groups in (2, "model", "7kB", "buckets", None):
@@ -498,6 +529,7 @@ CHECKS = {
     "disagreement": check_disagreement,
     "without names": check_a_state_without_names,
     "a broken backward pass": check_a_broken_backward_pass,
+    "a checkpoint between groups": check_a_checkpoint_between_groups,
     "dropped gradients": check_gradients_that_are_dropped,
     "later parameters": check_parameters_that_come_later,
     "unfrozen parameters": check_unfrozen_parameters,
