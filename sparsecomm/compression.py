@@ -78,11 +78,12 @@ class Compression:
         groups: which parameters are exchanged together, each group as soon as its gradients are
             there: a number of groups, about as large; ``"model"``: one, as in the papers; a size in
             bytes of the gradient, such as ``"25MB"``, at most; lists of names or modules;
-            ``"buckets"``: DDP's own buckets, or those of an optimizer of ours. ``None``: all that
-            one bucket brings in the first step, which with DDP's defaults is the whole model. What
-            is sent whole is one more group, but for ``"buckets"`` and ``None``. Parameters of
-            several dtypes, densities or momenta are groups of their own. Densities hold for each
-            group.
+            ``"buckets"``: DDP's own buckets, or those of an optimizer of ours; ``"auto"``:
+            ``"model"`` or ``"buckets"``, both of which are tried, for some tens of steps, and the
+            quicker one kept. ``None``: all that one bucket brings in the first step, which with
+            DDP's defaults is the whole model. What is sent whole is one more group, but for
+            ``"buckets"`` and ``None``. Parameters of several dtypes, densities or momenta are
+            groups of their own. Densities hold for each group.
         dense_below: parameters with fewer dimensions are always sent whole: by default those with
             fewer than two, which are biases and those of norms. 0 for none.
         momentum: of momentum correction, in [0, 1); 0 for none. Use an optimizer without momentum
@@ -205,7 +206,7 @@ class Compression:
                 'use algorithm="topk_a"'
             )
         self.native()
-        if not self.selects and self.groups not in (None, grouping.BUCKETS):
+        if not self.selects and self.groups not in (None, grouping.BUCKETS, grouping.AUTO):
             raise ValueError(
                 f"algorithm={self.algorithm!r} keeps nothing, and exchanges bucket by bucket: "
                 "leave groups out"

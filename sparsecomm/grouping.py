@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from sparsecomm.units import parse_bytes
 
-MODEL, BUCKETS = "model", "buckets"
+MODEL, BUCKETS, AUTO = "model", "buckets", "auto"
+_NAMED = (MODEL, BUCKETS, AUTO)
+_LISTED = ", ".join(f'"{name}"' for name in _NAMED)
 Groups: TypeAlias = int | str | Sequence[Sequence[str | nn.Module]] | None
 _SHOWN = 5  # names in a message
 _WHOLE = -1  # the number of parameters that are sent whole: one group, small as a rule
@@ -23,12 +25,12 @@ def checked(groups: Any) -> Groups:
         TypeError: it is of no kind that ``groups`` may be of.
         ValueError: it is, and says nothing that can be done.
     """
-    if groups is None or groups in (MODEL, BUCKETS):
+    if groups is None or groups in _NAMED:
         return groups  # type: ignore[no-any-return]
     if isinstance(groups, bool) or not isinstance(groups, (int, str, Sequence)):
         raise TypeError(
-            f'groups must be a number, "{MODEL}", "{BUCKETS}", a size such as "25MB", or lists of '
-            f"names or modules, not {type(groups).__name__}"
+            f'groups must be a number, {_LISTED}, a size such as "25MB", or lists of names or '
+            f"modules, not {type(groups).__name__}"
         )
     if isinstance(groups, int):
         if groups < 1:
@@ -39,7 +41,7 @@ def checked(groups: Any) -> Groups:
             parse_bytes(groups)
         except ValueError as error:
             raise ValueError(
-                f'groups={groups!r} is neither "{MODEL}" nor "{BUCKETS}" nor a size: {error}'
+                f"groups={groups!r} is none of {_LISTED}, and no size: {error}"
             ) from error
         return groups
     lists = []
@@ -63,15 +65,15 @@ def checked(groups: Any) -> Groups:
 
 
 def way(groups: Groups) -> str:
-    """Returns how the engine is to form groups: by arrival, by number or by bucket."""
+    """Returns how the engine is to form groups, as its ``GroupsBy`` names it."""
     if groups is None:
         return "arrival"
-    return "bucket" if groups == BUCKETS else "number"
+    return {BUCKETS: "bucket", AUTO: "measured"}.get(str(groups), "number")
 
 
 def described(groups: Groups) -> str:
     """Returns what ranks compare; it is empty if nothing was said."""
-    if groups is None or isinstance(groups, int) or groups in (MODEL, BUCKETS):
+    if groups is None or isinstance(groups, int) or groups in _NAMED:
         return "" if groups is None else str(groups)
     if isinstance(groups, str):
         return f"{parse_bytes(groups)} bytes"

@@ -279,6 +279,12 @@ class CompressionState:
 
         ``lost_aggregators`` maps the address of each aggregator that is not used now to the reason.
 
+        ``grouping`` is ``None`` unless ``groups`` is ``"auto"`` and there is a choice. Then it is a
+        dict: ``groups``, those of the next step, ``"model"`` or ``"buckets"``; ``decided``, false
+        while both are tried; ``model_seconds`` and ``buckets_seconds``, the time of a step from
+        when its first bucket has come until all groups are done, the median of those tried and the
+        least of all ranks (until the decision: this rank's), ``None`` where it has not been tried.
+
         ``last_step`` is a dict with these figures of the last step of all groups, but for
         ``steps``, and with ``observed_seconds`` and, where a plan chose in every group,
         ``predicted_seconds``; before the first step it is empty.
@@ -653,12 +659,18 @@ class AutoState(_Method):
     along. What a step delivers depends on the choice: every entry (dense), the union of the
     selections, or the k largest of their sum; what is not delivered stays in the residual.
 
-    A run that is resumed begins with the plan of the saved one. Since plans follow measured times,
-    two runs need not choose alike; where every bit has to repeat, name the algorithm, as
-    :class:`OkTopkState` does.
+    By default ``groups`` is ``"auto"``: the whole model is one group at first, and DDP's buckets
+    are groups then, whose exchange overlaps with the backward pass; each for ten steps or more.
+    What took less time, from when the first bucket of a step had come, is kept; one group if the
+    other gains less than 2 %. :meth:`stats` and :func:`sparsecomm.report` say what was found.
+
+    A run that is resumed begins with the plan of the saved one, and with its groups if they had
+    been chosen. Since plans follow measured times, two runs need not choose alike; where every bit
+    has to repeat, name the algorithm, as :class:`OkTopkState` does.
     """
 
     _algorithm = "auto"
+    _defaults: ClassVar[CompressionOptions] = {"groups": "auto"}
 
     @property
     def algorithms(self) -> list[str]:

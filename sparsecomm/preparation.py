@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from typing_extensions import Unpack
 
-from sparsecomm import _C
-from sparsecomm.compression import Compression, SelectionOptions, check_options
+from sparsecomm import _C, grouping
+from sparsecomm.compression import AUTO, Compression, SelectionOptions, check_options
 from sparsecomm.hooks import (
     AutoState,
     CompressionState,
@@ -130,6 +130,8 @@ def prepare(
     if total_steps is not None:
         chosen["warmup"] = _warmup(total_steps, density, chosen)
     keywords: Any = {k: chosen.pop(k) for k in COMMUNICATOR_KEYWORDS if k in chosen}
+    if chosen.get("algorithm") == AUTO:
+        chosen.setdefault("groups", grouping.AUTO)  # as of AutoState
     compression = Compression(density=density, **chosen)  # which checks the options
     splits = density < 1 or any(own != 1 for own in compression.densities.values())
     former = joint_of(optimizer)

@@ -142,6 +142,7 @@ def _text(title: str, native: _C.HookState) -> str:
         f"{format_seconds(stats['apply_seconds'] / steps)} to apply, "
         f"{format_seconds(stats['agree_seconds'] / steps)} waiting for others; "
         f"{format_seconds(stats['exposed_seconds'] / steps)} exposed a step",
+        *_grouping(stats["grouping"]),
         "  last step, by group:",
     ]
     rows = [_COLUMNS, *(_row(group) for group in stats["groups"])]
@@ -151,6 +152,20 @@ def _text(title: str, native: _C.HookState) -> str:
         cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines)
+
+
+def _grouping(grouping: Mapping[str, Any] | None) -> list[str]:
+    if grouping is None:
+        return []
+    names = {"model": "one group", "buckets": "DDP's buckets"}
+    parts = [
+        f"{format_seconds(seconds)} a step with {name}"
+        for key, name in names.items()
+        if (seconds := grouping[f"{key}_seconds"]) is not None
+    ]
+    verb = "chosen" if grouping["decided"] else "being tried"
+    measured = f": {', '.join(parts)}, from its first bucket on" if parts else ""
+    return [f"  groups: {names[grouping['groups']]}, {verb}{measured}"]
 
 
 def _traffic(figures: Mapping[str, float], steps: int) -> str:

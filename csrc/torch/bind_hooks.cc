@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <cmath>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
@@ -124,6 +125,9 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
     saved["global_threshold"] = collective.global_threshold;
     saved["boundaries"] = collective.boundaries;
     if (group.state.plan.figures) saved["plan"] = to_dict(group.state.plan);
+    // With each, so that a state without any, or a former release's, looks as ever.
+    if (auto const& times = checkpoint.grouping)
+      saved["grouping"] = std::pair(times->model, times->buckets);
     groups.append(saved);
   }
   py::dict result;
@@ -151,6 +155,13 @@ HookCheckpoint read_dict(py::dict const& saved) {
     group.state.collective.boundaries = item["boundaries"].cast<std::vector<std::uint32_t>>();
     group.state.loss_scale = checkpoint.loss_scale;
     if (item.contains("plan")) group.state.plan = plan_from_dict(item["plan"]);
+    if (item.contains("grouping")) {
+      auto const [model, buckets] = item["grouping"].cast<std::pair<float, float>>();
+      require(std::isfinite(model) && std::isfinite(buckets) && std::min(model, buckets) >= 0,
+              "the state_dict to load has steps of ", model, " and ", buckets,
+              " s, which no step takes");
+      checkpoint.grouping = GroupingTimes{model, buckets};
+    }
   }
   return checkpoint;
 }
@@ -170,8 +181,25 @@ HookCheckpoint from_dict(py::dict const& saved) {
 GroupsBy find_groups_by(std::string const& name) {
   if (name == "arrival") return GroupsBy::arrival;
   if (name == "number") return GroupsBy::number;
-  require(name == "bucket", "groups_by = '", name, "' is none of arrival, number, bucket");
-  return GroupsBy::bucket;
+  if (name == "bucket") return GroupsBy::bucket;
+  require(name == "measured", "groups_by = '", name,
+          "' is none of arrival, number, bucket, measured");
+  return GroupsBy::measured;
+}
+
+// None: a time that is not known.
+py::object grouping_dict(std::optional<GroupingTrial> const& trial) {
+  if (!trial) return py::none();
+  auto const known = [](float seconds) -> py::object {
+    if (seconds == 0) return py::none();
+    return py::float_(seconds);
+  };
+  py::dict result;
+  result["groups"] = trial->grouping() == Grouping::model ? "model" : "buckets";
+  result["decided"] = trial->decided();
+  result["model_seconds"] = known(trial->times().model);
+  result["buckets_seconds"] = known(trial->times().buckets);
+  return result;
 }
 
 double share(std::uint64_t count, std::uint64_t numel) {
@@ -225,6 +253,7 @@ py::dict stats_dict(HookState const& state) {
     if (!group.last.algorithm.empty()) groups.append(group_dict(group));
   }
   result["groups"] = groups;
+  result["grouping"] = grouping_dict(stats.grouping);
   return result;
 }
 

@@ -226,6 +226,7 @@ HookCheckpoint HookState::checkpoint() const {
   HookCheckpoint checkpoint;
   if (by_bucket_) return checkpoint;
   checkpoint.loss_scale = kept_loss_scale();
+  if (trial_ && trial_->decided()) checkpoint.grouping = trial_->times();
   for (auto const& group : groups_) group->follow(checkpoint.loss_scale);
   if (side_) side_->let_current_wait();
   for (auto const& group : groups_) keep(*group, checkpoint);
@@ -278,6 +279,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   if (groups_.empty() && checkpoint.residuals.empty() && checkpoint.groups.empty()) {
     loaded_.reset();  // of a run without a step, whose parameters had no names
     moments_.clear();
+    load_grouping({});
     return;
   }
   std::optional<HookCheckpoint> const before = std::exchange(loaded_, std::move(checkpoint));
@@ -302,6 +304,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   for (auto const& group : groups_) restore(*group);
   dissolved_.reset();
   moments_.clear();
+  load_grouping(loaded_->grouping);
   // What is named has been checked, in whatever layout it comes then.
   if (!names_.empty()) loaded_->row_major = true;
   if (sealed_) settle_loaded();

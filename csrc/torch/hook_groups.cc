@@ -39,7 +39,7 @@ void HookState::form_groups(std::vector<Bucket const*> const& buckets) {
   };
   std::vector<Fresh> fresh;
   std::unordered_map<std::string, std::size_t> saved_groups;
-  bool const as_saved = loaded_ && options_.groups_by == GroupsBy::arrival;
+  bool const as_saved = loaded_ && groups_by_ == GroupsBy::arrival;
   for (std::size_t i = 0; as_saved && i < loaded_->groups.size(); ++i) {
     for (std::string const& key : loaded_->groups[i].parameters) saved_groups.emplace(key, i);
   }
@@ -49,7 +49,7 @@ void HookState::form_groups(std::vector<Bucket const*> const& buckets) {
     std::vector<at::Tensor> const& parameters = bucket->parameters;
     bool const renewed = by_bucket_ && !is_group(parameters);
     regroups = regroups || renewed;
-    if (!by_bucket_ && options_.groups_by == GroupsBy::bucket) dissolve_unlike_groups(parameters);
+    if (!by_bucket_ && groups_by_ == GroupsBy::bucket) dissolve_unlike_groups(parameters);
     for (at::Tensor const& parameter : parameters) {
       bool const known = places_.contains(parameter.unsafeGetTensorImpl());
       if (known && !renewed) continue;
@@ -204,7 +204,9 @@ void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
       ParameterGroup::make(name, concat("gradients ", number), dtype, std::move(members),
                            options_at(density, velocity), *communicator_, !by_bucket_, side_.get());
   group->set_steps_before(left_.steps);
-  if (!restore_dissolved(*group) && loaded_) {
+  if (restore_dissolved(*group)) {
+    adopt_plan(*group);
+  } else if (loaded_) {
     // This may throw: then the group is not there in the next step either.
     check_loaded(*group);
     restore(*group);

@@ -65,8 +65,13 @@ HookState::HookState(HookOptions options, CommunicatorOptions communicator_optio
     : options_((validate(options.exchange), std::move(options))),
       by_bucket_(options_.exchange.algorithm != auto_algorithm &&
                  !find_algorithm(options_.exchange.algorithm).sparse),
+      groups_by_(options_.groups_by == GroupsBy::measured ? GroupsBy::number : options_.groups_by),
       communicator_options_(std::move(communicator_options)),
-      cuda_library_(std::move(cuda_library)) {}
+      cuda_library_(std::move(cuda_library)) {
+  // With clipping nothing is exchanged before the last bucket, whatever the groups are.
+  if (options_.groups_by == GroupsBy::measured && !by_bucket_ && options_.clip_norm == 0)
+    trial_.emplace();
+}
 
 std::shared_ptr<HookState> HookState::make(HookOptions options,
                                            CommunicatorOptions communicator_options,
@@ -196,6 +201,9 @@ void HookState::reconnect(std::unique_ptr<Transport> transport, TimelineOptions 
     take_back_broken_step("reconnect");
     step_.reset();
     drop_waiting();
+    agreement_.reset();
+    tried_.clear();
+    if (trial_) trial_->restart();
     former_counters_ = counters();
     former = std::exchange(communicator_, std::move(fresh));
     sparse_pool_ = std::make_shared<CollectivePool>();
@@ -226,6 +234,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
   check_gradients(bucket);
 
   if (bucket.index == 0) begin_step(loss_scale);
+  step_->note(bucket);
   auto const pending = std::make_shared<PendingBucket>();
   pending->value = std::move(value);
   pending->future = c10::make_intrusive<c10::ivalue::Future>(
@@ -248,6 +257,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
     settle_loaded();
   }
   if (bucket.last && dissolved_) settle_dissolved();
+  if (bucket.last && trial_ && trial_->decided()) tried_.clear();
   sealed_ = sealed_ || bucket.last;
   while (bucket.last && !unformed_.empty()) {
     auto const [waiting, its_pending] = std::move(unformed_.front());
@@ -265,7 +275,7 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
 
 // Whether the groups of its parameters are to be formed later.
 bool HookState::must_wait(Bucket const& bucket) const {
-  return options_.groups_by == GroupsBy::number && !by_bucket_ && !bucket.last &&
+  return groups_by_ == GroupsBy::number && !by_bucket_ && !bucket.last &&
          !bucket.buffer.is_sparse() &&
          std::ranges::any_of(bucket.parameters, [this](at::Tensor const& parameter) {
            return !places_.contains(parameter.unsafeGetTensorImpl());
@@ -347,6 +357,7 @@ void HookState::begin_step(double loss_scale) {
     break_off_step();
     exposed_ += step_->time_exposed();
   }
+  follow_trial();
   step_ = std::make_shared<Step>();
   step_->follow_backward();
   step_->loss_scale = loss_scale;
@@ -414,7 +425,7 @@ void HookState::set_density(double density) {
 HookStats HookState::stats() const {
   Entry const entry(*this);
   require_idle("read the statistics");
-  HookStats total{left_, counters(), exposed_, {}, {}};
+  HookStats total{left_, counters(), exposed_, {}, {}, trial_};
   if (communicator_) total.lost_aggregators = communicator_->lost_aggregators();
   if (step_) total.exposed += step_->time_exposed();
   for (auto const& group : groups_) {

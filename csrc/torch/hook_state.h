@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "delivered_gradient.h"
+#include "engine/grouping_trial.h"
 #include "parameter_group.h"
 
 namespace sparsecomm {
@@ -39,7 +40,8 @@ struct HookCheckpoint {
   std::map<std::string, at::Tensor> residuals;  // by parameter
   std::map<std::string, at::Tensor> moments;    // likewise; empty where the rule has none
   std::vector<Group> groups;
-  double loss_scale = 1;  // the unit of the tensors and thresholds
+  double loss_scale = 1;                  // the unit of the tensors and thresholds
+  std::optional<GroupingTimes> grouping;  // of a trial that has come to a decision
 
   void follow(double other_scale);
 };
@@ -47,9 +49,10 @@ struct HookCheckpoint {
 // Which parameters are exchanged together, of those with the same dtype, density and velocity's
 // rule.
 enum class GroupsBy : std::uint8_t {
-  arrival,  // that a bucket of the step in which they first come brings together
-  number,   // of the same number, see set_groups(); formed when the step's last bucket has come
-  bucket,   // of the same bucket, of each step: what is kept of them moves along
+  arrival,   // that a bucket of the step in which they first come brings together
+  number,    // of the same number, see set_groups(); formed when the step's last bucket has come
+  bucket,    // of the same bucket, of each step: what is kept of them moves along
+  measured,  // all of them, or those of the same bucket, as a GroupingTrial decides
 };
 
 struct HookOptions {
@@ -103,6 +106,7 @@ struct HookStats {
   Duration exposed{};
   std::vector<GroupStats> groups;                // of the last step
   std::vector<AggregatorLoss> lost_aggregators;  // by the communicator
+  std::optional<GroupingTrial> grouping;         // where there is one
 };
 
 // Thread-safe: a call waits for one on another thread to return, and one from a callback or a
@@ -199,6 +203,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   };
   struct PendingBucket;
   struct Step;
+  class GroupingAgreement;
   // Held by each public function.
   class Entry {
    public:
@@ -223,6 +228,11 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void dissolve_unlike_groups(std::vector<at::Tensor> const& parameters);
   void dissolve(ParameterGroup& group);
   bool must_wait(Bucket const& bucket) const;
+  void follow_trial();
+  void observe_step();
+  void submit_agreement();
+  void load_grouping(std::optional<GroupingTimes> const& decision);
+  void adopt_plan(ParameterGroup& group) const;
   std::vector<bool> take_fresh(Bucket const& bucket, PendingBucket& pending);
   std::vector<at::Tensor> arrange(Bucket const& bucket, PendingBucket& pending);
   void add_group(at::ScalarType dtype, std::optional<double> density, VelocityRule const& velocity,
@@ -288,6 +298,10 @@ class HookState : public std::enable_shared_from_this<HookState> {
   HookOptions options_;
   // A dense exchange keeps nothing from step to step, so each bucket is a group, at any time.
   bool by_bucket_;
+  GroupsBy groups_by_;                  // of the next step, never `measured`
+  std::optional<GroupingTrial> trial_;  // where it is `measured`, and there is a choice
+  std::shared_ptr<GroupingAgreement const> agreement_;  // of the last step, if it had one
+  std::vector<HookCheckpoint::Group> tried_;            // those of one group, meanwhile
   CommunicatorOptions communicator_options_;
   std::string cuda_library_;
   std::optional<at::Device> device_;                    // of all gradients; the first bucket's

@@ -101,10 +101,23 @@ struct HookState::Step final : Batch {
   double loss_scale = 1;  // of the gradients; 0: of the other ranks', see Bucket::joined
   std::vector<ParameterGroup*> delivered;
   std::vector<at::Tensor> parameters;  // of which something is kept, and whose grads are results
+  std::size_t buckets = 0;             // that have come
+  bool joined = false;                 // this rank is out of data
+  TimePoint first_bucket_came = steady_clock().now();
   TimePoint last_bucket_came{};
   Duration exposed{};
   std::weak_ptr<void const> backward;  // the pass that brings the gradients, as long as it goes on
 
+  void note(Bucket const& bucket) {
+    ++buckets;
+    joined = joined || bucket.joined;
+  }
+  // Until its groups were done; none if its last bucket has not come.
+  std::optional<Duration> time_since_first_bucket() const {
+    std::lock_guard const lock(mutex);
+    if (!last_bucket_seen) return std::nullopt;
+    return last_bucket_came - first_bucket_came + exposed;
+  }
   // Called on the pass's own thread, if there is one.
   void follow_backward() {
     if (torch::autograd::get_current_graph_task_id() == -1) return;

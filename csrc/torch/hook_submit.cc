@@ -89,12 +89,17 @@ void HookState::submit_groupless(std::shared_ptr<Operation> operation,
 
 void HookState::submit(std::vector<ParameterGroup*> const& groups, bool last_bucket,
                        std::shared_ptr<PendingBucket> const& ends_with_step) {
-  std::size_t left = groups.size();
+  bool const agrees = last_bucket && trial_ && trial_->is_over();
+  std::size_t left = groups.size() + (agrees ? 1 : 0);
   bool const lacks_end = step_->begin(left + held_sparse_.size(), last_bucket, ends_with_step);
   step_->complete_last_bucket();  // of a step that has failed before
   try {
     submit_sparse();
     submit_groups(groups, left);
+    if (agrees) {
+      submit_agreement();
+      --left;
+    }
     if (lacks_end) submit_end_of_step(step_, *communicator_);
   } catch (...) {
     step_->give_up(left + held_sparse_.size());

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,6 +14,7 @@ from typing_extensions import Unpack
 
 from sparsecomm.compression import Compression
 from sparsecomm.fsdp.modules import check_entries, groups_of, poison_grads, reduced_dtype, shard_of
+from sparsecomm.grouping import AUTO
 from sparsecomm.hooks import CompressionState
 from sparsecomm.momentum import watch_momentum
 from sparsecomm.options import CommunicatorKeywords, communicator_options
@@ -75,11 +78,12 @@ def apply(
             "FSDP has those of a module at a time; clip after the backward pass, with "
             "torch.nn.utils.clip_grad_norm_"
         )
-    if compression.groups is not None:
+    if compression.groups not in (None, AUTO):
         raise ValueError(
             "FSDP brings the gradients of a module at a time, which are the groups: leave groups "
             "out, and shard the modules that are to be exchanged together as one"
         )
+    compression = replace(compression, groups=None)
     groups = list(groups_of(model))
     if any(group._all_reduce_hook is not None for _, group in groups):
         raise RuntimeError("this model has an all-reduce hook already; FSDP takes one")
