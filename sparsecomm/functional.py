@@ -228,7 +228,7 @@ def threshold_sampled(
     """An estimate of :func:`threshold_exact` from one of every ``stride`` runs of 16 entries.
 
     Another ``phase`` takes other runs. The stride is reduced so that the count it leads to is
-    within 10% of k in 99 of 100 cases; where that takes a stride under 4, the exact threshold is
+    within 10% of k in 98 of 100 cases; where that takes a stride under 4, the exact threshold is
     found. Reads 2N / stride.
     """
     return Threshold(

@@ -202,7 +202,7 @@ std::size_t sampled_stride(std::size_t size, std::uint64_t k, std::size_t stride
 // An estimate of exact_threshold from one run of sample_run entries of gradient + residual in
 // `stride` (those that sampled_run says): the magnitude of rank k / stride of the sample, and ties
 // by the same proportion. The stride is reduced so that 1,250 entries of the sample lie above the
-// threshold: the count it leads to is then within 10% of k in 99 of 100 cases, unless k is made up
+// threshold: the count it leads to is then within 10% of k in 98 of 100 cases, unless k is made up
 // of few long runs. Where that takes a stride under 4, or the sample holds fewer than
 // minimum_sample entries, exact_threshold answers instead, so that small inputs are exact. Reads N
 // / stride.
