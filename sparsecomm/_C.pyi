@@ -34,6 +34,7 @@ class ExchangeOptions:
         block_bytes: int = ...,
         block: int = 0,
         groups: str = "",
+        shares_density: bool = False,
     ) -> None: ...
 
 class TransportError(RuntimeError): ...

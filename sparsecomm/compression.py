@@ -18,6 +18,7 @@ from sparsecomm.schedule import DensityWarmup, ThresholdSchedule, check_density,
 
 AUTO = "auto"
 SELECTIONS = ("threshold", "exact", "bucket", "block")
+_SCOPES = ("group", "model")
 _BITS = (2, 4, 8)
 _DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 _MOST_OF_A_BUCKET = 4096
@@ -35,6 +36,7 @@ class SelectionOptions(TypedDict, total=False):
     dense_steps: int
     densities: Mapping[str, float]
     groups: Groups
+    density_scope: str
     dense_below: int
     mask_momentum: bool
     first_moment: float
@@ -83,7 +85,13 @@ class Compression:
             quicker one kept. ``None``: all that one bucket brings in the first step, which with
             DDP's defaults is the whole model. What is sent whole is one more group, but for
             ``"buckets"`` and ``None``. Parameters of several dtypes, densities or momenta are
-            groups of their own. Densities hold for each group.
+            groups of their own.
+        density_scope: of ``density``: ``"group"``: every group selects that share of its entries;
+            ``"model"``: all groups without a density of their own together do, those more whose
+            gradients are larger: all select what exceeds the same magnitude, which follows from how
+            much the groups have selected two steps before. In the first ten steps or so less is
+            selected, then several times as much as asked for, and later some percent more or less;
+            so it is after a change of the density, too.
         dense_below: parameters with fewer dimensions are always sent whole: by default those with
             fewer than two, which are biases and those of norms. 0 for none.
         momentum: of momentum correction, in [0, 1); 0 for none. Use an optimizer without momentum
@@ -126,6 +134,7 @@ class Compression:
     dense_steps: int = 0
     densities: Mapping[str, float] = field(default_factory=dict, hash=False)
     groups: Groups = None
+    density_scope: str = "group"
     dense_below: int = 2
     momentum: float = 0.0
     nesterov: bool = False
@@ -175,6 +184,15 @@ class Compression:
         }
         object.__setattr__(self, "densities", densities)
         object.__setattr__(self, "groups", grouping.checked(self.groups))
+        if self.density_scope not in _SCOPES:
+            raise ValueError(
+                f"density_scope={self.density_scope!r} is none of {', '.join(_SCOPES)}"
+            )
+        if self.density_scope == "model" and self.select != "threshold":
+            raise ValueError(
+                f'density_scope="model" selects by a magnitude common to all groups, and '
+                f'select={self.select!r} does not: use select="threshold"'
+            )
         _check_integer("dense_below", self.dense_below, 0)
         _check_number("momentum", self.momentum)
         _check_number("first_moment", self.first_moment)
@@ -210,6 +228,10 @@ class Compression:
             raise ValueError(
                 f"algorithm={self.algorithm!r} keeps nothing, and exchanges bucket by bucket: "
                 "leave groups out"
+            )
+        if not self.selects and self.density_scope != "group":
+            raise ValueError(
+                f"algorithm={self.algorithm!r} sends every entry: leave density_scope out"
             )
         if not self.selects and self.density != 1:
             raise ValueError(
@@ -260,6 +282,7 @@ class Compression:
             warmup_steps=self.warmup.steps if self.warmup else 1,
             warmup_densities=list(self.warmup.densities) if self.warmup else [],
             groups=grouping.described(self.groups),
+            shares_density=self.density_scope == "model",
         )
 
     def group_numbers_of(

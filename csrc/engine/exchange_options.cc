@@ -74,6 +74,9 @@ void validate(ExchangeOptions const& options) {
           "algorithm '", options.algorithm,
           "' sends every entry and keeps nothing: it takes no bucket, block, momentum, gain or "
           "first_moment");
+  require(!options.shares_density || (rule.bucket == 0 && rule.block == 0),
+          "groups that share a density go by their thresholds, which bucket = ", rule.bucket,
+          " and block = ", rule.block, " have not: leave both at 0");
   require(options.schedule.period >= 1, "threshold period = ", options.schedule.period,
           " is not a number of steps; use 1 or more");
   require(options.collective.partition_period >= 1,
@@ -118,7 +121,8 @@ std::string text_of(std::string const& group, std::uint64_t extent, DType dtype,
                 ";gain=", Shortest{rule.velocity.gain}, ";nesterov=", rule.velocity.nesterov,
                 ";mask_momentum=", rule.mask_momentum,
                 ";first_moment=", Shortest{rule.first_moment},
-                options.groups.empty() ? "" : ";groups=", options.groups);
+                options.groups.empty() ? "" : ";groups=", options.groups,
+                options.shares_density ? ";density_scope=model" : "");
 }
 
 }  // namespace sparsecomm

@@ -1,7 +1,6 @@
 #include "engine/gradient_exchange.h"
 
 #include <algorithm>
-#include <cmath>
 #include <sstream>
 #include <utility>
 
@@ -65,7 +64,7 @@ void GradientExchange<T>::make_warmup() {
 
 template <class T>
 void GradientExchange<T>::check_messages(AlgorithmEntry const& algorithm) const {
-  double most = options_.density;
+  double most = options_.shares_density ? 1 : options_.density;
   for (double const density : options_.warmup.stages) most = std::max(most, density);
   std::uint64_t const largest_message =
       algorithm.sparse
@@ -111,113 +110,7 @@ void GradientExchange<T>::bind(std::vector<Segment<T>> segments, Awaited awaited
   awaited_ = std::move(awaited);
   batch_ = &batch;
   ends_batch_ = false;
-  payload_.loss_scale = {loss_scale};
-}
-
-template <class T>
-void GradientExchange<T>::set_density(double density) {
-  ExchangeOptions changed = options_;
-  changed.density = density;
-  validate(changed);
-  if (density != options_.density) forget_thresholds();
-  options_ = changed;
-}
-
-template <class T>
-void GradientExchange<T>::set_layout(std::string text) {
-  layout_ = std::move(text);
-  key_ = Digest().add(text_).add(layout_).value();
-}
-
-// Those there are belong to another k.
-template <class T>
-void GradientExchange<T>::forget_thresholds() {
-  ++changes_;
-  state_.local_threshold = 0;
-  state_.collective.global_threshold = 0;
-  local_->reset(0);
-  if (sparse_) sparse_->load_state(state_.collective);
-}
-
-// Brings what is this rank's alone into the unit of its gradient; 0: it has none.
-template <class T>
-void GradientExchange<T>::follow_gradient(double loss_scale) {
-  if (!(loss_scale > 0) || loss_scale == residual_scale_) return;
-  double const ratio = loss_scale / residual_scale_;
-  rescale_(ratio);
-  residual_scale_ = loss_scale;
-  state_.local_threshold *= ratio;
-  state_before_.local_threshold *= ratio;
-  local_->reset(state_.local_threshold);
-}
-
-// The global threshold follows only what ranks have agreed on, so that they all round alike.
-template <class T>
-void GradientExchange<T>::follow(double loss_scale) {
-  follow_gradient(loss_scale);
-  if (loss_scale == state_.loss_scale) return;
-  state_.collective.global_threshold *= loss_scale / state_.loss_scale;
-  state_.loss_scale = loss_scale;
-  ++changes_;
-  if (sparse_) sparse_->load_state(state_.collective);
-}
-
-template <class T>
-void GradientExchange<T>::load_state(ExchangeState state) {
-  double const loss_scale = state.loss_scale;
-  restore_state(std::move(state));
-  residual_scale_ = loss_scale;
-}
-
-template <class T>
-void GradientExchange<T>::restore_state(ExchangeState state) {
-  auto const& boundaries = state.collective.boundaries;
-  require(boundaries.empty() ||
-              (boundaries.size() + 1 == static_cast<std::size_t>(communicator_->size()) &&
-               std::ranges::is_sorted(boundaries) && boundaries.back() <= extent_),
-          "the state to load has ", boundaries.size(), " boundaries, which do not split ", extent_,
-          " entries for ", communicator_->size(), " ranks");
-  for (double const threshold : {state.local_threshold, state.collective.global_threshold}) {
-    require(std::isfinite(threshold) && threshold >= 0, "the state to load has a threshold of ",
-            threshold, ", which no magnitude is");
-  }
-  if (planned_) {
-    AlgorithmEntry const* const chosen = state.plan.algorithm;
-    if (chosen != nullptr && !is_candidate(*chosen, workload())) state.plan.algorithm = nullptr;
-    plan_.load_state(state.plan);
-    algorithm_ = nullptr;
-    if (plan_.algorithm() != nullptr) use(*plan_.algorithm());
-  }
-  payload_ = {.loss_scale = payload_.loss_scale};
-  threshold_found_.reset();
-  local_->reset(state.local_threshold);
-  if (sparse_) sparse_->load_state(state.collective);
-  state_ = std::move(state);
-  ++changes_;
-}
-
-template <class T>
-void GradientExchange<T>::require_possible(Communicator const& communicator) const {
-  if (algorithm_ == nullptr) return;
-  std::string const reason = communicator.missing(*algorithm_);
-  require(reason.empty(), reason);
-}
-
-template <class T>
-void GradientExchange<T>::reconnect(Communicator& communicator) {
-  communicator_ = &communicator;
-  number_ = communicator.draw_number();
-  sparse_.reset();  // made with the former communicator's services
-  dense_.reset();
-  if (warmup_) make_warmup();
-  if (!planned_) use(*algorithm_);
-  text_ = text_of(name_, extent_, dtype_of<T>(), options_);
-  set_layout(std::move(layout_));
-  // Thresholds, boundaries and plans are of those ranks.
-  ExchangeState state;
-  state.step = state_.step;
-  state.loss_scale = state_.loss_scale;
-  restore_state(std::move(state));
+  payload_.step.loss_scale = {loss_scale};
 }
 
 template <class T>
@@ -245,7 +138,7 @@ std::string GradientExchange<T>::changing_fields(std::span<const std::byte> payl
        << ";boundaries=";
   for (std::uint32_t const boundary : state_.collective.boundaries) text << boundary << ',';
   if (planned_) text << ";planned=" << algorithm();
-  text << payload_.loss_scale.field(read_payload<StepPayload>(payload).loss_scale);
+  text << payload_.step.loss_scale.field(read(payload).step.loss_scale);
   return text.str();
 }
 
@@ -267,10 +160,11 @@ Proposal GradientExchange<T>::prepare() {
   state_before_ = state_;
   lacks_threshold_ = true;
   std::uint64_t const step = state_.step;
-  if (step > 0 && density() != options_.warmup.at(step - 1, options_.density)) forget_thresholds();
+  if (step > 0 && density_at(step) != density_at(step - 1)) forget_thresholds();  // a stage
   TimePoint const started = communicator_->clock().now();
   Stopwatch const watch = time(Stage::select, stats_.select);
-  follow_gradient(payload_.loss_scale.value);
+  follow_gradient(payload_.step.loss_scale.value);
+  payload_.counts = state_.share.own.value_or(ShareCounts());
   bool const finite = local_->all_finite();
   Digest changing;
   changing.add(former_)
@@ -281,7 +175,7 @@ Proposal GradientExchange<T>::prepare() {
   if (planned_) changing.add(algorithm());
   // Where it is of what will have been added up, or in a unit that others name, this waits for the
   // agreement.
-  if (finite && payload_.loss_scale.value > 0 && !options_.rule.accumulates() &&
+  if (finite && payload_.step.loss_scale.value > 0 && !options_.rule.accumulates() &&
       !warms_up_densely() && algorithm_ != nullptr && algorithm_->sparse) {
     find_threshold();
   }
@@ -292,8 +186,9 @@ Proposal GradientExchange<T>::prepare() {
           .version = Digest().add(number_).add(changes_).add(former_).value(),
           .step = step,
           .finite = finite,
-          .payload = payload_of(payload_),
-          .payload_is_known = !planned_ && payload_.loss_scale.value == state_.loss_scale};
+          .payload = payload(),
+          .payload_is_known = !planned_ && payload_.step.loss_scale.value == state_.loss_scale &&
+                              payload_.counts.entries == 0};
 }
 
 template <class T>
@@ -310,9 +205,11 @@ void GradientExchange<T>::find_threshold() {
   ThresholdSource const source =
       local_schedule(*algorithm_, options_).local_at(state_.step, state_.local_threshold > 0);
   if (source != ThresholdSource::reused) threshold_found_ = state_.step;
+  if (shares()) local_->reset(state_.local_threshold);  // not what it has selected by
   local_->find_threshold(k(), state_.step);
   state_.local_threshold = local_->threshold();
   lacks_threshold_ = false;
+  if (shares() && state_.share.magnitude > 0) local_->reset(threshold());
 }
 
 template <class T>
@@ -322,12 +219,14 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   ends_batch_ = agreement.ends_batch;
   stats_.agree += agreement.waited;
   traffic_before_ = communicator_->traffic_before();
-  auto const agreed_on =
-      agreement.payload.empty() ? payload_ : read_payload<StepPayload>(agreement.payload);
-  if (agreed_on.loss_scale.value > 0) follow(agreed_on.loss_scale.value);
+  auto const agreed_on = agreement.payload.empty() ? payload_ : read(agreement.payload);
+  if (agreed_on.step.loss_scale.value > 0) follow(agreed_on.step.loss_scale.value);
+  state_.share.own.reset();
+  if (agreed_on.counts.entries > 0) state_.share.agreed = agreed_on.counts;
   std::optional<double> predicted;
   if (planned_ && !warmup) {
-    plan_.observe(agreed_on.previous_seconds, agreed_on.previous_entries, k(), state_.step);
+    plan_.observe(agreed_on.step.previous_seconds, agreed_on.step.previous_entries, k(),
+                  state_.step);
     if (plan_.algorithm() == nullptr) {
       plan_.begin(communicator_->figures(channel), workload(), state_.step);
       use(*plan_.algorithm());
@@ -354,8 +253,9 @@ void GradientExchange<T>::run(Channel& channel, Agreement const& agreement) {
   double const seconds = std::chrono::duration<double>(prepared_ + (clock.now() - agreed)).count();
   record(algorithm, predicted, seconds);
   if (planned_ && !warmup) {
-    payload_.previous_seconds = static_cast<float>(seconds);
-    payload_.previous_entries = static_cast<std::uint32_t>(algorithm.sparse ? last_.selected : 0);
+    payload_.step.previous_seconds = static_cast<float>(seconds);
+    payload_.step.previous_entries =
+        static_cast<std::uint32_t>(algorithm.sparse ? last_.selected : 0);
     if (agreement.all_finite) follow_plan(last_.result_nnz);
     state_.plan = plan_.state();
   }
@@ -383,7 +283,7 @@ void GradientExchange<T>::record(AlgorithmEntry const& algorithm, std::optional<
            .observed_seconds = seconds,
            .predicted_seconds = predicted};
   if (!algorithm.sparse || state_.local_threshold == 0) return;
-  last_.threshold = state_.local_threshold;
+  last_.threshold = threshold();
   if (threshold_found_) last_.threshold_age = state_.step - *threshold_found_;
 }
 
@@ -427,6 +327,11 @@ void GradientExchange<T>::run_sparse(Channel& channel, Agreement const& agreemen
   if (!result.reduced.is_dense) received_ = result.reduced.sparse.indices;
   stats_.selected += selection.nnz();
   stats_.result_nnz += result.reduced.nnz();
+  if (shares()) {
+    constexpr double most = std::numeric_limits<float>::max();
+    double const own = std::min(most, state_.local_threshold / residual_scale_);
+    state_.share.own = {static_cast<float>(selection.nnz() + 1), static_cast<float>(own)};
+  }
 }
 
 template <class T>
@@ -467,7 +372,7 @@ void GradientExchange<T>::withdraw() {
   if (unselected_ && keeps_residual()) {
     await_gradient();
     if (local_->all_finite()) {
-      follow_gradient(payload_.loss_scale.value);
+      follow_gradient(payload_.step.loss_scale.value);
       accumulate();
     }
     unselected_ = false;

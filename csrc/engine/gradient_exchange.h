@@ -38,6 +38,9 @@ struct ExchangeOptions {
   // Of a dense algorithm that is named: it takes the residual along, and leaves in it what the type
   // rounds away, and what is taken back. Where an algorithm is sparse, or planned, it is so always.
   bool feedback = false;
+  // The density is that of several groups together, each of which has an exchange: see
+  // set_share().
+  bool shares_density = false;
   // How the caller has put parameters into groups, in words, which ranks must agree on.
   std::string groups = {};
 };
@@ -58,6 +61,7 @@ struct ExchangeState {
   // which ranks agreed last.
   double loss_scale = 1;
   PlanState plan;  // of "auto" alone
+  DensityShare share;
 };
 
 // Of a gradient that is submitted before it is there.
@@ -88,6 +92,10 @@ class GradientExchange final : public Operation {
   void bind(std::vector<Segment<T>> segments, Awaited awaited = {}, std::span<V> moment = {},
             Batch const& batch = batch_of_one, double loss_scale = 1);
   void set_density(double density);
+  // Of state().share, what share_density() has made of it; between steps, on all ranks alike.
+  void set_share(DensityShare const& share) { state_.share = share; }
+  // Of the next step, of all groups that share it.
+  double density_of_all() const { return density_at(state_.step); }
   // A valid rule, between steps; whether momentum is above 0 must not change. Ranks compare it when
   // they meet, so in their first exchange and after reconnect(), not whenever it changes.
   void set_velocity(VelocityRule const& rule) {
@@ -149,6 +157,7 @@ class GradientExchange final : public Operation {
   Proposal prepare() override;
   bool is_ready() const override { return !awaited_.is_here || awaited_.is_here(); }
   bool merge(std::span<std::byte> into, std::span<const std::byte> other) const override {
+    if (options_.shares_density) return merge_payload<SharingPayload>(into, other, extent_);
     return merge_payload<StepPayload>(into, other, extent_);
   }
   std::string changing_fields(std::span<const std::byte> payload) const override;
@@ -186,7 +195,23 @@ class GradientExchange final : public Operation {
   double unscaled_global_threshold() const {
     return state_.collective.global_threshold / state_.loss_scale;
   }
-  double density() const { return options_.warmup.at(state_.step, options_.density); }
+  double density_at(std::uint64_t step) const { return options_.warmup.at(step, options_.density); }
+  bool shares() const { return options_.shares_density && density_of_all() < 1; }
+  double density() const {
+    return shares() ? std::min(1.0, density_of_all() * state_.share.factor) : density_of_all();
+  }
+  // By which entries are selected, in units of the residual.
+  double threshold() const {
+    double const common = shares() ? state_.share.magnitude * residual_scale_ : 0;
+    return common > 0 ? common : state_.local_threshold;
+  }
+  std::span<const std::byte> payload() const {
+    return options_.shares_density ? payload_of(payload_) : payload_of(payload_.step);
+  }
+  SharingPayload read(std::span<const std::byte> payload) const {
+    if (options_.shares_density) return read_payload<SharingPayload>(payload);
+    return {read_payload<StepPayload>(payload)};
+  }
   void follow_plan(std::uint64_t result_nnz);
   Workload workload() const;
   std::uint64_t k() const { return k_of(density()); }
@@ -233,7 +258,7 @@ class GradientExchange final : public Operation {
   Duration prepared_{};     // how long its proposal took
   // Tells the other ranks the scale of this one's gradient, 0 for theirs, and what its last step
   // says to the plan.
-  StepPayload payload_{.loss_scale = {1}};
+  SharingPayload payload_{{.loss_scale = {1}}};
   ExchangeState state_;
   ExchangeStats stats_;
   StepRecord last_;

@@ -48,4 +48,8 @@ bool StepPayload::merge(StepPayload const& other, std::uint64_t extent) {
   return loss_scale.merge(other.loss_scale);
 }
 
+bool SharingPayload::merge(SharingPayload const& other, std::uint64_t extent) {
+  return step.merge(other.step, extent) && counts.merge(other.counts, extent);
+}
+
 }  // namespace sparsecomm

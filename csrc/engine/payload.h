@@ -10,6 +10,7 @@
 #include <type_traits>
 
 #include "base/error.h"
+#include "engine/density_share.h"
 #include "engine/proposal.h"
 
 namespace sparsecomm {
@@ -46,6 +47,14 @@ struct StepPayload {
   std::uint32_t previous_entries = 0;
 
   bool merge(StepPayload const& other, std::uint64_t extent);
+};
+
+// The same, of a group that shares a density with others.
+struct SharingPayload {
+  StepPayload step = {};
+  ShareCounts counts = {};
+
+  bool merge(SharingPayload const& other, std::uint64_t extent);
 };
 
 template <class P>

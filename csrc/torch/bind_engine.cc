@@ -144,9 +144,10 @@ ExchangeOptions make_exchange_options(
     std::string const& dense_codec, std::uint64_t seed, std::uint64_t overlap_chunk,
     std::size_t bucket, double momentum, bool mask_momentum, double first_moment, bool nesterov,
     std::uint64_t dense_steps, std::uint64_t warmup_steps, std::vector<double> warmup_densities,
-    std::uint32_t block_bytes, std::size_t block, std::string groups) {
+    std::uint32_t block_bytes, std::size_t block, std::string groups, bool shares_density) {
   ExchangeOptions options;
   options.groups = std::move(groups);
+  options.shares_density = shares_density;
   options.algorithm = std::move(algorithm);
   options.density = density;
   options.schedule = {find_threshold_source(between), threshold_period};
@@ -228,7 +229,7 @@ void bind_engine(py::module_& module) {
            py::arg("first_moment") = 0.0, py::arg("nesterov") = false, py::arg("dense_steps") = 0,
            py::arg("warmup_steps") = 1, py::arg("warmup_densities") = std::vector<double>{},
            py::arg("block_bytes") = AlgorithmOptions{}.block_bytes, py::arg("block") = 0,
-           py::arg("groups") = "");
+           py::arg("groups") = "", py::arg("shares_density") = false);
 
   std::size_t const default_fusion_bytes = CommunicatorOptions{}.fusion_bytes;
   module.attr("FUSION_BYTES") = default_fusion_bytes;

@@ -114,6 +114,24 @@ c10::intrusive_ptr<c10d::Work> run_for_python(HookState& state, Bucket const& bu
   return c10::make_intrusive<FutureWork>(std::move(future), state.communicator());
 }
 
+using Counts = std::pair<float, float>;
+using ShareTuple = std::tuple<double, double, std::optional<Counts>, std::optional<Counts>>;
+
+py::object to_tuple(DensityShare const& share) {
+  auto const pair = [](std::optional<ShareCounts> const& counts) {
+    return counts ? std::optional(Counts(counts->entries, counts->threshold)) : std::nullopt;
+  };
+  return py::cast(ShareTuple(share.factor, share.magnitude, pair(share.own), pair(share.agreed)));
+}
+
+DensityShare read_share(py::handle const& saved) {
+  auto const counts = [](std::optional<Counts> const& pair) {
+    return pair ? std::optional(ShareCounts{pair->first, pair->second}) : std::nullopt;
+  };
+  auto const [factor, magnitude, own, agreed] = saved.cast<ShareTuple>();
+  return {factor, magnitude, counts(own), counts(agreed)};
+}
+
 py::dict to_dict(HookCheckpoint const& checkpoint) {
   py::list groups;
   for (HookCheckpoint::Group const& group : checkpoint.groups) {
@@ -125,6 +143,9 @@ py::dict to_dict(HookCheckpoint const& checkpoint) {
     saved["global_threshold"] = collective.global_threshold;
     saved["boundaries"] = collective.boundaries;
     if (group.state.plan.figures) saved["plan"] = to_dict(group.state.plan);
+    if (DensityShare const& share = group.state.share;
+        share.own || share.agreed || share.magnitude > 0)
+      saved["density_share"] = to_tuple(share);
     // With each, so that a state without any, or a former release's, looks as ever.
     if (auto const& times = checkpoint.grouping)
       saved["grouping"] = std::pair(times->model, times->buckets);
@@ -155,6 +176,7 @@ HookCheckpoint read_dict(py::dict const& saved) {
     group.state.collective.boundaries = item["boundaries"].cast<std::vector<std::uint32_t>>();
     group.state.loss_scale = checkpoint.loss_scale;
     if (item.contains("plan")) group.state.plan = plan_from_dict(item["plan"]);
+    if (item.contains("density_share")) group.state.share = read_share(item["density_share"]);
     if (item.contains("grouping")) {
       auto const [model, buckets] = item["grouping"].cast<std::pair<float, float>>();
       require(std::isfinite(model) && std::isfinite(buckets) && std::min(model, buckets) >= 0,

@@ -225,8 +225,9 @@ HookCheckpoint HookState::checkpoint() const {
   take_back_broken_step("save the state");
   HookCheckpoint checkpoint;
   if (by_bucket_) return checkpoint;
+  share_density();  // as before the next step, which a resumed run has other groups for at first
   checkpoint.loss_scale = kept_loss_scale();
-  if (trial_ && trial_->decided()) checkpoint.grouping = trial_->times();
+  checkpoint.grouping = decision();
   for (auto const& group : groups_) group->follow(checkpoint.loss_scale);
   if (side_) side_->let_current_wait();
   for (auto const& group : groups_) keep(*group, checkpoint);
@@ -305,6 +306,7 @@ void HookState::load(HookCheckpoint checkpoint) {
   dissolved_.reset();
   moments_.clear();
   load_grouping(loaded_->grouping);
+  tried_ = loaded_->groups;
   // What is named has been checked, in whatever layout it comes then.
   if (!names_.empty()) loaded_->row_major = true;
   if (sealed_) settle_loaded();

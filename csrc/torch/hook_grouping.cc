@@ -46,16 +46,15 @@ void HookState::follow_trial() {
     if (agreement_->agreed()) trial_->decide(*agreement_->agreed());
     agreement_.reset();
   }
-  if (!trial_->decided() && step_) observe_step();
+  if (!trial_->decided() && step_ && !std::exchange(step_->observed, true)) observe_step();
   bool const by_bucket = trial_->grouping() == Grouping::buckets;
-  GroupsBy const former =
-      std::exchange(groups_by_, by_bucket ? GroupsBy::bucket : GroupsBy::number);
-  if (groups_by_ == former) return;
+  GroupsBy const next = by_bucket ? GroupsBy::bucket : GroupsBy::number;
+  if (next == groups_by_) return;
   if (!by_bucket) {
     while (!groups_.empty()) dissolve(*groups_.back());
-    return;
   }
-  // Which dissolve as the buckets come.
+  groups_by_ = next;
+  // These dissolve as the buckets come.
   for (auto const& group : groups_) {
     HookCheckpoint::Group& tried = tried_.emplace_back();
     for (ParameterGroup::Member const& member : group->members()) {
@@ -71,7 +70,7 @@ void HookState::observe_step() {
   DensityWarmup const& warmup = options_.exchange.warmup;
   std::uint64_t const warm = warmup.dense_steps + warmup.stage_steps * warmup.stages.size();
   for (auto const& group : groups_) {
-    if (group->state().step < warm) return;
+    if (group->state().step <= warm) return;  // of the step before, since it counts steps
   }
   std::optional<double> seconds;
   if (!step_->joined) seconds = std::chrono::duration<double>(*duration).count();
@@ -102,16 +101,22 @@ void HookState::submit_agreement() {
   agreement_ = agreement;
 }
 
-// None: there has been none.
+// None: there has been no decision.
 void HookState::load_grouping(std::optional<GroupingTimes> const& decision) {
   if (!trial_) return;
   trial_.emplace();
   if (decision) trial_->decide(*decision);
   agreement_.reset();
-  tried_.clear();
+  if (step_) step_->observed = true;
 }
 
-// That of a group with the same parameters, before the other way was tried.
+std::optional<GroupingTimes> HookState::decision() const {
+  if (agreement_ && agreement_->agreed()) return agreement_->agreed();
+  if (trial_ && trial_->decided()) return trial_->times();
+  return std::nullopt;
+}
+
+// That of a group with the same parameters, before the other way was tried or in a checkpoint.
 void HookState::adopt_plan(ParameterGroup& group) const {
   auto const same = [&](HookCheckpoint::Group const& tried) {
     return std::ranges::equal(group.members(), tried.parameters, {}, &ParameterGroup::Member::key);

@@ -44,38 +44,52 @@ void HookState::form_groups(std::vector<Bucket const*> const& buckets) {
     for (std::string const& key : loaded_->groups[i].parameters) saved_groups.emplace(key, i);
   }
   bool regroups = false;
+  std::vector<std::pair<Bucket const*, std::size_t>> arrived;  // buckets, and places in them
   for (Bucket const* const bucket : buckets) {
-    at::ScalarType const dtype = bucket->buffer.scalar_type();
     std::vector<at::Tensor> const& parameters = bucket->parameters;
     bool const renewed = by_bucket_ && !is_group(parameters);
     regroups = regroups || renewed;
     if (!by_bucket_ && groups_by_ == GroupsBy::bucket) dissolve_unlike_groups(parameters);
-    for (at::Tensor const& parameter : parameters) {
-      bool const known = places_.contains(parameter.unsafeGetTensorImpl());
-      if (known && !renewed) continue;
-      if (!known) require_of_model(parameter);
-      require(!parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
-              " cannot be exchanged sparsely; parameters must be float32, float64, float16 or "
-              "bfloat16");
-      auto const density = density_of(parameter);
-      auto const velocity = velocity_of(parameter.unsafeGetTensorImpl());
-      int const number = group_number_of(parameter);
-      std::string key = key_of(parameter);
-      auto const found = saved_groups.find(key);
-      auto const saved = found == saved_groups.end() ? std::nullopt : std::optional(found->second);
-      auto group = std::ranges::find_if(fresh, [&](Fresh const& other) {
-        return other.dtype == dtype && other.number == number && other.density == density &&
-               other.velocity == velocity && other.saved == saved;
-      });
-      if (group == fresh.end()) {
-        group = fresh.insert(fresh.end(), Fresh{dtype, number, density, velocity, saved, {}, {}});
-      }
-      std::size_t const offset =
-          group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
-      group->members.push_back({std::move(key), offset, static_cast<std::size_t>(parameter.numel()),
-                                Layout(parameter), parameter.unsafeGetTensorImpl()});
-      group->parameters.push_back(parameter);
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (renewed || !places_.contains(parameters[i].unsafeGetTensorImpl()))
+        arrived.emplace_back(bucket, i);
     }
+  }
+  // Of groups that are formed anew: buckets may not come on all ranks in the order of the first
+  // step, and what was found for the same members is of use again.
+  if (groups_by_ == GroupsBy::number) {
+    std::ranges::stable_sort(arrived, {}, [this](auto const& place) {
+      auto const former =
+          former_places_.find(place.first->parameters[place.second].unsafeGetTensorImpl());
+      return former == former_places_.end() ? std::numeric_limits<std::size_t>::max()
+                                            : former->second.order;
+    });
+  }
+  for (auto const& [bucket, place] : arrived) {
+    at::ScalarType const dtype = bucket->buffer.scalar_type();
+    at::Tensor const& parameter = bucket->parameters[place];
+    if (!places_.contains(parameter.unsafeGetTensorImpl())) require_of_model(parameter);
+    require(!parameter.is_complex(), "gradients of dtype ", at::toString(parameter.scalar_type()),
+            " cannot be exchanged sparsely; parameters must be float32, float64, float16 or "
+            "bfloat16");
+    auto const density = density_of(parameter);
+    auto const velocity = velocity_of(parameter.unsafeGetTensorImpl());
+    int const number = group_number_of(parameter);
+    std::string key = key_of(parameter);
+    auto const found = saved_groups.find(key);
+    auto const saved = found == saved_groups.end() ? std::nullopt : std::optional(found->second);
+    auto group = std::ranges::find_if(fresh, [&](Fresh const& other) {
+      return other.dtype == dtype && other.number == number && other.density == density &&
+             other.velocity == velocity && other.saved == saved;
+    });
+    if (group == fresh.end()) {
+      group = fresh.insert(fresh.end(), Fresh{dtype, number, density, velocity, saved, {}, {}});
+    }
+    std::size_t const offset =
+        group->members.empty() ? 0 : group->members.back().offset + group->members.back().numel;
+    group->members.push_back({std::move(key), offset, static_cast<std::size_t>(parameter.numel()),
+                              Layout(parameter), parameter.unsafeGetTensorImpl()});
+    group->parameters.push_back(parameter);
   }
   // In the order of their numbers; what has none comes last.
   std::ranges::stable_sort(fresh, {},
@@ -197,11 +211,15 @@ void HookState::require_of_model(at::Tensor const& parameter) const {
 void HookState::add_group(at::ScalarType dtype, std::optional<double> density,
                           VelocityRule const& velocity, std::vector<ParameterGroup::Member> members,
                           std::vector<at::Tensor> const& parameters) {
-  // Its exchange's name is the same on ranks that disagree about what is in the group.
-  std::size_t const number = groups_formed_++;
-  std::string const name = concat(number, " from ", members.front().key);
+  // Its exchange's name is the same on ranks that disagree about what is in the group; but ranks
+  // may form groups anew in any order.
+  std::string const& key = members.front().key;
+  bool const anew = former_places_.contains(members.front().parameter);
+  std::size_t const number = anew ? 0 : groups_formed_++;
+  std::string const name = anew ? concat("from ", key) : concat(number, " from ", key);
+  std::string operation = concat("gradients ", anew ? name : concat(number));
   auto group =
-      ParameterGroup::make(name, concat("gradients ", number), dtype, std::move(members),
+      ParameterGroup::make(name, std::move(operation), dtype, std::move(members),
                            options_at(density, velocity), *communicator_, !by_bucket_, side_.get());
   group->set_steps_before(left_.steps);
   if (restore_dissolved(*group)) {
@@ -241,6 +259,24 @@ void HookState::drop_empty_groups() {
   });
 }
 
+// Before a step: what the last ones have found in groups without a density of their own.
+void HookState::share_density() const {
+  if (!options_.exchange.shares_density) return;
+  auto const shares = [this](auto const& group) { return !own_densities_.contains(group.get()); };
+  sharing_.clear();
+  double density = 1;
+  for (auto const& group : groups_) {
+    if (!shares(group)) continue;
+    density = group->density_of_all();
+    sharing_.push_back({group->state().share, group->numel()});
+  }
+  if (density >= 1 || !sparsecomm::share_density(sharing_, density)) return;
+  auto shared = sharing_.begin();
+  for (auto const& group : groups_) {
+    if (shares(group)) group->set_share((shared++)->share);
+  }
+}
+
 std::optional<double> HookState::density_of(at::Tensor const& parameter) const {
   if (by_bucket_) return std::nullopt;
   auto const own = densities_.find(parameter.unsafeGetTensorImpl());
@@ -264,6 +300,7 @@ ExchangeOptions HookState::options_at(std::optional<double> density,
   options.rule.velocity = velocity;
   if (!density) return options;
   options.density = *density;
+  options.shares_density = false;
   if (*density < 1) return options;
   // Few, as a rule, so that messages count for more than bytes.
   options.algorithm = "dense_rabenseifner";

@@ -257,7 +257,6 @@ c10::intrusive_ptr<c10::ivalue::Future> HookState::take(Bucket const& bucket, c1
     settle_loaded();
   }
   if (bucket.last && dissolved_) settle_dissolved();
-  if (bucket.last && trial_ && trial_->decided()) tried_.clear();
   sealed_ = sealed_ || bucket.last;
   while (bucket.last && !unformed_.empty()) {
     auto const [waiting, its_pending] = std::move(unformed_.front());
@@ -321,8 +320,9 @@ void HookState::accept(Bucket const& bucket, std::shared_ptr<PendingBucket> cons
       complete.push_back(place.group);
     }
   }
-  bool const ends_step = bucket.last && (step_->has_begun() || !complete.empty() ||
-                                         !held_.empty() || !held_sparse_.empty());
+  bool const ends_step =
+      bucket.last && (step_->has_begun() || !complete.empty() || !held_.empty() ||
+                      !held_sparse_.empty() || (trial_ && trial_->is_over()));
   pending->open_groups = (sparse ? 1 : touched.size()) + (ends_step ? 1 : 0);
   for (ParameterGroup* const group : touched) waiting_[group].push_back(pending);
   if (pending->open_groups == 0) pending->complete();
@@ -358,6 +358,7 @@ void HookState::begin_step(double loss_scale) {
     exposed_ += step_->time_exposed();
   }
   follow_trial();
+  share_density();
   step_ = std::make_shared<Step>();
   step_->follow_backward();
   step_->loss_scale = loss_scale;

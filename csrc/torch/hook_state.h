@@ -228,10 +228,12 @@ class HookState : public std::enable_shared_from_this<HookState> {
   void dissolve_unlike_groups(std::vector<at::Tensor> const& parameters);
   void dissolve(ParameterGroup& group);
   bool must_wait(Bucket const& bucket) const;
+  void share_density() const;
   void follow_trial();
   void observe_step();
   void submit_agreement();
   void load_grouping(std::optional<GroupingTimes> const& decision);
+  std::optional<GroupingTimes> decision() const;
   void adopt_plan(ParameterGroup& group) const;
   std::vector<bool> take_fresh(Bucket const& bucket, PendingBucket& pending);
   std::vector<at::Tensor> arrange(Bucket const& bucket, PendingBucket& pending);
@@ -301,7 +303,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   GroupsBy groups_by_;                  // of the next step, never `measured`
   std::optional<GroupingTrial> trial_;  // where it is `measured`, and there is a choice
   std::shared_ptr<GroupingAgreement const> agreement_;  // of the last step, if it had one
-  std::vector<HookCheckpoint::Group> tried_;            // those of one group, meanwhile
+  std::vector<HookCheckpoint::Group> tried_;            // whose plans groups like them adopt
   CommunicatorOptions communicator_options_;
   std::string cuda_library_;
   std::optional<at::Device> device_;                    // of all gradients; the first bucket's
@@ -328,6 +330,7 @@ class HookState : public std::enable_shared_from_this<HookState> {
   std::deque<std::pair<Bucket, std::shared_ptr<PendingBucket>>> unformed_;
   std::shared_ptr<Step> step_;
   std::vector<std::unique_ptr<ParameterGroup>> groups_;
+  mutable std::vector<SharingGroup> sharing_;  // those without a density of their own, meanwhile
   std::size_t groups_formed_ = 0;
   ExchangeStats left_;                                               // of groups that are no more
   Duration exposed_{};                                               // of former steps

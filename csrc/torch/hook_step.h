@@ -98,11 +98,13 @@ struct HookState::Step final : Batch {
   std::atomic<bool> stands = false;            // it is over, and every part has been delivered
   std::shared_ptr<PendingBucket> last_bucket;  // which is done when the step is over
   bool failed = false;
-  double loss_scale = 1;  // of the gradients; 0: of the other ranks', see Bucket::joined
+  std::exception_ptr error;  // of an operation that no bucket waits for
+  double loss_scale = 1;     // of the gradients; 0: of the other ranks', see Bucket::joined
   std::vector<ParameterGroup*> delivered;
   std::vector<at::Tensor> parameters;  // of which something is kept, and whose grads are results
-  std::size_t buckets = 0;             // that have come
-  bool joined = false;                 // this rank is out of data
+  std::size_t buckets = 0;  // that have come; this and the next two are of the caller's thread
+  bool joined = false;      // this rank is out of data
+  bool observed = false;    // by a GroupingTrial, or none of its business
   TimePoint first_bucket_came = steady_clock().now();
   TimePoint last_bucket_came{};
   Duration exposed{};
@@ -182,13 +184,16 @@ struct HookState::Step final : Batch {
     return open_groups == 0 && lacks_end();
   }
   // If the step is over. Whoever waits for all buckets learns of a failure from those it befell.
-  void complete_last_bucket(std::exception_ptr const& error = {}) {
+  void complete_last_bucket(std::exception_ptr const& failure = {}) {
     std::shared_ptr<PendingBucket> bucket;
+    std::exception_ptr first;
     {
       std::lock_guard const lock(mutex);
+      if (failure && !error) error = failure;
+      first = error;
       if (over) bucket = std::exchange(last_bucket, nullptr);
     }
-    if (bucket) bucket->group_done(error);
+    if (bucket) bucket->group_done(first);
   }
   // Ends `groups` of those that began, which could not be submitted, and so the step.
   void give_up(std::size_t groups) {

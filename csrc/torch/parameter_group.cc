@@ -62,6 +62,8 @@ class TypedGroup final : public ParameterGroup {
   ExchangeStats const& stats() const override { return exchange_->stats(); }
   StepRecord const& last_step() const override { return exchange_->last_step(); }
   void set_density(double density) override { exchange_->set_density(density); }
+  void set_share(DensityShare const& share) override { exchange_->set_share(share); }
+  double density_of_all() const override { return exchange_->density_of_all(); }
   void require_possible(Communicator const& communicator) const override {
     exchange_->require_possible(communicator);
   }

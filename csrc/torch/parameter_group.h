@@ -110,6 +110,9 @@ class ParameterGroup {
   void set_steps_before(std::uint64_t steps) { steps_before_ = steps; }
   virtual StepRecord const& last_step() const = 0;
   virtual void set_density(double density) = 0;
+  virtual void set_share(DensityShare const& share) = 0;
+  // Of the next step, which a share is of.
+  virtual double density_of_all() const = 0;
   VelocityRule velocity() const { return rule_.velocity; }
   // Between steps; see GradientExchange.
   void set_velocity(VelocityRule const& rule);

@@ -153,9 +153,9 @@ class Place {
 // 2. Rank 0 replaces every claim by the answer to that very claim.
 // 3. Every rank takes its answer away, so that nothing is left. Rank 0 waits for that, and answers
 //    again if a claim that had been left behind is replaced.
-class Join {
+class JoiningRank {
  public:
-  Join(Place place, std::string const& purpose)
+  JoiningRank(Place place, std::string const& purpose)
       : place_(std::move(place)),
         process_(ProcessIdentity::own()),
         thread_(own_thread(process_)),
@@ -365,7 +365,7 @@ StoreMeeting meet_in_store(int rank, int size, StorePtr store, std::string const
                            MeetingOptions const& options) {
   Place const place(rank, size, std::move(store), options);
   place.check();
-  std::string const identity = Join(place, purpose).run();
+  std::string const identity = JoiningRank(place, purpose).run();
   auto own = c10::make_intrusive<c10d::PrefixStore>(identity, place.store());
   return {std::make_shared<StoreRendezvous>(
               place.at(c10::make_intrusive<c10d::PrefixStore>("meeting", own)), run_of(identity)),

@@ -31,8 +31,18 @@ struct Case {
   int segments = 3;
   int steps = 4;
   SelectionRule rule = {};
-  float residual = 0;  // of every entry, to begin with
+  float residual = 0;   // of every entry, to begin with
+  bool shares = false;  // a density, with itself
 };
+
+// By itself, of which half is left.
+template <class T>
+void share(GradientExchange<T>& exchange) {
+  std::vector<SharingGroup> groups{{exchange.state().share, exchange.extent()}};
+  if (!share_density(groups, 0.05)) return;
+  groups.front().share.factor /= 2;
+  exchange.set_share(groups.front().share);
+}
 
 constexpr Figures figures{{1e-4, 1e-5, 1e-8}, {1e-10, 1e-9, 1e-8, 4e-10, 1e-9, 4e-9, 2e-9, 1e-9}};
 
@@ -65,6 +75,7 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
     options.schedule = c.schedule;
     options.collective.partition_period = 2;
     options.rule = c.rule;
+    options.shares_density = c.shares;
     std::unique_ptr<LocalGradient<T>> local;
     if (on_device) {
       local = make_device_gradient<T>(c.schedule, c.rule, c.numel, queue());
@@ -88,6 +99,7 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
             {gradient.span().subspan(first, count), residual.span().subspan(first, count)});
       }
       if (c.algorithm == auto_algorithm) switch_algorithm(*exchange, step);
+      if (c.shares) share(*exchange);
       exchange->bind(segments, {}, moment.span());
       communicator.submit(exchange).wait();
       bool const finite =
@@ -100,6 +112,9 @@ std::vector<std::vector<std::byte>> outcomes(Case const& c, bool on_device) {
       append(outcome, moment.get());
       append(outcome, std::vector<double>{exchange->state().local_threshold,
                                           static_cast<double>(exchange->stats().selected)});
+      DensityShare const& shared = exchange->state().share;
+      auto const counts = shared.own.value_or(ShareCounts());
+      append(outcome, std::vector<double>{shared.magnitude, counts.entries, counts.threshold});
     }
   };
   CommunicatorOptions options;
@@ -201,6 +216,17 @@ TEST(CudaExchange, WhatTheTypeCannotHoldStaysInTheResiduals) {
   for (std::string const algorithm : {"oktopk", "gtopk", "topk_dsa"}) {
     for (double const density : {0.05, 1.0}) {
       check<Half>({algorithm, 3, 700, density, {}, 3, 4, {}, 200'000});
+    }
+  }
+}
+
+TEST(CudaExchange, ASharedDensity) {
+  SelectionRule const momentum{.velocity = {.momentum = 0.5}};
+  for (SelectionRule const& rule : {SelectionRule(), momentum}) {
+    for (std::size_t const numel : {1, 3000}) {
+      check<float>({"oktopk", 2, numel, 0.05, {}, 3, 9, rule, 0, true});
+      check<double>({"topk_a", 3, numel, 0.05, {}, 3, 9, rule, 0, true});
+      check<Half>({"topk_dsa", 2, numel, 0.05, {}, 3, 9, rule, 0, true});
     }
   }
 }

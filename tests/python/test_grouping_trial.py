@@ -14,12 +14,13 @@ from models import batch, checkpoint_of, flat, gathered, make_ddp, make_model, t
 from patience import LONG
 from ranks import run_ranks
 from test_hooks import fail_in_backward, wrap_again
+from test_optim import Branches
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import sparsecomm
 from sparsecomm import AutoState, Compression, CompressionState, OkTopkState
-from sparsecomm.optim import TopkSGD
+from sparsecomm.optim import OkTopkSGD, TopkSGD
 
 STEPS = 10  # that are observed with each
 
@@ -99,6 +100,7 @@ def check_decision(momentum: float, slow: str) -> None:
     [line] = [line for line in sparsecomm.report(state).splitlines() if "groups:" in line]
     assert "chosen" in line
     assert ("one group, chosen" in line) == (other == "model")
+    assert ("buckets, chosen" in line) == (other == "buckets")
 
 
 def check_decisions() -> None:
@@ -190,6 +192,29 @@ def check_checkpoints() -> None:
             start(momentum=0.5)[1].load_state_dict({next(iter(saved)): entry})
 
 
+def check_resuming_bit_by_bit() -> None:
+    """The group of all is, after the trial, what it was before, and in a new process."""
+    ddp, state = start(momentum=0.5)
+    now = "model"
+    slow_down(next(ddp.parameters()), lambda: now == "buckets")
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    first = None
+    for step in range(3 * STEPS):
+        train(ddp, optimizer, [step])
+        now = grouping(state)["groups"]
+        first = first or [group["parameters"] for group in checkpoint_of(state)["groups"]]
+    assert grouping(state)["decided"]
+    assert now == "model"
+    assert [group["parameters"] for group in checkpoint_of(state)["groups"]] == first
+    saved, parameters = state.state_dict(), copy.deepcopy(ddp.module.state_dict())
+    train(ddp, optimizer, range(5))
+    other, its_state = start(momentum=0.5)
+    other.module.load_state_dict(parameters)
+    its_state.load_state_dict(copy.deepcopy(saved))
+    train(other, torch.optim.SGD(other.parameters(), lr=0.05), range(5))
+    assert torch.equal(flat(other.parameters()), flat(ddp.parameters()))
+
+
 def check_reconnecting() -> None:
     for steps in (3, STEPS + 3, 3 * STEPS):
         ddp, state = start()
@@ -243,6 +268,8 @@ def check_plans() -> None:
             break
     assert grouping(state)["decided"]
     assert grouping(state)["model_seconds"] > 0
+    if grouping(state)["groups"] == "model":
+        assert "auto" not in state.algorithms  # which had been found before the other was tried
     train(ddp, optimizer, range(3))
     check_agreement(ddp, state)
     ddp = make_ddp(make_model())
@@ -283,7 +310,43 @@ def check_optimizers() -> None:
     assert optimizer.exchange.stats()["grouping"]["decided"]
 
 
+def check_buckets_in_any_order() -> None:
+    """Of an optimizer, whose buckets go in the order of each rank's gradients."""
+    for slow in ("model", "buckets"):
+        model, plain = Branches(), Branches()
+        now = "model"
+        for branch in model.branches:
+            assert isinstance(branch, nn.Linear)
+            slow_down(branch.weight, lambda: now == slow)  # noqa: B023
+        options: dict[str, Any] = {"dense_below": 0, "bucket_cap_mb": 1e-3, "groups": "auto"}
+        optimizer = OkTopkSGD(model.named_parameters(), lr=0.1, density=1.0, **options)
+        reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+        random = torch.Generator().manual_seed(dist.get_rank())
+        for _ in range(3 * STEPS):
+            taken = torch.randperm(5, generator=random)[:3].tolist()
+            data = torch.randn(8, 30, generator=random)
+            for one, its_optimizer in ((model, optimizer), (plain, reference)):
+                its_optimizer.zero_grad()
+                one(data, taken).backward()
+            for parameter in plain.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+            optimizer.step()
+            reference.step()
+            now = optimizer.exchange.stats()["grouping"]["groups"]
+            torch.testing.assert_close(
+                flat(model.parameters()), flat(plain.parameters()), rtol=1e-4, atol=1e-5
+            )
+        found = optimizer.exchange.stats()["grouping"]
+        assert found["decided"]
+        assert found["groups"] == ("buckets" if slow == "model" else "model")
+
+
 CHECKS = {
+    "buckets in any order": check_buckets_in_any_order,
+    "resuming": check_resuming_bit_by_bit,
     "decisions": check_decisions,
     "results": check_results,
     "uneven data": check_uneven_data,

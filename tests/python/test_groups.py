@@ -100,6 +100,12 @@ def test_what_groups_may_be() -> None:
     for groups, kind, text in bad:
         with pytest.raises(kind, match=text):
             Compression(groups=groups)
+    with pytest.raises(ValueError, match="group, model"):
+        Compression(density_scope="all")
+    with pytest.raises(ValueError, match=r"select='exact'.*threshold"):
+        Compression(density_scope="model", select="exact")
+    with pytest.raises(ValueError, match="density_scope"):
+        Compression(algorithm="dense_ring", density=1, density_scope="model")
     with pytest.raises(ValueError, match="bucket by bucket"):
         Compression(algorithm="dense_ring", density=1, groups=2)
     layer = nn.Linear(2, 3)
@@ -361,6 +367,9 @@ def check_clipping_and_optimizers() -> None:
 
 def check_disagreement() -> None:
     rank = dist.get_rank()
+    ddp, optimizer, _ = start(2, density_scope=("group", "model")[rank])
+    with pytest.raises(RuntimeError, match="density_scope"):
+        train(ddp, optimizer, range(1))
     for ways in ((2, 3), ("model", None), (LISTS, LISTS[::-1])):
         with pytest.raises(RuntimeError, match="groups=") as raised:
             start(ways[rank])
@@ -519,6 +528,138 @@ def check_unfrozen_parameters() -> None:
     assert all(torch.equal(other, everyone[0]) for other in everyone)
 
 
+def uneven_batch(step: int) -> torch.Tensor:
+    """Whose gradients are small in the first layer, of which half of the inputs are almost 0."""
+    data = batch(step)
+    data[:, 5:] *= 0.01
+    return data
+
+
+def train_unevenly(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range
+) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(uneven_batch(step)).square().mean().backward()
+        optimizer.step()
+
+
+def shares(state: OkTopkState) -> list[dict[str, Any]]:
+    """Of the groups of which a share is sent."""
+    return [group for group in state.stats()["groups"] if group["algorithm"] == "oktopk"]
+
+
+def selected_at_last(
+    ddp: DistributedDataParallel, state: OkTopkState, steps: int = 30, counted: int = 15
+) -> float:
+    """Trains, and returns what share of the weights was selected, the mean of the last steps."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.02)
+    total = 0.0
+    for step in range(steps):
+        train_unevenly(ddp, optimizer, range(step, step + 1))
+        if step >= steps - counted:
+            found = shares(state)
+            numel = sum(group["numel"] for group in found)
+            total += sum(group["realised_density"] * group["numel"] for group in found) / numel
+    everyone = gathered(flat(ddp.parameters()))
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
+    return total / counted
+
+
+def check_density_of_the_model() -> None:
+    """All groups select by the same threshold, and together about what the density says."""
+    for scope, momentum in itertools.product(("group", "model"), (0.0, 0.5)):
+        ddp, _, state = start(5, 0.05, density_scope=scope, momentum=momentum)
+        selected = selected_at_last(ddp, state)
+        found = shares(state)
+        assert len(found) == 5
+        thresholds = [group["threshold"] for group in found]
+        spread = max(thresholds) / min(thresholds)
+        densities = [group["realised_density"] for group in found]
+        if scope == "group":
+            assert selected == pytest.approx(0.05, rel=0.05)
+            assert spread > 5
+        else:
+            assert selected == pytest.approx(0.05, rel=0.35)
+            assert spread == pytest.approx(1)
+            assert max(densities) > 4 * min(densities)
+    # Whatever the groups, and with an algorithm of a plan's choice.
+    for groups in (2, "buckets", "auto", LISTS):
+        ddp, _, state = start(groups, 0.05, density_scope="model")
+        assert selected_at_last(ddp, state) == pytest.approx(0.05, rel=0.4), groups
+    ddp = make_ddp(make_model())
+    auto = sparsecomm.AutoState(0.05, groups=3, density_scope="model")
+    sparsecomm.register_comm_hook(ddp, auto)
+    train_unevenly(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), range(8))
+    everyone = gathered(flat(ddp.parameters()))
+    assert all(torch.equal(other, everyone[0]) for other in everyone)
+
+
+def check_changes_of_the_density() -> None:
+    for groups in (3, "buckets"):
+        ddp, _, state = start(groups, 0.05, density_scope="model", momentum=0.5)
+        assert selected_at_last(ddp, state) == pytest.approx(0.05, rel=0.4)
+        state.density = 1.0
+        train_unevenly(ddp, torch.optim.SGD(ddp.parameters(), lr=0.02), range(2))
+        assert not keeps_something(state)
+        assert all(group["realised_density"] == 1 for group in shares(state))
+        state.density = 0.2
+        assert selected_at_last(ddp, state) == pytest.approx(0.2, rel=0.4)
+    # A step with a NaN, one that breaks off, and other ranks.
+    model = make_model()
+    names = [*model.named_parameters()]
+    state = OkTopkState(0.05, groups=3, density_scope="model", named_parameters=names)
+    ddp = wrap_again(model, state)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
+    for step in range(6):
+        train_unevenly(ddp, optimizer, range(step, step + 1))
+        if dist.get_rank() == step % 2:
+            ddp(uneven_batch(step)).square().mean().mul(float("nan")).backward()
+        else:
+            ddp(uneven_batch(step)).square().mean().backward()
+        ddp.zero_grad()
+    fail_in_backward(ddp, state)
+    del ddp
+    ddp = wrap_again(model, state)
+    train_unevenly(ddp, optimizer, range(3))
+    state.reconnect()
+    ddp = wrap_again(model, state)
+    assert selected_at_last(ddp, state) == pytest.approx(0.05, rel=0.4)
+
+
+def check_density_of_the_model_in_checkpoints() -> None:
+    for saved_at in (1, 2, 3, 4, 6):
+        ddp, optimizer, state = start(5, 0.05, density_scope="model")
+        train_unevenly(ddp, optimizer, range(saved_at))
+        saved, model = state.state_dict(), copy.deepcopy(ddp.module.state_dict())
+        train_unevenly(ddp, optimizer, range(saved_at, 12))
+        other, its_optimizer, its_state = start(5, 0.05, density_scope="model")
+        other.module.load_state_dict(model)
+        its_state.load_state_dict(copy.deepcopy(saved))
+        train_unevenly(other, its_optimizer, range(saved_at, 12))
+        assert torch.equal(flat(other.parameters()), flat(ddp.parameters())), saved_at
+        # Into one that shares nothing, and the other way.
+        for scope, entry in (("group", saved), ("model", start(5, 0.05)[2].state_dict())):
+            other, its_optimizer, its_state = start(5, 0.05, density_scope=scope)
+            its_state.load_state_dict(copy.deepcopy(entry))
+            train_unevenly(other, its_optimizer, range(saved_at, saved_at + 2))
+    entry = checkpoint_of(state)
+    share = next(g["density_share"] for g in entry["groups"] if "density_share" in g)
+    for bad in (
+        (0.0, *share[1:]),
+        (float("nan"), *share[1:]),
+        share[1:],
+        (*share[:4], (1.0, -1.0)),
+    ):
+        broken = copy.deepcopy(entry)
+        for group in broken["groups"]:
+            group["density_share"] = bad
+        other, its_optimizer, its_state = start(5, 0.05, density_scope="model")
+        train_unevenly(other, its_optimizer, range(1))
+        with pytest.raises(ValueError, match=r"load|share|count"):
+            its_state.load_state_dict({next(iter(state.state_dict())): broken})
+
+
 CHECKS = {
     "groups and results": check_groups_and_results,
     "conservation": check_conservation_of_all,
@@ -533,6 +674,9 @@ CHECKS = {
     "dropped gradients": check_gradients_that_are_dropped,
     "later parameters": check_parameters_that_come_later,
     "unfrozen parameters": check_unfrozen_parameters,
+    "density of the model": check_density_of_the_model,
+    "changes of the density": check_changes_of_the_density,
+    "density of the model in checkpoints": check_density_of_the_model_in_checkpoints,
 }
 
 
