@@ -57,6 +57,7 @@ from sparsecomm.preparation import prepare
 from sparsecomm.reporting import report, report_at_exit, write_stats
 from sparsecomm.schedule import DensityWarmup, ThresholdSchedule
 from sparsecomm.tracing import Timeline, timeline
+from sparsecomm.tuning import Tuning, TuningTrial, autotune
 
 if TYPE_CHECKING:
     from sparsecomm import checkpoint, fsdp
@@ -84,12 +85,15 @@ __all__ = [
     "Timeline",
     "TopkDsaState",
     "TopkState",
+    "Tuning",
+    "TuningTrial",
     "Work",
     "__version__",
     "allgather_sparse",
     "allreduce",
     "announce_aggregators",
     "auto_hook",
+    "autotune",
     "backend_stats",
     "block_topk_hook",
     "build_info",

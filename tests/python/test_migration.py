@@ -257,6 +257,20 @@ def timed() -> None:
     assert callable(sparsecomm.timeline)
 
 
+@row("`HOROVOD_AUTOTUNE=1`")
+def tuned() -> None:
+    """What it finds is in tests/python/test_tuning.py, and of "auto" in test_grouping_trial.py."""
+
+    def start(groups: str) -> Callable[[], object]:
+        ddp = make_ddp(make_model())
+        sparsecomm.register_comm_hook(ddp, sparsecomm.OkTopkState(0.1, groups=groups))
+        return lambda: step(ddp)
+
+    tuning = sparsecomm.autotune(start, {"groups": ("model", "buckets")}, steps=1, warmup=1)
+    assert len(tuning.trials) == 2
+    assert sparsecomm.AutoState().compression.groups == "auto"
+
+
 @row("process sets")
 def subsets() -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]

@@ -5,6 +5,7 @@ An ignored error that mypy does not find fails too, so these lines say what type
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -50,6 +51,15 @@ def states(group: dist.ProcessGroup) -> list[sparsecomm.CompressionState]:
         sparsecomm.GTopkState(clip_norm=1.0, densities={"head": 0.1}),
         sparsecomm.TopkDsaState(momentum=0.9),
     ]
+
+
+def tuned(start: Callable[..., Callable[[], object]]) -> sparsecomm.OkTopkState:
+    tuning = sparsecomm.autotune(start, {"density": (0.01, 0.1)}, trials=5)
+    assert_type(tuning, sparsecomm.Tuning)
+    trial: sparsecomm.TuningTrial = tuning.trials[0]
+    print(trial.seconds, tuning)
+    sparsecomm.autotune(start, trails=5)  # type: ignore[call-arg]
+    return sparsecomm.OkTopkState(**tuning.best)
 
 
 def prepared(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> float:
