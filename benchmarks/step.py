@@ -22,7 +22,8 @@ there is no interface that carries them alone, and they are not recorded.
 The optimizer's step is not part of the time: it belongs to the computing that is emulated. prepare
 has SGD with momentum, whose momentum the exchange applies.
 
-auto tries algorithms first, until it has stayed with one for some steps. These are not counted.
+auto tries algorithms and groups first, until it has stayed with one for some steps. These are not
+counted.
 
 A method of ours takes groups of parameters behind an @, as its option groups: oktopk@5, topk@25MB,
 oktopk@buckets. Nothing is predicted of it.
@@ -62,7 +63,7 @@ from vgg16.model import PARAMETERS as VGG16_NUMEL
 
 BASELINE = "ddp"
 SETTLED = 8  # steps with one algorithm, after which auto counts as settled
-MOST_TRIAL_STEPS = 60
+MOST_TRIAL_STEPS = 150
 PREDICTED_WITHIN = 0.15
 AUTO_WITHIN = 0.03
 COUNTER = Path("/proc/self/net/dev")
@@ -87,8 +88,9 @@ def theirs(install: Callable[[DistributedDataParallel, float], object]) -> Insta
 def ours(kind: type[sparsecomm.CompressionState]) -> MakeInstall:
     def grouped(groups: Groups) -> Install:
         state: Any = kind
+        options = {} if groups is None else {"groups": groups}
         return lambda ddp, density: (
-            sparsecomm.register_comm_hook(ddp, state(density, groups=groups)),
+            sparsecomm.register_comm_hook(ddp, state(density, **options)),
             None,
         )
 
@@ -203,16 +205,17 @@ class Training:
         return Sample(seconds, self.model.clock.passed, sent)
 
     def settle(self) -> int:
-        """Steps until a plan has stayed with one algorithm; returns how many that took."""
+        """Steps until groups, and algorithms for a while, stay; returns how many that took."""
         state = self.state
-        if not isinstance(state, sparsecomm.AutoState):
+        if state is None or "auto" not in (state.algorithm, state.compression.groups):
             return 0
         stayed = 0
         for steps in range(1, MOST_TRIAL_STEPS + 1):
-            previous = state.algorithms
+            previous = state._native.algorithms()
             self.step()
-            stayed = stayed + 1 if state.algorithms == previous else 0
-            if stayed == SETTLED:
+            stayed = stayed + 1 if state._native.algorithms() == previous else 0
+            grouping = state.stats()["grouping"]
+            if stayed >= SETTLED and (grouping is None or grouping["decided"]):
                 return steps
         return MOST_TRIAL_STEPS
 
