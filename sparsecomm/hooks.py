@@ -662,11 +662,12 @@ class AutoState(_Method):
     By default ``groups`` is ``"auto"``: the whole model is one group at first, and DDP's buckets
     are groups then, whose exchange overlaps with the backward pass; each for ten steps or more.
     What took less time, from when the first bucket of a step had come, is kept; one group if the
-    other gains less than 2 %. :meth:`stats` and :func:`sparsecomm.report` say what was found.
+    other gains less than 2 %. :meth:`CompressionState.stats` and :func:`sparsecomm.report` say what
+    was found.
 
     A run that is resumed begins with the plan of the saved one, and with its groups if they had
-    been chosen. Since plans follow measured times, two runs need not choose alike; where every bit
-    has to repeat, name the algorithm, as :class:`OkTopkState` does.
+    been chosen. Since plans and groups follow measured times, two runs need not choose alike; where
+    every bit has to repeat, name the algorithm, as :class:`OkTopkState` does, and the groups.
     """
 
     _algorithm = "auto"

@@ -157,7 +157,7 @@ def _text(title: str, native: _C.HookState) -> str:
 def _grouping(grouping: Mapping[str, Any] | None) -> list[str]:
     if grouping is None:
         return []
-    names = {"model": "one group", "buckets": "DDP's buckets"}
+    names = {"model": "one group", "buckets": "buckets"}
     parts = [
         f"{format_seconds(seconds)} a step with {name}"
         for key, name in names.items()

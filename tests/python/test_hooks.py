@@ -65,6 +65,8 @@ def register(ddp: DistributedDataParallel, state: CompressionState, native: bool
 def made(kind: type[CompressionState]) -> CompressionState:
     """With so many blocks that 5 % is a number of them."""
     options: dict[str, Any] = {"block": 16} if kind is BlockTopkState else {}
+    if kind is AutoState:
+        options["groups"] = None  # as the others: each of DDP's first buckets is a group
     return kind(density=0.05, **options)
 
 

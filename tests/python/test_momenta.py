@@ -246,7 +246,7 @@ def check_broken_off() -> None:
     for state in (
         OkTopkState(density=0.05, momentum=0.9, nesterov=True),
         TopkState(density=0.05, momentum=0.9, nesterov=True, select="exact"),
-        AutoState(density=0.05, momentum=0.9, nesterov=True),
+        AutoState(density=0.05, momentum=0.9, nesterov=True, groups=None),
     ):
         ddp, local = hooked(state, True, torch.float32), make_model()
         train(ddp, SGD(ddp.parameters(), lr=0.0), range(3))
